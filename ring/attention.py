@@ -84,8 +84,7 @@ def ring_attention(
         ValueError, NotImplementedError: an argument is wrong on some rank, the ranks' arguments differ, or the ranks
             are in different calls or directions; the error names both. Every rank raises the same error, and the group
             remains usable. Double backward also raises NotImplementedError.
-        RuntimeError: a rank did not come to the call within the group's timeout; the error names it. The group is no
-            longer usable.
+        RuntimeError: a rank, which the error names, did not come within the timeout. The group is then unusable.
     """
     q, k, v = in_autocast_type(q, k, v)
     if torch.compiler.is_compiling() and not unknown:

@@ -74,8 +74,7 @@ def work(pattern: Pattern, n: int, heads: int | None = None) -> Ints:
 
 def zigzag_owners(documents: Sequence[int], p: int) -> Ints:
     """Return the rank of each position, (n,). Each document of 2 p tokens or more is divided into 2 p chunks, head and
-    tail. Shorter ones stay whole: the longest first, each goes to the rank with the fewest tokens so far. So ranks take
-    turns at documents of each length.
+    tail. Shorter ones stay whole: the longest first, each goes to the rank with the fewest tokens so far.
     """
     pieces = [_zigzag(length, p) if length >= 2 * p else [] for length in documents]
     tokens = [0] * p

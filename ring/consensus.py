@@ -39,9 +39,7 @@ class Signature(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CallSetting:
-    """The validated setting of all calls that differ only in the values of their tensors. There is one object for each,
-    so that plans can be cached on it.
-    """
+    """The validated setting of all calls that differ only in tensors' values: one object, by which plans are cached."""
 
     signature: Signature
 

@@ -285,9 +285,7 @@ def _runs_of(order: np.ndarray, limit: int) -> tuple[Run, ...] | None:
 
 
 def _merge_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Merge runs into those that `_runs_of` would find in their positions, without listing these: each run absorbs what
-    continues it.
-    """
+    """Merge runs into those that `_runs_of` would find, without listing positions: a run absorbs its sequel."""
     merged: list[Run] = []
     for run in runs:
         start, step, length = run

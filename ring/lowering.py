@@ -30,9 +30,7 @@ from ring.plan.tile import Tile
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
-    """A tile and its kernel: "math", "flash" or "cudnn". batched: True if the kernel takes four-dimensional tiles
-    (`StridedView.batched`).
-    """
+    """A tile and its kernel: "math", "flash" or "cudnn". batched: it takes tiles of `StridedView.batched`."""
 
     kernel: str
     tile: Tile

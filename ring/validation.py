@@ -46,9 +46,7 @@ class Call:
     unknown: tuple[str, ...] = ()  # names of unsupported arguments
 
     def key(self) -> tuple[object, ...]:
-        """Key of everything that determines the call's validity and plan. It has types beside values, because 1, 1.0
-        and True are equal.
-        """
+        """Key of a call's validity and plan. It has types beside values, because 1, 1.0 and True are equal."""
         options = (self.exchange, self.bucket, self.kernel, self.scale, self.return_lse, self.differentiated)
         kinds = (type(self.bucket), type(self.scale), type(self.return_lse))
         return _kind(self.q), _kind(self.k), _kind(self.v), self.pattern, self.layout, options, kinds

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command_line.main(arguments)
     except Exception:
         traceback.print_exc()
-        print(f"{typed()}: error: the machinery itself failed, see above", file=sys.stderr)
+        print(f"{typed()}: error: the test harness itself failed, see above", file=sys.stderr)
         return 2
 
 

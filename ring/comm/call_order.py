@@ -7,8 +7,7 @@ backwards share. The ranks compare call and direction before a tensor moves (`ri
 Only one thread may call on a group, because nothing orders the calls of two threads alike on every rank. If two race,
 messages of the first thread's calls may have matched the second's on another rank: those calls cannot run backward.
 
-A call that is interrupted, or runs out of memory, leaves messages in flight that would match those of the next call.
-The group refuses all later calls.
+A call that is interrupted, or runs out of memory, leaves messages in flight: the group refuses all later calls.
 """
 
 from __future__ import annotations
@@ -104,9 +103,7 @@ class Calls:
         return self._by_number[number]
 
     def check_thread(self, call: NumberedCall | str) -> None:
-        """Raise ValueError if another thread that still runs calls on this group. call: the call, or a description of
-        one without a number.
-        """
+        """Raise ValueError if another thread that still runs calls on this group. call: it, or its description."""
         if within_backward():  # autograd's threads recompute checkpointed forwards
             return
         mine = threading.current_thread()

@@ -6,8 +6,7 @@ backward it has two more alternating buffers for gradients, and one for returned
 a call and reused at every step. A slot is the key and the value of one row and head: (2, B, D).
 
 Gradients travel in the accumulator's dtype, except with `direct` between GPUs. There a slot's gradient is complete when
-it is sent, and most kernels return it in 16 bits anyway. So it travels in the working dtype, and the owner sums in the
-accumulator's.
+it is sent, and most kernels return it in 16 bits anyway. The owner sums it in fp32.
 """
 
 from __future__ import annotations
@@ -171,9 +170,7 @@ class Exchange:
         return buffer
 
     def _outgoing(self, direction: str) -> list[Outgoing]:
-        """List all messages of a call and their send buffers, in the order in which `_numbered_arrivals` and `_return`
-        post them.
-        """
+        """List all messages of a call and their send buffers, as `_numbered_arrivals` and `_return` post them."""
         plan, sizes, dtype = self.plan, self.plan.sizes, self.k.dtype
         outgoing = []
         for number, step in enumerate(plan.steps, start=1):

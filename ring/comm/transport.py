@@ -22,9 +22,7 @@ from ring.comm.call_order import Calls
 
 
 class MissingRanks(RuntimeError):
-    """Some ranks did not come, in time, to a collective operation. ranks: their numbers in the group; empty: all came,
-    but too late; None: unknown.
-    """
+    """Ranks did not come in time to a collective. ranks: their numbers; empty: all came, too late; None: unknown."""
 
     def __init__(self, ranks: Sequence[int] | None, waited: str) -> None:
         self.ranks, self.waited = ranks if ranks is None else tuple(ranks), waited
@@ -45,8 +43,7 @@ class MissingRanks(RuntimeError):
 class Message:
     """A contiguous tensor to send to, or to receive from, a peer (a rank in the group). `label` names its contents.
 
-    With `stop` it is the entries start .. stop - 1 of a contiguous buffer. The tensor is created lazily, since on GPUs
-    an address is enough.
+    With `stop` it is the entries start .. stop - 1 of a contiguous buffer. It is created lazily: GPUs need an address.
     """
 
     peer: int

@@ -67,9 +67,7 @@ def fused(kernel: str, device: torch.device, dtype: torch.dtype, dim: int) -> st
 
 
 def max_varlen_tokens(kernel: str, device: torch.device, dtype: torch.dtype, dim: int, scale: float) -> int:
-    """Return the most rows and keys of documents of several lengths that share a call; 0: none do, where the kernel
-    would take them one by one.
-    """
+    """Return the most rows and keys of documents of several lengths that share a call; 0: the kernel takes one each."""
     if device.type == "cpu" or kernel == "cudnn" or scale <= 0 or fused(kernel, device, dtype, dim) == "math":
         return 0
     return MOST_VARLEN_TOKENS

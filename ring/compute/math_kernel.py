@@ -5,8 +5,7 @@ Tiles: q, out, dout (F, B, G, P, Lq, D): folds, batch, key/value heads, query he
 k, v (F, B, G, 1, Lk, D); lse, delta (F, B, G, P, Lq).
 
 The backward of a partial takes the *global* out and lse of its rows: dS = P (dO V^T - delta), P = exp(S - lse),
-delta = rowsum(dO out) - dlse, and its dQ, dK, dV are summands of the whole (FlashAttention-2, arXiv 2307.08691,
-algorithm 2).
+delta = rowsum(dO out) - dlse, and its dQ, dK, dV are summands (FlashAttention-2, arXiv 2307.08691, algorithm 2).
 """
 
 from __future__ import annotations

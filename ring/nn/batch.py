@@ -77,8 +77,7 @@ def shard_batch(
 
     Raises:
         ValueError, NotImplementedError: an argument is wrong on some rank, or the ranks of the context have different
-            tensors. Every rank raises the same error, and the group can be used again. A context with check=False
-            does not compare ranks.
+            tensors. Every rank raises the same error. A context with check=False does not compare ranks.
     """
 
     def check() -> dict[str, object]:

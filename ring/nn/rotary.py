@@ -26,8 +26,7 @@ def rotary(x: Tensor, positions: Tensor, theta: float = THETA) -> Tensor:
 
     x: fp64, fp32, bf16 or fp16; 16 bits are rotated in fp32. positions: int64 or int32, on x's device.
 
-    Raises ValueError for an odd D, for positions of another shape, dtype or device, and unless theta is positive and
-    finite.
+    Raises ValueError for an odd D, for positions of another shape, dtype or device, and unless 0 < theta < inf.
     """
     if not isinstance(x, Tensor) or x.dim() != 4 or not x.is_floating_point():
         got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x))

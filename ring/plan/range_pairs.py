@@ -75,9 +75,7 @@ class RangePairs:
 
 
 def pair_up(ranges: Ranges, queries: Subranges, keys: Subranges, causal: bool) -> list[RangePairs]:
-    """Return all pairs with a visible key, trimmed to the mask, one table for each sight. `keys` must be in ascending
-    order of range.
-    """
+    """Return all pairs with a visible key, trimmed to the mask, one table a sight. `keys` ascend by range."""
     tables = [_join(ranges, queries, keys, Sight.UP_TO if causal else Sight.ALL)]
     if any(block.window is not None for block in ranges.blocks):
         near = queries.take(np.flatnonzero(ranges.window[queries.range] >= 0))

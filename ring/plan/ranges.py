@@ -302,8 +302,7 @@ def merge_adjacent(ranges: Ranges, rank: int) -> Ranges:
     follow each other both in rows and in positions.
 
     Between own rows only their order counts, so the positions of a merged range are 0, 1, 2, ... The two halves of a
-    zigzag shard then are one causal square: one kernel call instead of three. With a window distances count as well,
-    so ranges are not merged.
+    zigzag shard then are one causal square: one kernel call instead of three. Windows need distances: not merged.
     """
     if ranges.listing is not None:
         return ranges

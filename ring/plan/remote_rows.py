@@ -44,9 +44,7 @@ _cache: BoundedCache[tuple[Ranges, bool], Needs] = BoundedCache(16, most_bytes=2
 
 
 def needs_of(ranges: Ranges, causal: bool) -> Needs:
-    """Return the needs of all ranks, in the order (rank, range, first). Every rank computes all, so both ends of a
-    message agree.
-    """
+    """Return the needs of all ranks, in the order (rank, range, first). Every rank computes all, so both ends agree."""
     key = ranges, causal
     return _cache.get_or_make(key, lambda: _needs(*key), lambda needs: ranges.nbytes + 4 * needs.count.nbytes)
 

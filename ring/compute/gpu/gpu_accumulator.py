@@ -5,8 +5,7 @@ have together. Here they stay pending as the kernels returned them, in 16 bits a
 of `ring.compute.gpu.merge_kernel` computes the output. The same pass sums gradients.
 
 A partial result that covers everything, as a branch without dilation returns, becomes the output: only rows that other
-results cover as well are rewritten. The plain version, `ring.compute.accumulator`, is the reference. It takes partial
-results whose heads are listed.
+results cover as well are rewritten. The reference, `ring.compute.accumulator`, takes listed heads.
 """
 
 from __future__ import annotations

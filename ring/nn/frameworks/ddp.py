@@ -12,8 +12,7 @@
     optimizer.step()
 
 DDP averages, and `ring.nn.cross_entropy` has the scale for which the average is the gradient of the mean over all
-labelled tokens. In a step of several micro-batches each divides by the labels of the whole step, so their gradients are
-added, not averaged.
+labelled tokens. Each micro-batch divides by the labels of the whole step, so gradients are added.
 """
 
 from __future__ import annotations
