@@ -140,7 +140,8 @@ def line(row: Mapping[str, Any]) -> str:
 class BenchRecord:
     """Record on rank 0, which prints each row and rewrites the file: an interrupted run leaves all rows so far.
 
-    file: for the JSON, or None. format_row: for the terminal. fields: of the run, besides device, versions, command.
+    file: for the JSON, or None. format_row: for the terminal. fields: of the whole run, besides device, versions,
+    commit and command.
     """
 
     def __init__(

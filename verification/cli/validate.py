@@ -208,7 +208,7 @@ def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
     """Check the links between ranks and return True if they hold."""
     world = backend.agents.place.world_size
     if world == 1:
-        report.say(f"{links.TITLE}: none, there is only one rank")
+        report.say(f"{links.TITLE}: none, since there is one rank")
         return True
     report.start_world(world, 1, links.TITLE)
     started = time.perf_counter()

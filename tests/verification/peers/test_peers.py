@@ -170,7 +170,8 @@ def test_what_is_no_adapter() -> None:
         load(f"{EXAMPLES}:nothing_of_the_kind")
     with pytest.raises(Refused, match="it must be a verification.peers.Peer"):
         load(f"{EXAMPLES}:number")
-    with pytest.raises(Refused, match="no answer within 0.5 s from rank 0"):
+    # While its process computes, which an endless import does, it has twice the time: the error may say so.
+    with pytest.raises(Refused, match="no answer within 0.5 s"):
         probe.probe(f"{EXAMPLES}:endless", timeout=0.5)
 
 
