@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import cProfile
 import gc
-import pstats
 import textwrap
 from collections.abc import Callable
 
@@ -19,7 +18,7 @@ from ring.lowering import Programs
 from ring.plan.plan import plan_of
 from tests.support.attention_cases import PATTERNS, inputs
 
-MOST_CALLS = 300  # Python calls of a forward and a backward
+MOST_CALLS = 310  # Python calls of a forward and a backward: 308, and a little for another version of torch
 
 
 def test_the_page_shows_the_program_of_the_example() -> None:
@@ -64,7 +63,8 @@ def counted(act: Callable[[], object]) -> int:
         profile.disable()
     finally:
         gc.enable()
-    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+    # pstats merges functions of one file, line and name, as the __init__ of several dataclasses are: it counts too few.
+    return sum(entry.callcount for entry in profile.getstats())
 
 
 @pytest.mark.parametrize("causal", (False, True))
