@@ -24,6 +24,8 @@ _REPLACEMENTS = {  # for arguments of other attention functions
     "causal": "write Pattern.dense(causal=True)",
     "dropout_p": "dropout of attention is not supported, leave it out",
     "window_size": "write Pattern.dense(window=w), for (w, 0) with causal=True",
+    "window": "write Pattern.dense(causal=True, window=w)",
+    "documents": "write Pattern.dense(causal=True, documents=lengths)",
     "enable_gqa": "leave it out, k and v may have fewer heads than q",
 }
 
@@ -77,7 +79,7 @@ def validate(call: Call, transport: Transport) -> None:
     """Raise ValueError or NotImplementedError that names the argument, its value and the allowed ones."""
     check_pattern(call.pattern)
     if not isinstance(call.layout, Layout):
-        raise ValueError(f"layout must be a Layout, got {call.layout!r}")
+        raise ValueError(f"layout must be a Layout, as Layout.zigzag(n, p), got {call.layout!r}")
     _validate_options(call)
     if call.layout.world_size != transport.world_size:
         raise ValueError(

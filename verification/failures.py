@@ -1,4 +1,4 @@
-"""Failures, an exception type for each kind. None is ever retried, or shrunk into another kind."""
+"""Failures, an exception type for each kind (a deadlock is a rank hang), never retried or shrunk into another kind."""
 
 from __future__ import annotations
 

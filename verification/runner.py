@@ -21,7 +21,7 @@ from verification.report.counter_example import CounterExample, save_record
 from verification.report.report import Report
 from verification.run.backends import Backend
 from verification.run.rank import observe
-from verification.search.experiment import Counterexample, Experiment, case_record
+from verification.search.experiment import Experiment, FoundFailure, case_record
 from verification.search.search import Search
 from verification.strategies.cases import cases
 
@@ -31,8 +31,8 @@ MOST_RANKS = {"gloo": 64, "sim": 1024, "nccl": 64}  # by backend
 
 @dataclass(frozen=True)
 class Profile:
-    """Number of examples: in words, and as examples on two ranks. One rank sends nothing, and more ranks are slower but
-    find hardly more: both get fewer."""
+    """Size of a run: `about` in words, and the examples on two ranks. One rank sends nothing, and more ranks are slower
+    but find hardly more: both get fewer."""
 
     about: str
     examples: int
@@ -49,8 +49,8 @@ PROFILES = {
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Arguments of `python -m verification run`. examples: for each world size; None: the profile's. only: titles of
-    properties and laws; empty: all of them."""
+    """Arguments of a run, also of training, peers and validate. examples: for each world size; None: the profile's.
+    only: titles of properties and laws; empty: all of them."""
 
     worlds: tuple[int, ...]
     profile: Profile
@@ -189,7 +189,7 @@ def hangs(failures: list[CounterExample]) -> bool:
     return any(failure.kind == RankHang.kind for failure in failures)
 
 
-def save(counterexample: Counterexample, search: Search, folder: Path) -> CounterExample:
+def save(counterexample: FoundFailure, search: Search, folder: Path) -> CounterExample:
     experiment = search.experiment
     world, record = experiment.case_of(counterexample.subject).world, experiment.record_of(counterexample.subject)
     broken = experiment.property_of(counterexample.subject, counterexample.failure)

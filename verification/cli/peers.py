@@ -225,4 +225,5 @@ def _summary(kind: Kind, outcomes: Sequence[Outcome], seconds: float, console: C
     say(console, f"{counted(len(outcomes), 'peer')} in {seconds:.1f} s: {words}")
     if counts[NOT_RUN]:
         program = typed(f"{MODULE} {kind.command}")
-        print(f"{program}: some peers could not run, see above; {INSTALL}", file=sys.stderr)
+        packaged = any(o.verdict == NOT_RUN and ":" not in o.name for o in outcomes)  # others are a user's own module
+        print(f"{program}: some peers could not run, see above{'; ' + INSTALL if packaged else ''}", file=sys.stderr)

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cli.add_profile(parser, runner.PROFILES)
     parser.add_argument(
         "--examples", type=cli.count, metavar="N",
-        help="plain examples per world size; laws and the search for larger errors add up to about 1.5 times as many",
+        help="plain examples per world size; laws and the search for larger errors add up to as many again",
     )  # fmt: skip
     parser.add_argument(
         "--only", action="append", metavar="NAME",

@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--examples", type=cli.count, metavar="N",
         help=f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); laws and the search for larger "
-        "errors add up to about 1.5 times as many",
+        "errors add up to as many again",
     )  # fmt: skip
     cli.add_seed(top)
     seconds = cli.number(float, lambda x: 0 < x < 86_400, "a number of seconds > 0 and less than a day")

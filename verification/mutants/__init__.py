@@ -1,1 +1,1 @@
-"""Seeded defects: small changes of `ring` and of the pattern, which the checks must find."""
+"""Seeded defects: small changes of `ring`, `reference` or the training step, which the checks must find."""

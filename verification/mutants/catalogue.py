@@ -2,7 +2,7 @@
 
 They are data: `defects/*.toml`, one file per topic. A defect is killed if an ordinary property or law breaks; no check
 knows of any defect. Most have a public provenance, and follow a list of defect classes seen in public ring-attention
-code (`Defect.listed`). The few "own" ones stand for classes without a public example.
+code (`Defect.listed`). The "own" ones stand for classes without a public example.
 """
 
 from __future__ import annotations

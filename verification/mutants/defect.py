@@ -84,8 +84,8 @@ class Defect:
     about       the bug and its effect, in one sentence
     edits       the replacements, which together make the defect
     provenance  public source, as project#number or a name; "own" without one
-    listed      its numbers in the project's list of defect classes seen in public ring-attention code, which the
-                catalogue and `NO_PLACE` cover together
+    listed      numbers of the classes of defects seen in public ring-attention code that it stands for; the
+                catalogue and `NO_PLACE` cover all classes
     backend     "gloo" if the broken code runs on real process groups only
     subject     the examples that search for it: "attention", Cases and laws; "training", TrainingCases; "faults", Cases
                 with a fault injected into a rank. The last two always run on "gloo"

@@ -79,10 +79,10 @@ ON_ONE_WORLD = replace(EVERYTHING, draw=lambda world: subjects((world,)))
 
 
 @dataclass(frozen=True)
-class OnGloo:
-    """A search on real processes, on each world size in turn. round: examples before the next world size; doubles each
-    time. preload: modules that the processes import first. sane: examples that must hold without any defect. limit:
-    default number of examples for a defect."""
+class DefectSearch:
+    """A search on each world size in turn, on real processes or in the simulation. round: examples before the next
+    world size; doubles each time. preload: modules that processes import first. sane: examples that must hold without
+    any defect. limit: default number of examples for a defect."""
 
     experiment: Experiment
     worlds: tuple[int, ...]
@@ -92,8 +92,10 @@ class OnGloo:
     limit: int
 
 
-ON_GLOO = {
-    "attention": OnGloo(ON_ONE_WORLD, (2, 3, 4), 60, PRELOAD, 60, PROFILES["ci"].examples),
-    "training": OnGloo(TRAINING, (2, 4), 20, TRAINING_PRELOAD, 60, 300),
-    "faults": OnGloo(FAULTS, (2, 3), 30, (*PRELOAD, observe_with_fault.__module__), 10, 100),  # each needs new ranks
+SEARCHES = {
+    "attention": DefectSearch(ON_ONE_WORLD, (2, 3, 4), 60, PRELOAD, 60, PROFILES["ci"].examples),
+    "training": DefectSearch(TRAINING, (2, 4), 20, TRAINING_PRELOAD, 60, 300),
+    "faults": DefectSearch(
+        FAULTS, (2, 3), 30, (*PRELOAD, observe_with_fault.__module__), 10, 100
+    ),  # each needs new ranks
 }

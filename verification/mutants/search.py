@@ -22,17 +22,17 @@ from typing import Any
 from verification.failures import VerificationFailure, WrongResult
 from verification.mutants.catalogue import by_name
 from verification.mutants.defect import BaselineFails, CannotPlant, Defect
-from verification.mutants.experiments import EVERYTHING, ON_GLOO, WORLDS
+from verification.mutants.experiments import EVERYTHING, SEARCHES, WORLDS
 from verification.mutants.plant import plant, preparation
 from verification.protocols import Example
 from verification.report.run_result import finite
 from verification.run.backends import Backend, GlooBackend, SimBackend, Unavailable
 from verification.run.processes.worker import exit_with_parent
-from verification.search.experiment import Counterexample, ToolError
+from verification.search.experiment import FoundFailure, ToolError
 from verification.search.search import TIMEOUT, Search
 
 PROCESSES = 2  # defects at a time, each with its own ranks
-LIMITS = {subject: search_plan.limit for subject, search_plan in ON_GLOO.items()}  # examples for a defect
+LIMITS = {subject: search_plan.limit for subject, search_plan in SEARCHES.items()}  # examples for a defect
 SHRINK = 1.5  # seconds to shrink a failure: there are hundreds, and the whole search should take under ten minutes
 SOON = 200  # examples within which a defect should be found
 
@@ -114,9 +114,9 @@ class Silent:
 def check_baseline(place: tuple[str, str], seed: int) -> None:
     """Run a few dozen examples on ranks without a defect. place: (subject, backend). Raises BaselineFails."""
     subject, backend = place
-    example, _, _ = _find(place, None, f"{seed}/sane", ON_GLOO[subject].sane)
+    example, _, _ = _find(place, None, f"{seed}/sane", SEARCHES[subject].sane)
     if example is not None:
-        experiment = ON_GLOO[subject].experiment
+        experiment = SEARCHES[subject].experiment
         title, record = experiment.property_of(example.subject, example.failure), experiment.record_of(example.subject)
         raise BaselineFails(f"without any defect an example fails on {backend}: {title}: {example.failure}; {record}")
 
@@ -165,13 +165,13 @@ def _search_with_oracle_defect(name: str, seed: int, limit: int | None) -> Outco
         return Outcome(name, defect.provenance, True, "the oracle runs", "tool error", 1, seconds, None)
 
 
-def outcome_of(defect: Defect, example: Counterexample | None, examples: int, seconds: float) -> Outcome:
+def outcome_of(defect: Defect, example: FoundFailure | None, examples: int, seconds: float) -> Outcome:
     """Return the outcome of a search. Raises ToolError if the edited code uses an unbound name."""
     if example is None:
         return Outcome(defect.name, defect.provenance, False, None, None, examples, seconds, None)
     if _UNBOUND.search(str(example.failure).partition("\n")[0]):
         raise ToolError(f"{defect.name}: the edited code does not run: {example.failure}")
-    experiment = ON_GLOO[defect.subject].experiment
+    experiment = SEARCHES[defect.subject].experiment
     subject, failure = example.subject, example.failure
     ratio = failure.ratio if isinstance(failure, WrongResult) else None
     return Outcome(
@@ -182,9 +182,9 @@ def outcome_of(defect: Defect, example: Counterexample | None, examples: int, se
 
 def _find(
     place: tuple[str, str], prepare: Callable[[], object] | None, seed: str, limit: int
-) -> tuple[Counterexample | None, int, float]:
+) -> tuple[FoundFailure | None, int, float]:
     """Return the first failure on (subject, backend), if any, and the number and seconds of the examples up to it."""
-    search_plan, on_gloo = ON_GLOO[place[0]], place[1] == "gloo"
+    search_plan, on_gloo = SEARCHES[place[0]], place[1] == "gloo"
     ranks = GlooBackend(TIMEOUT, prepare, search_plan.preload) if on_gloo else SimBackend(TIMEOUT, prepare)
     try:
         experiment, worlds = (search_plan.experiment, search_plan.worlds) if on_gloo else (EVERYTHING, (max(WORLDS),))
@@ -201,7 +201,7 @@ def _find(
     return example, examples, sum(search.seconds for search in searches)
 
 
-def _in_turn(searches: Sequence[Search], ranks: Backend, seed: str, limit: int, size: int) -> Counterexample | None:
+def _in_turn(searches: Sequence[Search], ranks: Backend, seed: str, limit: int, size: int) -> FoundFailure | None:
     """Search on each world size in turn until `limit` examples held on all of them together.
 
     size: examples of the first round; each round is twice as long as the one before.

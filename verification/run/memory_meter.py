@@ -1,6 +1,6 @@
 """A meter of a call's memory, and the limits on it: O(n / p) memory, and kernel calls bounded by a bucket.
 
-The meter neither patches nor knows the inside of a call: it watches the inputs and outputs of torch's operations.
+The meter patches nothing: it watches the inputs and outputs of torch's operations, within `ring.attention` too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The work of one rank on a Case: rebuild the tensors, take the shard, run forward and backward, return an Observation.
 
 Tasks are functions of (transport, case, ...) for a `verification.run.backends.Backend`. They use the public interface
-of `ring`, its recording transport and its buffer meter, nothing else.
+of `ring`, its recording transport, buffer meter and default bucket, nothing else.
 """
 
 from __future__ import annotations

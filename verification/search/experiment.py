@@ -73,7 +73,7 @@ class Experiment:
 
 
 @dataclass(frozen=True)
-class Counterexample:
+class FoundFailure:
     """A failure, the subject that shows it, and the name of the backend on which it does."""
 
     failure: VerificationFailure

@@ -26,7 +26,7 @@ from verification.failures import RankHang, VerificationFailure
 from verification.protocols import Example
 from verification.run.backends import Backend, SimBackend
 from verification.search.diagnose import cause_in
-from verification.search.experiment import Counterexample, Experiment
+from verification.search.experiment import Experiment, FoundFailure
 from verification.search.shrinking import Shrinking, Signature, check_subject, failure_on, is_costly, signature
 from verification.search.simplify import minimize
 
@@ -77,7 +77,7 @@ class Search:
     shrinks_hangs: bool = True  # on real processes, where each costs a timeout
     examples: int = 0  # that held, without those of shrinking
     seconds: float = 0.0  # of these, and of the failures that were shrunk
-    _failed: dict[str, Counterexample] = field(default_factory=dict)  # by record: a failure is final
+    _failed: dict[str, FoundFailure] = field(default_factory=dict)  # by record: a failure is final
     _held: set[str] = field(default_factory=set)  # records that held: neither checked nor counted again
     _reported: list[Signature] = field(default_factory=list)
     _shrinking: Shrinking | None = None
@@ -85,9 +85,9 @@ class Search:
     _slowest: float = 0.0
     _goal: float = math.inf
 
-    def explore(self, examples: int, seed: int) -> list[Counterexample]:
+    def explore(self, examples: int, seed: int) -> list[FoundFailure]:
         """Draw that many examples; return the distinct failures, each shrunk."""
-        counterexamples: list[Counterexample] = []
+        counterexamples: list[FoundFailure] = []
         timeout, last = self.backend.timeout, math.inf
         try:
             while self.examples < examples and time.perf_counter() < last:
@@ -107,7 +107,7 @@ class Search:
             self.backend.timeout = timeout
         return counterexamples
 
-    def find(self, examples: int, seed: str, last: float = math.inf) -> Counterexample | None:
+    def find(self, examples: int, seed: str, last: float = math.inf) -> FoundFailure | None:
         """Run Hypothesis until that many examples held in all, or one failed; return it shrunk. No example begins after
         `last` (`time.perf_counter`), except those of shrinking."""
         strategy, self._goal, self._last = self.experiment.draw(self.world), examples, last
@@ -126,7 +126,7 @@ class Search:
 
     def _run_hypothesis(
         self, strategy: SearchStrategy[Any], world: int, examples: int, seed: str, first: bool
-    ) -> Counterexample | None:
+    ) -> FoundFailure | None:
         """Let Hypothesis draw until a subject fails, and shrink it. The first run replays stored examples, too. Raises
         Unsatisfiable if the strategy's filters reject all subjects."""
 
@@ -157,7 +157,7 @@ class Search:
             return self._minimized(failure.args[0])
         return None
 
-    def _minimized(self, original: Counterexample) -> Counterexample:
+    def _minimized(self, original: FoundFailure) -> FoundFailure:
         """Return the same failure for the simplest subject that shows it."""
         if self.experiment.premise is None:
             return original
@@ -194,13 +194,13 @@ class Search:
         place = self.backend if shrinking is None else shrinking.place
         ratios, failure = check_subject(self.experiment, place, subject)
         if failure is not None:
-            self._note_failure(key, Counterexample(failure, subject, place.name), place, started)
+            self._note_failure(key, FoundFailure(failure, subject, place.name), place, started)
             return self._judge(self._failed[key])
         self._held.add(key)
         if shrinking is None:  # examples of shrinking are not part of the sample
             self._note_held(subject, ratios, time.perf_counter() - started)
 
-    def _note_failure(self, key: str, example: Counterexample, place: Backend, started: float) -> None:
+    def _note_failure(self, key: str, example: FoundFailure, place: Backend, started: float) -> None:
         hangs = isinstance(example.failure, RankHang)
         if self._shrinking is None and signature(self.experiment, example) in self._reported:
             self.events.failed_again()
@@ -227,12 +227,12 @@ class Search:
         elif case is subject:
             self.events.covered(case)
 
-    def _judge(self, example: Counterexample) -> None:
+    def _judge(self, example: FoundFailure) -> None:
         """Raise it if it is the failure that is being shrunk; skip any other."""
         if self._shrinking is not None and signature(self.experiment, example) == self._shrinking.expected:
             raise _Interesting(example)
 
-    def _on_fewer_ranks(self, example: Counterexample, place: Backend, seed: str) -> Counterexample:
+    def _on_fewer_ranks(self, example: FoundFailure, place: Backend, seed: str) -> FoundFailure:
         """Return the same failure on the fewest ranks on which a few examples show it: in a simulation, and on real
         processes if the experiment has `on_fewer`, with a new budget for each number of ranks."""
         world, simulated = self.experiment.case_of(example.subject).world, place.name == "sim"
@@ -254,7 +254,7 @@ class Search:
             place.start(world)
         return example if smaller is None else smaller
 
-    def _confirmed(self, shrunk: Counterexample, first: Counterexample, timeout: float) -> Counterexample:
+    def _confirmed(self, shrunk: FoundFailure, first: FoundFailure, timeout: float) -> FoundFailure:
         """Repeat a failure on the original backend if it was shrunk elsewhere, or as a hang with a short timeout. If it
         does not show, return the failure of the simulation or, for a hang with a short timeout, the first one."""
         short_hang = isinstance(shrunk.failure, RankHang) and self.backend.timeout < timeout
@@ -268,10 +268,10 @@ class Search:
             if self.experiment.case_of(shrunk.subject).world != self.world:
                 self.backend.start(self.world)
         if failure is not None:
-            return Counterexample(failure, shrunk.subject, self.backend.name)
+            return FoundFailure(failure, shrunk.subject, self.backend.name)
         return first if shrunk.backend == self.backend.name else shrunk
 
-    def _with_cause(self, example: Counterexample) -> Counterexample:
+    def _with_cause(self, example: FoundFailure) -> FoundFailure:
         """Add the cause that the simulation names, if any, as a note of the failure (PEP 678)."""
         sim, subject, failure = self.shrink_backend, example.subject, example.failure
         if isinstance(sim, SimBackend) and (cause := cause_in(sim, self.experiment, subject, failure)):

@@ -11,7 +11,7 @@ from typing import Any
 
 from verification.failures import RankHang, VerificationFailure
 from verification.run.backends import Backend
-from verification.search.experiment import Counterexample, Experiment, ToolError
+from verification.search.experiment import Experiment, FoundFailure, ToolError
 
 Signature = tuple[str, str]  # (kind, property): failures that agree in both are duplicates
 
@@ -34,7 +34,7 @@ def failure_on(experiment: Experiment, place: Backend, subject: Any) -> Verifica
     return check_subject(experiment, place, subject)[1]
 
 
-def signature(experiment: Experiment, example: Counterexample) -> Signature:
+def signature(experiment: Experiment, example: FoundFailure) -> Signature:
     return example.failure.kind, experiment.property_of(example.subject, example.failure)
 
 
@@ -43,8 +43,8 @@ class Shrinking:
     """A failure being shrunk. first: the original failure. shown: the same failure on `place`, where it is shrunk.
     expected: its signature. No smaller subject is tried after `deadline` (`time.perf_counter`)."""
 
-    first: Counterexample
-    shown: Counterexample
+    first: FoundFailure
+    shown: FoundFailure
     place: Backend
     expected: Signature
     deadline: float
@@ -53,7 +53,7 @@ class Shrinking:
     def begin(
         cls,
         experiment: Experiment,
-        first: Counterexample,
+        first: FoundFailure,
         backend: Backend,
         shrink_backend: Backend | None,
         budget: float,
@@ -63,7 +63,7 @@ class Shrinking:
         if shrink_backend is not None:
             failure = failure_on(experiment, shrink_backend, first.subject)
             if failure is not None:
-                shown = Counterexample(failure, first.subject, shrink_backend.name)
+                shown = FoundFailure(failure, first.subject, shrink_backend.name)
                 return cls(first, shown, shrink_backend, signature(experiment, shown), deadline)
         return cls(first, first, backend, signature(experiment, first), deadline)
 

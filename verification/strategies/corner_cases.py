@@ -166,7 +166,7 @@ RARE: dict[int, tuple[int, int, Callable[[Draw, Case], Case]]] = {
 
 
 def rare(draw: Draw, case: Case) -> Case:
-    """Turn some Cases into corner cases."""
+    """Turn a third to two thirds of the Cases, by their number of ranks, into corner cases."""
     if draw(_eighths) == 7 and draw(_eighths) == 7:
         return _blind(draw, case)
     corner = RARE.get(draw(_sixteenths))

@@ -1,7 +1,7 @@
 """Draws of documents (lengths of the packed sequences) and of windows (reach of a branch).
 
 None (no documents, no window) is the simplest. All kinds begin with the same draws, and lengths are decoded from one
-integer: 0 makes one document of all tokens, and window 0.
+integer: 0 is the simplest of a kind.
 """
 
 from __future__ import annotations

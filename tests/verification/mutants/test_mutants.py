@@ -23,7 +23,7 @@ from verification.mutants.defect import CannotPlant, Defect, Edit
 from verification.mutants.plant import preparation, substitute
 from verification.run.backends import SimBackend, Unavailable
 from verification.runner import EXAMPLES
-from verification.search.experiment import Counterexample, ToolError
+from verification.search.experiment import FoundFailure, ToolError
 
 BUDGET, ACCUMULATOR = "ring/default_bucket.py", "ring/compute/accumulator.py"
 
@@ -83,10 +83,10 @@ def test_a_defect_of_the_oracle_is_one_of_the_judge_too() -> None:
 def test_a_defect_whose_own_code_does_not_run_is_no_kill() -> None:
     defect, subject = by_name("merge-by-sigmoid"), experiments.Subject(EXAMPLES, plain(2))
     for error in ("UnboundLocalError: cannot access local variable 'top'", "NameError: name 'top' is not defined"):
-        found = Counterexample(RankError(f"rank 0 raised: {error}"), subject, "sim")
+        found = FoundFailure(RankError(f"rank 0 raised: {error}"), subject, "sim")
         with pytest.raises(ToolError, match="merge-by-sigmoid: the edited code does not run: rank 0 raised"):
             search.outcome_of(defect, found, 1, 0.1)
-    found = Counterexample(RankError("rank 0 raised: ValueError: shapes"), subject, "sim")
+    found = FoundFailure(RankError("rank 0 raised: ValueError: shapes"), subject, "sim")
     assert search.outcome_of(defect, found, 1, 0.1).killed
 
 

@@ -1,4 +1,4 @@
-"""A law between Cases: a metamorphic relation between the results of a Case and of a changed one.
+"""A law: a check that needs Cases of its own or several runs, mostly of a Case and of a changed one.
 
 A law draws a Case and *how* to change it, both JSON-serialisable, so that its counter-examples are saved and replayed
 like any other. `check` runs it on real ranks and returns the worst error as a fraction of its bound, 0 where the law is

@@ -38,7 +38,7 @@ ANSWERED, RAISED = 0, 1
 REQUEST = struct.Struct("<Q")  # number of the call; then a pickle: (function, args)
 ANSWER = struct.Struct("<QB")  # number of the call, ANSWERED or RAISED; then one pickle: the result or a Raised
 
-LOOKS, LOOK_EVERY = 5, 0.02  # seconds
+LOOKS, LOOK_EVERY = 5, 0.02  # how often, and the seconds between
 STACK_TIMEOUT = 1.0  # for a rank to write its stack
 STOPPED = "(stopped by a signal)"  # in place of a stack, which a stopped rank cannot write
 

@@ -1,4 +1,4 @@
-"""A delivery policy that names a receive buffer that is read too early: all messages but some arrive at once.
+"""A delivery policy by which `verification.search.diagnose` names a receive buffer that is read too early.
 
 A simulation sees wrong numbers, not the early read. If every message arrives before `post` returns, a missing wait does
 no harm. With one message held back until its wait, the numbers are wrong exactly if its buffer is read too early.

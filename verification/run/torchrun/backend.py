@@ -137,7 +137,8 @@ class TorchrunBackend(GlooBackend):
             agents = [self.agents.hellos[rank] for rank in range(world)]
             without = [agent.rank for agent in agents if agent.gpus <= agent.local_rank]
             if without:
-                raise Unavailable(f"there is no GPU for {name_ranks(without)}: NCCL needs one for each rank")
+                hint = "NCCL needs one for each rank; on CPUs: --backend gloo"
+                raise Unavailable(f"there is no GPU for {name_ranks(without)}: {hint}")
         if self._pool is None or self._pool.world_size != world:
             self.close()
             try:
