@@ -157,7 +157,8 @@ class Layout:
         fields: list[object] = [self.n, self.cuts, self.runs, self.listed]
         if not isinstance(fields[1], tuple) or fields[2] is fields[3]:  # Layout("zigzag", n, p), Layout(n, p)
             order = fields[0] if isinstance(fields[0], str) else "contiguous"
-            raise ValueError(f"cuts and an order must be given, got {fields[:3]}; write Layout.{order}(tokens, ranks)")
+            got = [x for x in fields if x is not None]
+            raise ValueError(f"cuts and an order must be given, got {got}; write Layout.{order}(tokens, ranks)")
         if self.runs is not None:
             object.__setattr__(self, "runs", _merge_runs(self.runs))
         object.__setattr__(self, "number", next(_numbers))
