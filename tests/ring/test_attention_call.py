@@ -88,6 +88,8 @@ BAD: list[Bad] = [
     (r"is_causal is no .*: write Pattern.dense\(causal=True\)", {"is_causal": True}),
     (r"attn_mask is no .*: masks are patterns, as Pattern.dense\(", {"attn_mask": Q}),
     (r"window_size is no .*: write Pattern.dense\(window=w\)", {"window_size": (4, 0)}),
+    (r"window is no .*: write Pattern.dense\(causal=True, window=w\)", {"window": -1}),
+    (r"documents is no .*: write Pattern.dense\(causal=True, documents=lengths\)", {"documents": (8, 8)}),
     (r"buket is no .*: help\(ring_attention\) lists the arguments", {"buket": 4}),
 ]
 MISSING: list[Bad] = [  # what is right, and not there
