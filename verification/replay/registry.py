@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from verification.failures import VerificationFailure
 from verification.report.counter_example import counter_example
 from verification.report.report import Report
-from verification.run.backends import Backend
+from verification.run.backends import Backend, Unavailable
 from verification.search.experiment import Experiment, ToolError
 
 
@@ -79,6 +79,8 @@ class SavedExample(Saved):
         except VerificationFailure as failure:
             title = self.experiment.property_of(subject, failure)
             report.failed(counter_example(failure, title, case.world, self.record, file, backend.name))
+        except Unavailable as error:  # such as a peer whose package is not installed; the rest is the ranks' tracebacks
+            raise Unavailable(str(error).partition("\n")[0]) from error
         except Exception as error:
             raise ToolError(f"{self.experiment.name} of {file}") from error
         else:

@@ -169,3 +169,12 @@ def test_what_an_earlier_layout_of_the_code_saved_is_replayed(name: str, capsys:
     file = Path(__file__).parent / "saved_before" / f"{name}.json"
     assert main(("replay", str(file), "--backend", "sim")) == 0
     assert "1 example" in capsys.readouterr().out
+
+
+@pytest.mark.ranks
+def test_a_peer_that_is_not_installed_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "peer.json"
+    file.write_text(json.dumps(CALL))
+    assert main(("replay", str(file))) == 2
+    error = capsys.readouterr().err
+    assert "torchscale" in error and error.count("\n") == 1
