@@ -1,4 +1,4 @@
-"""What the notebooks share: fits of known laws, records that cannot be read."""
+"""Shared code of the notebooks: fits of known laws, records that cannot be read."""
 
 import json
 from collections.abc import Callable

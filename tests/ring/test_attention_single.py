@@ -201,7 +201,7 @@ def test_huge_half_precision_scores() -> None:
 def test_gradients_of_large_equal_scores_are_off_by_the_last_digit_of_lse(
     kernel: str, score: float, least: float, most: float
 ) -> None:
-    """As far as the bounds say: one fp32 number for a row's lse loses the logarithm of how many there are."""
+    """Equality holds within the bounds: one fp32 number for a row's lse loses the logarithm of how many there are."""
     q, k = torch.full((1, 8, 1, 1), score), torch.ones(1, 8, 1, 1)
     v, dout = torch.randn(2, 1, 8, 1, 1, generator=torch.Generator().manual_seed(0))
     leaves = [x.requires_grad_() for x in (q, k, v)]

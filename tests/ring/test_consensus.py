@@ -40,7 +40,7 @@ class Unspeakable:
 
 
 def together(*changes: Arguments, before: Arguments | None = None) -> list[str]:
-    """What ring_attention raises on each rank, with its type, when rank i calls it with changes[i]; or "fine"."""
+    """Return what ring_attention raises on each rank, typed, when rank i calls it with changes[i]; or "fine"."""
     world = len(changes)
 
     def step(transport: SimulatedTransport) -> str:

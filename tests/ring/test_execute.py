@@ -1,4 +1,4 @@
-"""What computes a call on a GPU, chosen without one."""
+"""The kernel of a call on a GPU, chosen without one."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ DATA = Path(__file__).parents[2] / "notebooks/data"
 
 
 def disagreements(page: str) -> list[str]:
-    """What a page's table, | name[, name ...] | version | alone | in a training step |, says differently from the
-    records: a verdict, or the property that is broken and the minimal Case's "2 ranks, 8 tokens"."""
+    """Differences of a page's table, | name[, name ...] | version | alone | in a training step |, from the records: a
+    verdict, or the property that is broken and the minimal Case's "2 ranks, 8 tokens"."""
     rows = {
         name.strip("` "): [cell.strip() for cell in cells[1:]]
         for line in page.splitlines()

@@ -1,4 +1,4 @@
-"""What is kept beside an object: made once for it and the other arguments, and freed with it."""
+"""A cache beside an object: made once for it and the other arguments, and freed with it."""
 
 from __future__ import annotations
 

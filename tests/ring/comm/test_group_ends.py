@@ -46,7 +46,7 @@ def _pages() -> list[str]:
 
 
 def _left_since(before: Counter[str]) -> list[str]:
-    """What is in use and was not before, once all had time to end."""
+    """Return resources in use that were not before, once all had time to end."""
     deadline = time.monotonic() + 2.0
     while (more := _in_use() - before) and time.monotonic() < deadline:
         gc.collect()

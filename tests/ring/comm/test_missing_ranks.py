@@ -41,7 +41,7 @@ def new_group(seconds: float = TIMEOUT) -> dist.ProcessGroup:
 
 
 def end(group: dist.ProcessGroup) -> None:
-    """Of all ranks together: gloo's other ends would see a broken connection."""
+    """End the groups of all ranks together: gloo's other ends would see a broken connection."""
     dist.barrier()
     dist.destroy_process_group(group)
 
@@ -106,14 +106,14 @@ def _some_come_too_late(direction: str, number: int, absent: tuple[int, ...]) ->
 def test_ranks_that_do_not_come_are_named_after_the_timeout_and_told_when_they_do(
     ranks: Ranks, direction: str, number: int, absent: tuple[int, ...], name: str
 ) -> None:
-    """By the group's backend in the first call, in the machine's memory later."""
+    """Consensus uses the group's backend in the first call, the machine's memory later."""
     for rank, said in enumerate(ranks(3).run(_some_come_too_late, direction, number, absent)):
         who = "not all ranks came in time" if rank in absent else f"{name} did not come"
         assert said.startswith(f"RuntimeError: {who} to the {direction} of call {number} ('layer 3'): ")
 
 
 def _one_ends_in_the_middle(exchange: str) -> list[str]:
-    """What is said in the call in which rank 1 runs out of memory, and in the next one."""
+    """Return the errors of the call in which rank 1 runs out of memory, and in the next one."""
     group = new_group()
     forward(group)
     broken = MemoryError("no room\nfor anything") if dist.get_rank() == 1 else None

@@ -56,7 +56,7 @@ def test_a_message_that_the_contract_forbids_is_refused(
     ],
 )
 def test_a_message_that_fails_is_named(call: str, said: str, rank_1_of_3: ProcessGroupTransport) -> None:
-    """Where a connection is broken, the first one fails in its wait, later ones where they are posted."""
+    """After a connection breaks, the first message fails in its wait, later ones where they are posted."""
     fails = Mock(side_effect=RuntimeError("connection reset\nand much more"))
     for broken in (fails, Mock(return_value=Mock(wait=fails))):
         with patch.object(dist, call, broken), pytest.raises(RuntimeError) as caught:

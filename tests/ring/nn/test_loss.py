@@ -97,7 +97,7 @@ def test_fewer_labelled_than_this_call_has_are_refused(ranks: Ranks, labelled: i
 
 
 def _computed_again() -> None:
-    """What saves nothing for backward ends a recomputation early."""
+    """A block that saves nothing for backward ends a recomputation early."""
     context = context_of("uneven")
     labels = context.shard(whole_tokens().masked_fill(drawn(5, 2, TOKENS) < 0.0, IGNORED))
     head, start = drawn(1, 4, VOCABULARY).requires_grad_(), context.shard(drawn(2, 2, TOKENS, 4))

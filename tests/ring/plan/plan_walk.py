@@ -36,7 +36,7 @@ SLOT = 8  # bytes that `reference.cost` counts for a slot of one number in fp32,
 
 @dataclass(frozen=True)
 class PlanSetting:
-    """What plans are made of; of the layout `stretched` and the pattern times `by`, where these are given."""
+    """Inputs of plans; of the layout `stretched` and the pattern times `by`, where these are given."""
 
     pattern: Pattern
     layout: Layout

@@ -91,7 +91,7 @@ def positions(ranges: Ranges, subranges: Subranges, i: int) -> Array:
 
 
 def dense_pair(ranges: Ranges, mask: Mask, part: Any, i: int) -> tuple[Array, Array, Array]:
-    """What a range pair sees (query rows, keys), and the positions of both."""
+    """Mask of a range pair (query rows, keys), and the positions of both."""
     q, k = positions(ranges, part.query, i), positions(ranges, part.key, i)
     if part.descending:
         q, k = q[::-1], k[::-1]

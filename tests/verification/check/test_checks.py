@@ -47,7 +47,7 @@ def case(**changes: Any) -> Case:
 
 @pytest.fixture(scope="module")
 def honest() -> Iterator[Honest]:
-    """What simulated ranks see."""
+    """Observations of simulated ranks."""
     with closing(SimBackend()) as backend:
         backend.start(1)
         yield lambda given: observe_on(backend, given)

@@ -85,7 +85,7 @@ def says_less() -> None:
 
 
 def ignores(owner: Any, name: str, result: Any = None) -> Plant:
-    """That function does nothing."""
+    """Replace the function by one that does nothing."""
     return lambda: setattr(owner, name, lambda *arguments: result)
 
 

@@ -47,7 +47,7 @@ def test_a_fault_is_named_with_its_rank(gloo: GlooBackend, kind: str, changes: A
 
 
 def killed(detail: str, outcome: Outcome = "raised", rank: int = 1) -> RankCrash:
-    """That rank died, and the others stand so."""
+    """Describe ranks of which one died."""
     states = [RankState(i, "died" if i == rank else outcome, f"raised RuntimeError: {detail}") for i in range(3)]
     return RankCrash(f"rank {rank} was killed", states)
 

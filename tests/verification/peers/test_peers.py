@@ -274,7 +274,7 @@ def test_what_a_step_cannot_have_is_left_out(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name, width", [("yunchang/basic", 4), ("deepspeed/zero3", 4), ("fairscale/guarded", 2)])
 def test_models_whose_norms_are_steps_are_widened_in_lower_precisions(name: str, width: int) -> None:
-    """As they are drawn, in fp64 alone, for this project's own."""
+    """Cases as drawn, for this project's own attention in fp64 alone."""
     model = small_model(kind="longnet", norm="layer", bias=True, dim=2)
     case = small_step(2, model=model, pattern=Pattern.longnet([4], [1], 1, True, "torchscale"))
     found = claimed_step(load_step_peer(name), case)

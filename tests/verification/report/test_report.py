@@ -1,4 +1,4 @@
-"""What the report claims is what it was told, on the screen as in the JSON; its lines fit a terminal and are copied."""
+"""The report claims what it was told, on the screen as in the JSON; its lines fit a terminal and are copied."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_decoders_reach_everything_once(count: int, data: st.DataObject) -> None
 @given(st.data(), st.integers(1, 300), st.integers(1, MOST_FUSED), st.integers(1, 8))
 @settings(QUIET, max_examples=400)
 def test_documents_add_up(data: st.DataObject, tokens: int, fused_tokens: int, ranks: int) -> None:
-    """Those for fused kernels are of about so many tokens."""
+    """Cases for fused kernels have about so many tokens."""
     found = data.draw(drawn_documents(tokens, (tokens // 3, tokens // 2)))
     assert found is None or (sum(found) == tokens and min(found) >= 0)
     found = data.draw(st.composite(fused_documents)(fused_tokens, ranks))

@@ -1,4 +1,4 @@
-"""What is allowed of a training step; each check finds what it is for, and the failure names the broken property."""
+"""Limits of a training step; each check finds what it is for, and the failure names the broken property."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def attended(tensors: Tensors, **settings: Any) -> Tensors:
 
 @contextmanager
 def captured_anew(seed: int) -> Iterator[dict[Any, Any]]:
-    """What is captured from now on. Sums come in the same order in every run, and what nobody has written is NaN."""
+    """Settings for captures. Sums come in the same order in every run, and what nobody has written is NaN."""
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
     graph_replay._call_counts.clear()
@@ -117,7 +117,7 @@ def test_long_calls_and_calls_of_changing_settings_are_not_captured(
 
 
 def test_calls_are_captured_anew_after_all_graphs_are_gone(graphs: dict[Any, Any]) -> None:
-    """Their memory is gone with them."""
+    """The memory of graphs is gone with them."""
     tensors = drawn(512)
     exact = plainly(tensors)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What GPUs are given, without one: portions, rows of 16 bytes, parts of a merge, turns of threads."""
+"""Inputs of GPUs, without one: portions, rows of 16 bytes, parts of a merge, turns of threads."""
 
 from __future__ import annotations
 
