@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from reference import validators
 
-LEAST_ROWS = 16  # query rows that a call may take, however small the bucket
+MIN_ROWS = 16  # query rows that a call may take, however small the bucket
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class CallLimits:
 
     def rows(self, own: bool, folds: int) -> int:
         """Most query rows of all folds together: as many as keys, so that the output of a call is bounded as well."""
-        return max(self.keys(own, folds), LEAST_ROWS)
+        return max(self.keys(own, folds), MIN_ROWS)
 
     def key_vectors(self, own: bool, folds: int) -> int:
         """Most tokens times key/value heads: the same for a call on query heads with different rows as for one on all

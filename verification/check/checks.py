@@ -21,9 +21,11 @@ from reference.fast_oracle import QUANTITIES, Expectation
 from reference.roundoff import LARGEST
 from reference.shards import Ints, default_bucket
 from verification.case import Case
-from verification.check.oracle_agreement import check_twin, largest
+from verification.check.oracle_agreement import check_twin
+from verification.check.workspace_limits import limits
+from verification.check.worst_entry import worst_entry
 from verification.failures import MismatchedMessages, WrongResult
-from verification.run.memory_meter import Workspace, limits
+from verification.run.memory_meter import Workspace
 from verification.run.observation import LONGER, Message, Observations
 from verification.wording import counted
 
@@ -150,7 +152,7 @@ def _within_bounds(
         wrong = ~(error <= bound)
         if wrong.any():
             ratio = _ratio(error, bound)
-            where = largest(np.where(wrong, ratio, -1.0))
+            where = worst_entry(np.where(wrong, ratio, -1.0))
             raise WrongResult(
                 f"values: {name} is {seen[where]} {_place(case, name, where)}, expected {exact[where]}: "
                 f"error {error[where]:.3g} is {ratio[where]:.3g} times its bound {bound[where]:.3g}; "
@@ -240,7 +242,7 @@ def check_buffers(case: Case, expectation: Expectation, observations: Observatio
 
 
 def check_workspace(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """Measured Cases stay within `memory_meter.limits`: keys and rows of a kernel call, bytes of a new tensor."""
+    """Measured Cases stay within `workspace_limits.limits`: keys and rows of a kernel call, bytes of a new tensor."""
     if not case.measured:
         return {}
     exact = costs(case)

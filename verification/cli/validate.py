@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
         "--timeout", type=seconds, default=TIMEOUT, metavar="S",
         help="timeout per example, in seconds (default: %(default)g)",
     )  # fmt: skip
-    least, kinds = long_problems.LEAST, tuple(long_problems.KINDS)
+    least, kinds = long_problems.MIN_TOKENS, tuple(long_problems.KINDS)
     top.add_argument(
         "--long", type=cli.number(int, lambda x: x == 0 or x >= least, f"0 or an integer >= {least}"), metavar="N",
         help=f"tokens of the long problems (default: {LONG['nccl']}, gloo {LONG['gloo']}); 0 skips them",

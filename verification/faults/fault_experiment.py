@@ -19,11 +19,11 @@ from reference import validators
 from verification.case import Case
 from verification.check.checks import CHECKS, costs
 from verification.check.expectation import expect
+from verification.experiments import check_case
 from verification.failures import RankFailure, VerificationFailure, name_ranks
 from verification.faults.inject import BY_NAME, KINDS, Fault, FaultKind, observe_with_fault
 from verification.run.backends import CASES_PER_CROSS_HOST, Backend, PoolBackend, SimBackend
 from verification.run.processes.process_tree import descendants
-from verification.runner import check_case
 from verification.search.diagnose import cause_in
 from verification.search.experiment import Experiment, case_record
 from verification.strategies.cases import cases
@@ -39,7 +39,7 @@ _MISSED = (
     rf"({_ABSENT}|RuntimeError: the message '.*' from rank (?=[0-9]+ did not come)|"
     r"RuntimeError: rank (?=[0-9]+ did not take the message))"
 )
-MOST = 2**10  # largest number that chooses a rank or a post
+MAX_NUMBER = 2**10  # largest number that chooses a rank or a post
 
 
 class MishandledFault(VerificationFailure):
@@ -50,7 +50,7 @@ class MishandledFault(VerificationFailure):
 
 def faults(world: int) -> st.SearchStrategy[tuple[Case, How]]:
     """Cases whose ranks send something, each with a fault."""
-    number = st.integers(0, MOST)
+    number = st.integers(0, MAX_NUMBER)
     how = st.fixed_dictionaries(
         {"kind": st.sampled_from([kind.name for kind in KINDS]), "rank": number, "post": number, "send": number}
     )
@@ -76,7 +76,7 @@ def premise(case: Case, how: Any) -> None:
     validators.exactly("how", how, ["kind", "rank", "post", "send"])
     validators.choice("kind", how["kind"], BY_NAME)
     for name in ("rank", "post", "send"):
-        validators.integer(name, how[name], 0, MOST)
+        validators.integer(name, how[name], 0, MAX_NUMBER)
     if not has_messages(case):
         raise ValueError("case is one whose ranks send nothing; a fault is struck where a message is posted")
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from verification.check.laws import LAWS
+from verification.experiments import EXAMPLES, law_experiment
 from verification.faults.fault_experiment import FAULTS
 from verification.faults.inject import observe_with_fault
 from verification.run.backends import PRELOAD
-from verification.runner import EXAMPLES, PROFILES, law_experiment
+from verification.runner import PROFILES
 from verification.search.experiment import Experiment
 from verification.training.training_run import TRAINING, TRAINING_PRELOAD
 

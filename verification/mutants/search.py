@@ -25,7 +25,7 @@ from verification.mutants.defect import BaselineFails, CannotPlant, Defect
 from verification.mutants.experiments import EVERYTHING, SEARCHES, WORLDS
 from verification.mutants.plant import plant, preparation
 from verification.protocols import Example
-from verification.report.run_result import finite
+from verification.report.run_record import finite
 from verification.run.backends import Backend, GlooBackend, SimBackend, Unavailable
 from verification.run.processes.worker import exit_with_parent
 from verification.search.experiment import FoundFailure, ToolError

@@ -27,11 +27,11 @@ from verification.problems.links import finish
 from verification.problems.longnet import case_of, longnet
 from verification.run.layouts import layout_of
 from verification.run.memory_meter import process_peak
-from verification.run.rank import attend, rank_device, repeats, same_bits, shards
+from verification.run.rank import rank_device, repeats, run_attention, same_bits, shards
 
 TITLE = "long problems"
 HEADS, KV_HEADS = 4, 2
-LEAST = 64  # tokens: with fewer, the smallest segment would be shorter than its dilated grid
+MIN_TOKENS = 64  # tokens: with fewer, the smallest segment would be shorter than its dilated grid
 KINDS = {  # name -> (dtype, exchange, True for LongNet's pattern, False for dense)
     "dense bfloat16": ("bfloat16", "ring", False),
     "dense float32": ("float32", "direct", False),
@@ -54,7 +54,7 @@ class LongProblem:
 
     def __post_init__(self) -> None:
         validators.integer("world", self.world, 1)
-        validators.integer("tokens", self.tokens, LEAST)
+        validators.integer("tokens", self.tokens, MIN_TOKENS)
         validators.integer("seed", self.seed, 0)
         validators.choice("kind", self.kind, KINDS)
 
@@ -107,15 +107,15 @@ def judge(transport: Transport, case: Case) -> Judgement:
     copies = [x.clone() for x in inputs]
     if rank_device().type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # an earlier problem's exact results took more
-    attend(transport, case, inputs)  # plan and warm up
+    run_attention(transport, case, inputs)  # plan and warm up
     finish()
     started = time.perf_counter()
-    run = attend(transport, case, inputs)
+    run = run_attention(transport, case, inputs)
     finish()
     seconds, peak = time.perf_counter() - started, process_peak(rank_device())
     torch.use_deterministic_algorithms(True)
     try:
-        once, again = (attend(transport, case, inputs) for _ in range(2))
+        once, again = (run_attention(transport, case, inputs) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
     wrong = [] if repeats(once, again) else ["the second run differs from the first"]

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reference.call_limits import LEAST_ROWS
+from reference.call_limits import MIN_ROWS
 from reference.fast_oracle import multiplicity
 from reference.pattern import Branch, Pattern
 from verification.case import AGAIN, DTYPES, EXCHANGES, KERNELS, LSE, ORDERS, VALUES, Case
+from verification.check.workspace_limits import MIN_BLOCK
 from verification.report.text import listing, paragraph
-from verification.run.memory_meter import LEAST_BLOCK
 from verification.wording import counted
 
 RARE = 0.02  # of all Cases
@@ -153,7 +153,7 @@ def _cut(case: Case, branch: Branch, window: int, inner: Ints, outer: Ints | int
 
 def _rows_cut(case: Case, branch: Branch) -> bool:
     """Return True if a rank has more rows of one segment's grid than a kernel call takes."""
-    return bool(_keys_by_rank(case, replace(branch, window=None)).max() > max(case.tokens_per_call, LEAST_ROWS))
+    return bool(_keys_by_rank(case, replace(branch, window=None)).max() > max(case.tokens_per_call, MIN_ROWS))
 
 
 def _scores_are_large(case: Case) -> bool:
@@ -161,9 +161,9 @@ def _scores_are_large(case: Case) -> bool:
     blocks of rows. False unless memory is measured and the pattern is dense."""
     if not case.measured or case.kernel != "math" or case.pattern.branches != (Branch(),):
         return False
-    rows = min(max(_counts(case)), max(case.tokens_per_call, LEAST_ROWS))
+    rows = min(max(_counts(case)), max(case.tokens_per_call, MIN_ROWS))
     keys = min(case.tokens_per_call, max(_counts(case)))
-    return rows > LEAST_BLOCK and rows * keys > max(_counts(case)) * case.head_dim
+    return rows > MIN_BLOCK and rows * keys > max(_counts(case)) * case.head_dim
 
 
 def _descends(case: Case) -> bool:

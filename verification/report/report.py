@@ -14,7 +14,7 @@ from verification.protocols import Example
 from verification.report import summary
 from verification.report.counter_example import CounterExample
 from verification.report.progress import RunProgress
-from verification.report.run_result import RunRecord
+from verification.report.run_record import RunRecord
 from verification.report.text import paragraph
 from verification.wording import counted
 

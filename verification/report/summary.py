@@ -12,7 +12,7 @@ from rich.text import Text
 
 from verification.failures import RankHang
 from verification.report.counter_example import CounterExample
-from verification.report.run_result import DTYPES, RunRecord, Summed
+from verification.report.run_record import DTYPES, RunRecord, Summed
 from verification.report.text import WIDTH, command_lines, json_lines, paragraph
 from verification.wording import counted
 

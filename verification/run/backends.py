@@ -33,6 +33,7 @@ BACKENDS = {
     "sim": "all ranks in one process, over a transport that does the worst its contract allows",
     "nccl": "one process and one GPU for each rank on this machine, joined by NCCL",
 }
+MAX_RANKS = {"gloo": 64, "sim": 1024, "nccl": 64}  # by backend
 
 # Imported once, before the ranks are forked. torch itself imports the last two, which takes a second, in the first
 # `requires_grad_` and in the first call of an autograd function: without them the first example of a new rank would

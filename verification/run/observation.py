@@ -18,7 +18,7 @@ Floats = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Division:
+class LayoutAnswers:
     """The answers of a rank's `Layout`.
 
     positions  of this rank, (L,); counts: tokens of every rank
@@ -50,7 +50,7 @@ class Observation:
     workspace_         None unless the Case is measured
     """
 
-    layout: Division
+    layout: LayoutAnswers
     out: Floats
     lse: Floats | None
     dq: Floats

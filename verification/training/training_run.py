@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verification import runner
+from verification.experiments import on_gpus
 from verification.report.coverage import Coverage
 from verification.report.report import Report
 from verification.run.backends import PRELOAD, Backend, open_backend
-from verification.runner import Profile, RunPlan
+from verification.runner import Profile, RunPlan, explore
 from verification.search.experiment import Experiment
 from verification.search.search import Search
 from verification.training.dense.tolerance import FACTOR, THRESHOLD
@@ -67,7 +67,7 @@ def run_training(plan: RunPlan, report: Report, backend: Backend | None = None) 
     report.coverage = Coverage(groups=TRAINING_GROUPS)
     report.say(f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
     deviations = Deviations(report)
-    experiment = runner.on_gpus(TRAINING) if backend.name == "nccl" else TRAINING
+    experiment = on_gpus(TRAINING) if backend.name == "nccl" else TRAINING
     try:
         with report:
             for world in plan.worlds:
@@ -75,7 +75,7 @@ def run_training(plan: RunPlan, report: Report, backend: Backend | None = None) 
                 examples, deviations.world = plan.examples_for(world), world
                 report.start_world(world, examples)
                 search = Search(experiment, backend, deviations, world, plan.profile.budget, plan.profile.remembers)
-                runner.explore(plan, report, search, examples)
+                explore(plan, report, search, examples)
                 report.end_world("training steps")
     except KeyboardInterrupt:
         report.interrupt()

@@ -16,13 +16,13 @@ import pytest
 from tests.support.plain_case import plain
 from tests.support.printed import printed, recording, unbroken
 from verification.cli import mutants as command
+from verification.experiments import EXAMPLES
 from verification.failures import RankError
 from verification.mutants import experiments, search
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.defect import CannotPlant, Defect, Edit
 from verification.mutants.plant import preparation, substitute
 from verification.run.backends import SimBackend, Unavailable
-from verification.runner import EXAMPLES
 from verification.search.experiment import FoundFailure, ToolError
 
 BUDGET, ACCUMULATOR = "ring/default_bucket.py", "ring/compute/accumulator.py"

@@ -18,10 +18,10 @@ from verification.__main__ import main
 from verification.case import Case
 from verification.check.laws import LAWS, Law
 from verification.check.laws.refusal_cases import MISTAKES
+from verification.experiments import law_experiment
 from verification.replay import records, replay
 from verification.replay.registry import SavedExample
 from verification.run.backends import SimBackend, Unavailable
-from verification.runner import law_experiment
 from verification.search.experiment import case_record as as_json
 from verification.strategies.cases import cases
 
@@ -131,7 +131,7 @@ def test_what_needs_processes_is_not_replayed_in_a_simulation() -> None:
     "content",
     ["", "{", "[" * 100_000, "\x00", "1" * 5000, "7",
      *(json.dumps(case(**x)) for x in ({"kernel": "x" * 10**5}, {"cuts": [10**5 * "1"]}, {"y" * 10**5: 1})),
-     " " * replay.MOST_BYTES + json.dumps(case())],
+     " " * replay.MAX_BYTES + json.dumps(case())],
     ids=range(10),
 )  # fmt: skip
 def test_a_refusal_is_one_short_line(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +141,7 @@ def test_a_refusal_is_one_short_line(content: str, tmp_path: Path, capsys: pytes
     error = capsys.readouterr().err
     assert f"argument FILE: cannot read a counter-example from {file}: " in error
     assert error.count("\n") == 1 and len(error) < 1000
-    assert ("more than 1048576 bytes" in error) == (len(content) > replay.MOST_BYTES)
+    assert ("more than 1048576 bytes" in error) == (len(content) > replay.MAX_BYTES)
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)

@@ -22,11 +22,11 @@ from ring.comm.transport import RecordingTransport, Transport
 from verification.case import EXCHANGES, ORDERS, Case
 from verification.check import properties
 from verification.check.expectation import expect
-from verification.check.laws.law import MOST_INTEGER, How, Law, Rule, anything, bounded, changed, flag
+from verification.check.laws.law import MAX_INTEGER, How, Law, Rule, anything, bounded, changed, flag
 from verification.check.supported import check_supported
 from verification.failures import WrongResult
 from verification.run.backends import Backend
-from verification.run.rank import attend, observe, shards, whole_tensors
+from verification.run.rank import observe, run_attention, shards, whole_tensors
 from verification.strategies.cases import cases, fused
 
 # --- calls that differ in one thing -----------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ CHANGES: dict[str, Rule] = dict.fromkeys(
     "bucket": bounded,
     "kv_heads": bounded,
     "documents": lambda case, name, value: value is None or validators.integers(name, value),
-    "window": lambda case, name, value: value is None or validators.integer(name, value, 0, MOST_INTEGER),
+    "window": lambda case, name, value: value is None or validators.integer(name, value, 0, MAX_INTEGER),
 }
 
 
@@ -235,7 +235,7 @@ def _run(tracker: _BufferTracker, case: Case) -> tuple[list[tuple[str, StorageWe
         return inner if isinstance(inner, _BufferTracker) else _BufferTracker(inner)
 
     inputs = tuple(x.clone() for x in shards(case, tracker.rank, whole_tensors(case)))
-    run = attend(tracker, case, inputs, record=record)
+    run = run_attention(tracker, case, inputs, record=record)
     named = zip(("q", "k", "v", "dout", "dlse", "out", "lse", "dq", "dk", "dv"), (*inputs, *run.results), strict=True)
     storages = [(name, StorageWeakRef(x.untyped_storage())) for name, x in named if x is not None]
     return storages + tracker.buffers, max(run.buffer_forward or 0, run.buffer_backward or 0)

@@ -22,7 +22,7 @@ from verification.strategies.cases import cases
 #   thread    runs a forward in a second thread, while the first one waits
 #   siege     a second thread begins a forward during a call
 MISTAKES = ("skips", "repeats", "thread", "siege")
-MOST_CALLS = 4
+MAX_CALLS = 4
 
 
 class Divergence(NamedTuple):
@@ -124,7 +124,7 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     if case.group is None and ranks > 1 and draw(st.booleans()):
         bits = draw(st.integers(1, 2**ranks - 2))
         members = tuple(rank for rank in range(ranks) if bits >> rank & 1)
-    count = draw(st.integers(2, MOST_CALLS))
+    count = draw(st.integers(2, MAX_CALLS))
     groups = tuple(draw(st.integers(0, 1)) if members else 0 for _ in range(count))
     names = tuple(draw(st.sampled_from((None, f"layer {number}", f"Schicht ä{number}"))) for number in range(count))
     schedule = Schedule(ranks, members, groups, names, _order(draw, count))
@@ -283,9 +283,9 @@ def _steps(case: Case, name: str, value: Any) -> None:
 
 def _premise(case: Case, how: How) -> None:
     groups, most = how["groups"], 0 if how["members"] is None else 1
-    if not 1 <= len(groups) <= MOST_CALLS or max(groups) > most or len(how["names"]) != len(groups):
+    if not 1 <= len(groups) <= MAX_CALLS or max(groups) > most or len(how["names"]) != len(groups):
         raise ValueError(
-            f"groups and names of how are {groups} and {how['names']}; they must be of 1 to {MOST_CALLS} calls, groups "
+            f"groups and names of how are {groups} and {how['names']}; they must be of 1 to {MAX_CALLS} calls, groups "
             f"numbers up to {most}"
         )
     if max((call for _, call in how["order"]), default=0) >= len(groups):

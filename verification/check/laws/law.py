@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from reference import validators
 from verification.case import Case
-from verification.check.oracle_agreement import largest
+from verification.check.worst_entry import worst_entry
 from verification.failures import WrongResult
 from verification.run.backends import Backend
 
 How = dict[str, Any]
 Rule = Callable[[Case, str, Any], object]  # validates a field of `how` (name, value): raises ValueError
-MOST_INTEGER = 2**40  # tokens that a plan can count: the limit of buckets and of the integers of patterns
+MAX_INTEGER = 2**40  # tokens that a plan can count: the limit of buckets and of the integers of patterns
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def anything(case: Case, name: str, value: Any) -> None:
 
 def bounded(case: Case, name: str, value: Any) -> None:
     """Rule: an integer that a plan can count."""
-    validators.at_most(name, value, MOST_INTEGER)
+    validators.at_most(name, value, MAX_INTEGER)
 
 
 def token(case: Case, name: str, value: Any) -> None:
@@ -120,7 +120,7 @@ def worst_ratio(name: str, a: np.ndarray, b: np.ndarray, allowed: np.ndarray, ho
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.where(a == b, 0.0, np.abs(a - b) / allowed)  # equal infinities differ by nothing
     if not (ratio <= 1.0).all():
-        where = largest(ratio)
+        where = worst_entry(ratio)
         raise WrongResult(
             f"{name} at {where} is {a[where]} for the Case and {b[where]} with {how}: "
             f"{ratio[where]:.3g} times the sum of their bounds {allowed[where]:.3g}"
