@@ -8,6 +8,7 @@ from functools import partial
 
 from verification.case import Case
 from verification.check import properties
+from verification.check.attention_on_ranks import OURS, AttentionOnRanks, Implementation
 from verification.check.checks import CHECKS, costs
 from verification.check.expectation import expect
 from verification.check.laws import Law
@@ -40,12 +41,12 @@ EXAMPLES = Experiment("examples", cases, check_case, premise=check_supported)
 LARGER_ERRORS = replace(EXAMPLES, name="examples with larger errors", check=check_errors, targets_error=True)
 
 
-def law_experiment(law: Law) -> Experiment:
+def law_experiment(law: Law, attention: Implementation = OURS) -> Experiment:
     """Return the experiment of a law. Its subjects are pairs (Case, how), and each failure breaks the law itself."""
     return Experiment(
         law.name,
         law.draw,
-        check=lambda backend, subject: {law.name: law.check(backend, *subject)},
+        check=lambda backend, subject: {law.name: law.check(AttentionOnRanks(backend, attention), *subject)},
         case_of=lambda subject: subject[0],
         with_case=lambda subject, case: (case, subject[1]),
         record_of=lambda subject: {"law": law.name, "case": case_record(subject[0]), "how": subject[1]},

@@ -21,12 +21,11 @@ from ring.comm.buffer_meter import measure
 from ring.comm.transport import RecordingTransport, Transport
 from verification.case import EXCHANGES, ORDERS, Case
 from verification.check import properties
-from verification.check.expectation import expect
+from verification.check.attention_on_ranks import AttentionOnRanks
 from verification.check.laws.law import MAX_INTEGER, How, Law, Rule, anything, bounded, changed, flag
 from verification.check.supported import check_supported
 from verification.failures import WrongResult
-from verification.run.backends import Backend
-from verification.run.rank import observe, run_attention, shards, whole_tensors
+from verification.run.rank import run_attention, shards, whole_tensors
 from verification.strategies.cases import cases, fused
 
 # --- calls that differ in one thing -----------------------------------------------------------------------------------
@@ -163,12 +162,12 @@ def _premise(case: Case, how: How) -> None:
         check_supported(with_change(case, name, value))
 
 
-def check_neighbours(backend: Backend, case: Case, how: How) -> float:
+def check_neighbours(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     """A Case, Cases that differ from it in one field, and the first again give right results in the same processes."""
     worst = 0.0
     for call in (case, *(with_change(case, name, value) for name, value in how.items()), case):
-        backend.submit(observe, call, None, False)
-        worst = max(worst, *properties.check(call, expect(call), backend.collect()).values())
+        observations, expectation = ranks.observe_and_expect(call)
+        worst = max(worst, *properties.check(call, expectation, observations).values())
     return worst
 
 
@@ -186,10 +185,10 @@ def _draw_any(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     return draw(cases(world)), {}
 
 
-def check_leaks(backend: Backend, case: Case, how: How) -> float:
+def check_leaks(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     """When the results of a call are dropped, none of its tensors is alive, and the process is as it was before."""
-    backend.submit(find_leaks, case)
-    for index, (altered, alive) in enumerate(backend.collect()):
+    ranks.backend.submit(find_leaks, case)
+    for index, (altered, alive) in enumerate(ranks.backend.collect()):
         for names, state in ((altered, "changed by the call"), (alive, "in memory when all results are dropped")):
             if names:
                 raise WrongResult(f"on index {index} of the group, {state}: {', '.join(names)}")

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from reference.fast_oracle import multiplicity
 from verification.case import Case
+from verification.check.attention_on_ranks import AttentionOnRanks, Claims, any_case, claimed
 from verification.check.checks import assemble
-from verification.check.expectation import counts_of, kernel_of
 from verification.check.laws.law import How, Law, flag
 from verification.check.worst_entry import worst_entry
 from verification.failures import WrongResult
-from verification.run.backends import Backend, observe_on
 from verification.run.rank import InputEdit
 from verification.strategies.cases import cases
 
@@ -29,20 +28,20 @@ SCORE_SCALES = (32.0, 1024.0)
 
 
 @st.composite
-def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case, How]:
     case = draw(cases(world))
     dtype = case.dtype if case.dtype in DTYPES else "float32"
     scale = draw(st.sampled_from(SCORE_SCALES))
     how: How = {"keys_too": draw(st.sampled_from((False, True, True)))}
-    return replace(case, dtype=dtype, values="normal", score_scale=scale), how
+    return claimed(claims, replace(case, dtype=dtype, values="normal", score_scale=scale)), how
 
 
-def check_equal_values(backend: Backend, case: Case, how: How) -> float:
+def check_equal_values(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     """The error is at most k roundings for a sum of k numbers and a few for a merge, in weights and in products."""
-    counts = counts_of(case, kernel_of(case))
+    counts = ranks.attention.arithmetic(case).counts
     allowed = 2 * (counts.keys + 8 * counts.merges + 8) * DTYPES[case.dtype]
     edit = InputEdit("equal", int(how["keys_too"]))
-    out = assemble(case, observe_on(backend, case, edit, False), "out")  # (B, n, H, D)
+    out = assemble(case, ranks.observe(case, edit), "out")  # (B, n, H, D)
     value = edit.apply(case.tensors())[2].double().numpy()  # (B, n, Hk, D)
     value = np.repeat(value, case.heads // case.kv_heads, axis=2)
     seen = multiplicity(case.pattern, case.heads, case.tokens).sum(2)
@@ -60,6 +59,6 @@ def check_equal_values(backend: Backend, case: Case, how: How) -> float:
 
 
 EQUAL_VALUES_COME_OUT = Law(
-    "equal values come out", _draw, check_equal_values, share=0.03, how={"keys_too": flag},
+    "equal values come out", _draw, check_equal_values, of_any=True, share=0.03, how={"keys_too": flag},
     cases={"values 'normal' in float32 or float64": lambda case: case.dtype in DTYPES and case.values == "normal"},
 )  # fmt: skip

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from reference import validators
 from verification.case import Case
+from verification.check.attention_on_ranks import AttentionOnRanks
 from verification.check.laws.law import How, Law, anything, ascending
 from verification.failures import WrongResult
-from verification.run.backends import Backend
 from verification.run.in_flight_calls import DIRECTIONS, CallSpec, FlightStep, ProgramResult, carry_out
 from verification.strategies.cases import cases
 
@@ -180,14 +180,14 @@ def _read(case: Case, how: How) -> tuple[Schedule, Divergence | None]:
 # --- check ------------------------------------------------------------------------------------------------------------
 
 
-def check_orders(backend: Backend, case: Case, how: How) -> float:
+def check_orders(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     """Each call gives the same bits as by itself. A deviation of one rank raises the same error on all ranks of that
     group, and on no others. The error names both calls, and the group stays usable.
     """
     schedule, deviation = _read(case, how)
     programs = schedule.programs(deviation)
-    backend.submit(carry_out, case, schedule.members, schedule.calls, programs, schedule.afterwards(deviation))
-    results: list[ProgramResult] = backend.collect()
+    ranks.backend.submit(carry_out, case, schedule.members, schedule.calls, programs, schedule.afterwards(deviation))
+    results: list[ProgramResult] = ranks.backend.collect()
     for index, result in enumerate(results):
         if result.wrong:
             raise WrongResult(f"on index {index} other results than by themselves: {', '.join(result.wrong)}")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from reference.pattern import Pattern
 from ring.comm.transport import Message, Pending, Transport
 from verification.case import Case
+from verification.check.attention_on_ranks import AttentionOnRanks
 from verification.check.laws.law import How, Law, flag
 from verification.failures import WrongResult
-from verification.run.backends import Backend
 from verification.run.fresh_group import FreshCalls
 from verification.run.in_flight_calls import DIRECTIONS, in_second_thread
 from verification.run.rank import RankCall, shards, whole_tensors
@@ -77,9 +77,9 @@ def _error_of(function: Any) -> str:
     return "no error"
 
 
-def check_interrupted(backend: Backend, case: Case, how: How) -> float:
-    backend.submit(interrupt_calls, case, how)
-    for index, calls in enumerate(backend.collect()):
+def check_interrupted(ranks: AttentionOnRanks, case: Case, how: How) -> float:
+    ranks.backend.submit(interrupt_calls, case, how)
+    for index, calls in enumerate(ranks.backend.collect()):
         for direction, error, (raised, *later), alive in calls:
             where = f"index {index}: after a {direction} of call 1 that ended in the middle"
             what = f"since on this rank the {direction} of call 1 ended in the middle: {error}: broken off"

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from reference import validators
 from verification.case import Case
+from verification.check.attention_on_ranks import AttentionOnRanks
 from verification.check.worst_entry import worst_entry
 from verification.failures import WrongResult
-from verification.run.backends import Backend
 
 How = dict[str, Any]
 Rule = Callable[[Case, str, Any], object]  # validates a field of `how` (name, value): raises ValueError
@@ -29,15 +29,15 @@ MAX_INTEGER = 2**40  # tokens that a plan can count: the limit of buckets and of
 class Law:
     """A metamorphic law.
 
-    draw     a strategy of (Case, how), by world size
+    draw     a strategy of (Case, how), by world size and, for a law of any attention, the claim of the one under test
     how      a rule for each field of `how`; with `some`, fields may be missing. None: see `premise`
     cases    conditions on the Case, as words and predicates
     premise  raises ValueError for conditions on several fields
     """
 
     name: str
-    draw: Callable[[int], st.SearchStrategy[tuple[Case, How]]]
-    check: Callable[[Backend, Case, How], float]
+    draw: Callable[..., st.SearchStrategy[tuple[Case, How]]]
+    check: Callable[[AttentionOnRanks, Case, How], float]
     premise: Callable[[Case, Any], None] = lambda case, how: None
     _: KW_ONLY
     how: Mapping[str, Rule] | None = None
@@ -48,6 +48,7 @@ class Law:
     fewest_ranks: int = 1
     on_gpus: bool = True  # whether the law applies to GPUs
     on_cpus: bool = True  # whether the law applies to CPUs
+    of_any: bool = False  # whether the law is one of any attention, not only of this project's own
 
     def concerns(self, backend: str) -> bool:
         """Return True if the law applies to the devices of the backend of that name."""

@@ -12,12 +12,11 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from reference.fast_oracle import evaluate
 from verification.case import Case
 from verification.check import checks
-from verification.check.expectation import arithmetic_of, inputs_of
+from verification.check.attention_on_ranks import AttentionOnRanks, Claims, any_case, claimed
+from verification.check.expectation import inputs_of
 from verification.check.laws.law import TAME, How, Law, ascending, without_overflow
-from verification.run.backends import Backend, observe_on
 from verification.run.rank import InputEdit
 from verification.strategies.cases import cases, fused
 
@@ -25,12 +24,13 @@ _CHECKS = ("layout", "answers", "messages", "unseen", "finite", "values", "gradi
 
 
 @st.composite
-def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case, How]:
     case = without_overflow(draw(cases(world)))
     if draw(st.sampled_from((False, True, True))):  # fused kernels treat such rows in their own way
         case = fused(draw, replace(case, kernel="auto"))
     if case.scale == 0.0:  # 0 times -inf is no score
         case = replace(case, scale=None)
+    case = claimed(claims, case)
     by_rank = [list(map(int, positions)) for positions in case.shards().positions]
     tokens = list(range(case.tokens))
     kind = draw(st.sampled_from(("some", "shard", "first", "all but one", "all")))
@@ -47,7 +47,7 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     return case, {"hidden": sorted(hidden), "heads": heads or [0]}
 
 
-def check_no_weight(backend: Backend, case: Case, how: How) -> float:
+def check_no_weight(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     """Results and gradients are those of the visible keys, within their bounds."""
     if case.device == "cuda":
         case = replace(case, kernel="math")  # torch's fused GPU kernels do not promise it
@@ -56,8 +56,8 @@ def check_no_weight(backend: Backend, case: Case, how: How) -> float:
     counted = np.ones((case.kv_heads, case.tokens), bool)
     counted[np.ix_(how["heads"], how["hidden"])] = False
     unhidden = InputEdit("hide", sign).apply(case.tensors())  # finite: no key is hidden
-    expectation = evaluate(replace(inputs_of(case, unhidden), counted=counted), arithmetic_of(case))
-    seen = [replace(rank, dq=rank.dq.copy()) for rank in observe_on(backend, case, edit, False)]
+    expectation = ranks.evaluate(case, replace(inputs_of(case, unhidden), counted=counted))
+    seen = [replace(rank, dq=rank.dq.copy()) for rank in ranks.observe(case, edit)]
     for dq in (expectation.exact["dq"], expectation.bound["dq"], *(rank.dq for rank in seen)):
         dq[..., 0] = 0.0
     by_check = [checks.CHECKS[name](case, expectation, seen) for name in _CHECKS]
@@ -65,7 +65,7 @@ def check_no_weight(backend: Backend, case: Case, how: How) -> float:
 
 
 NO_SCORE_NO_WEIGHT = Law(
-    "scores of -inf have no weight", _draw, check_no_weight, share=0.1,
+    "scores of -inf have no weight", _draw, check_no_weight, of_any=True, share=0.1,
     how={
         "hidden": lambda case, name, value: ascending(name, value, case.tokens),
         "heads": lambda case, name, value: ascending(name, value, case.kv_heads),

@@ -11,35 +11,36 @@ from numpy.typing import NDArray
 from reference import validators
 from reference.fast_oracle import multiplicity
 from verification.case import Case
+from verification.check.attention_on_ranks import AttentionOnRanks, Claims, any_case, claimed
 from verification.check.checks import Array, assemble
 from verification.check.laws.law import How, Law, flag, same_numbers, token
 from verification.failures import WrongResult
-from verification.run.backends import Backend, observe_on
 from verification.run.rank import InputEdit
 from verification.strategies.cases import cases
 
 
 @st.composite
-def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case, How]:
     case = draw(cases(world))
     if case.values == "flat":  # a NaN in one component changes the strides, and with them the order of sums
         case = replace(case, values="normal")
     if draw(st.booleans()):  # let fused kernels take all calls: vector code may hide what matrix code passes on
         case = replace(case, kernel="auto", scale=None, lse="unused")
+    case = claimed(claims, case)
     name = draw(st.sampled_from(("v", "q", "k")))
     # An inf in q or k may make all scores -inf, which is a row that sees nothing: put inf only into v.
     infinite = name == "v" and draw(st.booleans())
     return case, {"token": draw(st.integers(0, case.tokens - 1)), "tensor": name, "infinite": infinite}
 
 
-def check_poisoned(backend: Backend, case: Case, how: How) -> float:
+def check_poisoned(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     """A NaN in q, k or v, or an inf in v, reaches every output that sees it, and all gradients through these. It
     changes no other batch or head, and no rank hangs.
     """
     token, share = how["token"], case.heads // case.kv_heads
-    before = observe_on(backend, case, None, False)
+    before = ranks.observe(case)
     edit = InputEdit("poison", int(how["infinite"]), positions=(token,), name=how["tensor"])
-    after = observe_on(backend, case, edit, False)
+    after = ranks.observe(case, edit)
     clean, out = assemble(case, before, "out"), assemble(case, after, "out")
     seen = multiplicity(case.pattern, case.heads, case.tokens)[:share] > 0  # (query heads of kv head 0, N, N)
     sees = seen[:, :, token]
@@ -91,7 +92,7 @@ def _premise(case: Case, how: How) -> None:
 
 
 NON_FINITE_PROPAGATES = Law(
-    "NaN and inf propagate", _draw, check_poisoned, _premise, share=0.05,
+    "NaN and inf propagate", _draw, check_poisoned, _premise, of_any=True, share=0.05,
     how={"token": token, "infinite": flag,
          "tensor": lambda case, name, value: validators.choice(name, value, ("q", "k", "v"))},
     cases={

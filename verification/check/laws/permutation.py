@@ -10,18 +10,17 @@ from hypothesis import strategies as st
 from reference import validators
 from reference.pattern import Pattern
 from verification.case import Case
+from verification.check.attention_on_ranks import AttentionOnRanks, Claims, any_case, claimed
 from verification.check.checks import assemble, compared
-from verification.check.expectation import expect
 from verification.check.laws.law import TAME, How, Law, without_overflow, worst_ratio
-from verification.run.backends import Backend, observe_on
 from verification.run.rank import InputEdit
 from verification.strategies.cases import cases, permutation_of
 
 
 @st.composite
-def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
+def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case, How]:
     case = without_overflow(draw(cases(world)))
-    case = replace(case, batch=max(case.batch, 2))
+    case = claimed(claims, replace(case, batch=max(case.batch, 2)))
     kv_order = permutation_of(draw, case.kv_heads)
     if permuted(case.pattern, head_order(case, kv_order)) is None:
         kv_order = tuple(range(case.kv_heads))
@@ -49,20 +48,22 @@ def permuted(pattern: Pattern, order: tuple[int, ...]) -> Pattern | None:
     return replace(pattern, branches=tuple(branches))
 
 
-def check_permuted(backend: Backend, case: Case, how: How) -> float:
+def check_permuted(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     """Permuted batches, and permuted heads with their offsets, give permuted results, within their bounds. A matrix
     product may be rounded differently if its operands lie at other addresses."""
     batch, kv = list(how["batch"]), list(how["kv_heads"])
     heads = list(head_order(case, tuple(kv)))
     pattern = permuted(case.pattern, tuple(heads))
     assert pattern is not None
-    seen, bound, worst = observe_on(backend, case, None, False), expect(case).bound, 0.0
+    seen, expectation = ranks.observe_and_expect(case)
     edit = InputEdit("permute", order=tuple(batch), head_order=tuple(heads), kv_order=tuple(kv))
-    also_seen = observe_on(backend, replace(case, pattern=pattern), edit, False)
+    also_seen, worst = ranks.observe(replace(case, pattern=pattern), edit), 0.0
     for name in compared(case):
         a, b = assemble(case, seen, name), assemble(case, also_seen, name)
         order = kv if name in ("dk", "dv") else heads
-        a, allowed = (x[batch][:, order] if name == "lse" else x[batch][:, :, order] for x in (a, 2 * bound[name]))
+        a, allowed = (
+            x[batch][:, order] if name == "lse" else x[batch][:, :, order] for x in (a, 2 * expectation.bound[name])
+        )
         worst = max(worst, worst_ratio(name, a, b, allowed, how))
     return worst
 
@@ -78,7 +79,7 @@ def _premise(case: Case, how: How) -> None:
 
 
 BATCHES_AND_HEADS_PERMUTE = Law(
-    "batches and heads permute", _draw, check_permuted, _premise, share=0.02,
+    "batches and heads permute", _draw, check_permuted, _premise, of_any=True, share=0.02,
     how={
         "batch": lambda case, name, value: _check_order(name, value, case.batch),
         "kv_heads": lambda case, name, value: _check_order(name, value, case.kv_heads),

@@ -12,11 +12,11 @@ from reference import validators
 from ring.comm.transport import Transport
 from verification.case import Case
 from verification.check import properties
+from verification.check.attention_on_ranks import AttentionOnRanks
 from verification.check.expectation import expect
 from verification.check.laws.law import How, Law, anything, changed, flag
 from verification.check.laws.refusal_cases import MISTAKES, Mistake, applicable, call
 from verification.failures import WrongResult
-from verification.run.backends import Backend
 from verification.run.fresh_group import new_group
 from verification.run.observation import Observation
 from verification.run.rank import observe
@@ -54,7 +54,7 @@ def _culprit(mistake: str, number: int) -> int | None:
     return number
 
 
-def check_refused(backend: Backend, case: Case, how: How) -> float:
+def check_refused(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     """If one rank or all ranks call wrongly, every rank raises the same error, which names the argument. After several
     mistakes a right call works.
 
@@ -64,9 +64,9 @@ def check_refused(backend: Backend, case: Case, how: How) -> float:
     """
     mistakes = [(mistake, culprit) for mistake, culprit in how["mistakes"]]
     on_new = how["new_group"] and case.device == "cpu"
-    backend.submit(call_wrongly, case, mistakes, how["compiled"], on_new, how["without_page"])
+    ranks.backend.submit(call_wrongly, case, mistakes, how["compiled"], on_new, how["without_page"])
     expectation = expect(case)
-    answers = backend.collect()
+    answers = ranks.backend.collect()
     for number, (mistake, culprit) in enumerate(mistakes):
         where = "on every rank" if culprit is None else f"on index {culprit} of the group"
         _check_errors(f"{mistake} {where}", MISTAKES[mistake], [errors[number] for errors, _ in answers])

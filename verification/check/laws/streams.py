@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from verification.case import Case
 from verification.check import properties
+from verification.check.attention_on_ranks import AttentionOnRanks
 from verification.check.expectation import expect
 from verification.check.laws.law import How, Law
-from verification.run.backends import Backend
 from verification.run.side_streams import observe_on_streams
 from verification.strategies.cases import cases
 
@@ -20,10 +20,10 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     return replace(draw(cases(world)), again="alike", measured=False), {}
 
 
-def check_streams(backend: Backend, case: Case, how: How) -> float:
+def check_streams(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     """Forward on one stream and backward on another give the oracle's results, and the bits of the default stream."""
-    backend.submit(observe_on_streams, case)
-    return max(properties.check(case, expect(case), backend.collect()).values())
+    ranks.backend.submit(observe_on_streams, case)
+    return max(properties.check(case, expect(case), ranks.backend.collect()).values())
 
 
 # CPUs have no streams: the examples would repeat the plain ones.
