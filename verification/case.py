@@ -84,6 +84,7 @@ class Case:
                   writes the same arguments in another way: `verification.run.equivalent_arguments`)
     device        "cpu", or "cuda": on GPUs, whose fused kernels work in 16 bits
     measured      True if the first run's workspace is measured (`verification.run.memory_meter`), which takes time
+    backward      False for forward alone: no gradients are computed. Not drawn: claims of peers set it
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """
@@ -111,6 +112,7 @@ class Case:
     again: str = "alike"
     measured: bool = False
     device: str = "cpu"
+    backward: bool = True
 
     def __post_init__(self) -> None:
         for name, least in _SMALLEST.items():
@@ -118,13 +120,15 @@ class Case:
         validators.at_most("seed", self.seed, _GREATEST_SEED)
         for name, allowed in _CHOICES.items():
             validators.choice(name, getattr(self, name), allowed)
-        for name in ("strided", "measured"):
+        for name in ("strided", "measured", "backward"):
             validators.flag(name, getattr(self, name))
         validators.grouped_heads(self.heads, self.kv_heads)
         if not isinstance(self.pattern, Pattern):
             raise ValueError(f"pattern is {self.pattern!r}; it must be a reference.Pattern")
         self.pattern.validate(self.heads)
         self.pattern.validate_tokens(self.tokens)
+        if not self.backward and self.through_lse:
+            raise ValueError(f"backward is False and lse is {self.lse!r}; lse must be 'unused' or 'returned' then")
         if self.bucket is not None:
             validators.integer("bucket", self.bucket, 1)
         object.__setattr__(self, "score_scale", validators.number("score_scale", self.score_scale, _GREATEST_SCALE))

@@ -70,9 +70,9 @@ def check_answers(case: Case, expectation: Expectation, observations: Observatio
     for index, seen in enumerate(observations):
         for name, dtype in zip(QUANTITIES, seen.dtypes, strict=True):
             result = getattr(seen, name)
-            if name == "lse" and case.lse == "unused":
+            if name not in compared(case):
                 if result is not None:
-                    raise WrongResult(f"answers: {_rank(case, index)} returned lse, which was not asked for")
+                    raise WrongResult(f"answers: {_rank(case, index)} returned {name}, which was not asked for")
                 continue
             expected = accumulator if name == "lse" else case.dtype
             _check_shape(case, index, name, result)
@@ -308,7 +308,9 @@ def assemble(case: Case, observations: Observations, name: str) -> Array:
 
 
 def compared(case: Case) -> list[str]:
-    return [name for name in QUANTITIES if name != "lse" or case.lse != "unused"]
+    """Return the names of the results that the Case asks for, out of QUANTITIES."""
+    quantities = QUANTITIES if case.backward else ("out", "lse")
+    return [name for name in quantities if name != "lse" or case.lse != "unused"]
 
 
 def _overflow(case: Case, expectation: Expectation, name: str, seen: Array) -> NDArray[np.bool_]:

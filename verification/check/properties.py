@@ -46,7 +46,7 @@ PROPERTIES = (
     Property("messages match", ("messages",)),
     Property("nothing selected: 0, -inf", ("unseen",)),
     Property("output and lse", ("values",)),
-    Property("gradients", ("gradients",)),
+    Property("gradients", ("gradients",), concerns=lambda case: case.backward),
     Property("inputs intact, repeatable", ("inputs", "repeat")),
     Property("bytes sent", ("traffic",)),
     Property("buffers", ("buffers",)),

@@ -21,12 +21,17 @@ with its Case, a training run (also of a peer), or a fault with its Case."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("case", type=Path, metavar="FILE", help="the JSON file that a run saved")
+    parser.add_argument(
+        "--attention",
+        metavar="NAME",
+        help="run it with this peer, or package.module:adapter: needed for a counter-example of your own module",
+    )
     add_backend(parser, BACKENDS)
     add_json(parser)
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """Return 0 if the example holds, 1 if it fails again. Raises Unavailable if it cannot run."""
-    report = replay.replay(options.case, Report(console), open_backend(options.backend))
+    report = replay.replay(options.case, Report(console), open_backend(options.backend), attention=options.attention)
     write_json(options.json, report.to_dict())
     return 1 if report.failures else 0

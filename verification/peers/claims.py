@@ -6,6 +6,7 @@ A block changes as little as possible and never makes a small Case large, so tha
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from reference.pattern import Pattern
@@ -93,6 +94,46 @@ def default_scale(case: Case) -> Case:
 
 def without_lse(case: Case) -> Case:
     return dataclasses.replace(case, lse="unused")
+
+
+def forward_only(case: Case) -> Case:
+    """Compare the output, and lse if the Case uses it, but no gradients."""
+    return dataclasses.replace(lse_returned(case), backward=False)
+
+
+def of_sizes(
+    case: Case, *, tokens: Sequence[int], heads: Sequence[tuple[int, int]] = (), head_dims: Sequence[int] = (),
+    batches: Sequence[int] = (),
+) -> Case:  # fmt: skip
+    """Use a few sizes only, for implementations that are compiled anew for each: JAX, Triton, torch.compile.
+
+    Call it after `dense` or `packed`: a pattern with heads of its own does not fit other numbers of heads.
+
+    Args:
+        tokens, head_dims, batches: sizes to choose from; the smallest one that is not below the Case's, else the
+            largest. A longer last document takes further tokens; a shorter sequence loses documents and cuts.
+        heads: pairs of query and key/value heads to choose from, likewise by the query heads.
+
+    No sizes: keep the Case's.
+    """
+    length = _fitting(tokens, case.tokens)
+    if length < case.tokens:
+        case = dataclasses.replace(
+            case, tokens=length, cuts=None, pattern=dataclasses.replace(case.pattern, documents=None)
+        )
+    elif length > case.tokens:
+        case = case.lengthened(length, cuts=None)
+    query_heads = _fitting([pair[0] for pair in heads], case.heads)
+    by_query_heads = dict(heads) if (case.heads, case.kv_heads) not in heads else {}
+    return dataclasses.replace(
+        case, batch=_fitting(batches, case.batch), head_dim=_fitting(head_dims, case.head_dim),
+        heads=query_heads, kv_heads=by_query_heads.get(query_heads, case.kv_heads),
+    )  # fmt: skip
+
+
+def _fitting(sizes: Sequence[int], size: int) -> int:
+    """Return the smallest of the sizes that is not below this one, else the largest; this one if there are none."""
+    return min((x for x in sizes if x >= size), default=max(sizes, default=size))
 
 
 def lse_returned(case: Case) -> Case:

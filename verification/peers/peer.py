@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -13,8 +14,11 @@ from reference import validators
 from verification.case import Case
 
 Result = Tensor | tuple[Tensor, Tensor]  # out (B, L, H, D); lse (B, H, L), natural logarithm
-Attend = Callable[[Tensor, Tensor, Tensor, Case, ProcessGroup | None], Result]
+# (q, k, v, case, group) -> Result; with other arrays than tensors, the same in these
+Attend = Callable[[Any, Any, Any, Case, ProcessGroup | None], Any]
+Results = tuple[Tensor | None, ...]  # out, lse, dq, dk, dv
 MAX_RANKS = 8
+ARRAYS = ("torch", "numpy", "jax")
 
 
 class Refused(Exception):
@@ -39,6 +43,9 @@ class Peer:
             bits, as fused kernels do. For fp32 and fp64 "half" means "math".
         merge: "weighted", or "interpolated", which loses more: see `interpolated_merge`.
         prepare: imports what `attend` needs, in every process that runs it. Raises ImportError or Refused.
+        arrays: what `attend` takes and returns. "torch": tensors. "numpy": NumPy arrays, forward only. "jax": JAX
+            arrays, of a pure function, with gradients by `jax.vjp`.
+        heads_first: whether q, k, v and out are (B, H, L, D) rather than (B, L, H, D).
 
     Raises: ValueError for a field with a wrong value.
     """
@@ -52,6 +59,8 @@ class Peer:
     arithmetic: str = "math"
     merge: str = "weighted"
     prepare: Callable[[], object] = lambda: None
+    arrays: str = "torch"
+    heads_first: bool = False
 
     def __post_init__(self) -> None:
         for field in ("name", "supported"):
@@ -66,10 +75,41 @@ class Peer:
             raise ValueError(f"worlds is {sizes!r}; it must be a tuple of integers from 1 to {MAX_RANKS}")
         validators.choice("arithmetic", self.arithmetic, ("math", "flash", "half"))
         validators.choice("merge", self.merge, ("weighted", "interpolated"))
+        validators.choice("arrays", self.arrays, ARRAYS)
+        validators.flag("heads_first", self.heads_first)
 
     @property
     def version(self) -> str | None:
         return version_of(self.package)
+
+
+def outputs_of(
+    result: Any, case: Case, shape: Sequence[int], lse_shape: Sequence[int], array: Any = Tensor
+) -> tuple[Any, Any]:
+    """Return out, and lse if the Case uses it, of what `attend` returned.
+
+    Args:
+        result: what it returned.
+        case: the Case.
+        shape, lse_shape: that out and lse must have.
+        array: their type.
+
+    Raises: ValueError, which is a counter-example, since it may depend on the Case.
+    """
+    out, lse = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    for name, value, required in (("out", out, tuple(shape)), ("lse", lse, tuple(lse_shape))):
+        if isinstance(value, array) and tuple(value.shape) != required:
+            raise ValueError(f"attend returned {name} of shape {tuple(value.shape)}; it must be {required}")
+        if not isinstance(value, array) and (name == "out" or value is not None):
+            returned = "None" if value is None else type(value).__name__
+            kind = "a tensor" if array is Tensor else f"a {array.__module__.partition('.')[0]} array"
+            must = f"it must be {kind} of shape {required}: return out, or (out, lse)"
+            raise ValueError(f"attend returned {returned} as {name}; {must}")
+    if case.lse == "unused":
+        return out, None
+    if lse is None:
+        raise ValueError(f'attend returned no lse, and the claim has lse {case.lse!r}; it must be "unused" then')
+    return out, lse
 
 
 def version_of(package: str | None) -> str | None:

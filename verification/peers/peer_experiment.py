@@ -1,19 +1,22 @@
-"""A peer as an Experiment: Cases mapped by its claim, results compared within the bounds of its class."""
+"""A peer as Experiments: the plain examples and the laws of any attention, on Cases that it claims to support."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hypothesis.strategies import SearchStrategy
 
-from reference.fast_oracle import Expectation, evaluate
+from reference.fast_oracle import Expectation, Inputs, evaluate
 from reference.roundoff import Arithmetic
 from verification.case import Case
 from verification.check import properties
-from verification.check.expectation import counts_of, inputs_of
+from verification.check.attention_on_ranks import AttentionOnRanks, Implementation, claimed
+from verification.check.expectation import counts_of
+from verification.check.laws import LAWS, Law
+from verification.experiments import law_experiment
 from verification.peers import interpolated_merge
 from verification.peers.known_peers import load
 from verification.peers.peer import Peer
@@ -27,20 +30,68 @@ AnyCase = TypeVar("AnyCase", Case, TrainingCase)
 
 # The `checks.CHECKS` for any implementation; those of messages, bytes and buffers are for this project's own.
 APPLICABLE = ("answers", "unseen", "finite", "values", "gradients", "inputs", "repeat")
+LAWS_OF_ANY = tuple(law for law in LAWS if law.of_any)
+
+
+def implementation(name: str) -> Implementation:
+    """Return the attention of the peer of that name. Raises Refused if there is no such Peer."""
+    peer = load(name)
+    return Implementation(
+        observe_peer, (name,), partial(nearest_claimed, peer), partial(arithmetic_of, peer), partial(evaluate_for, peer)
+    )
 
 
 def experiment(name: str) -> Experiment:
-    """Return the Experiment with the peer of that name. Raises Refused if there is no such Peer."""
-    peer = load(name)
+    """Return the Experiment with plain examples of the peer of that name. Raises Refused if there is no such Peer."""
+    attention = implementation(name)
 
-    def draw(world: int) -> SearchStrategy[Case | None]:
-        return cases(world).map(partial(claimed, peer)).filter(lambda case: case is not None)
+    def draw(world: int) -> SearchStrategy[Case]:
+        return cases(world).map(partial(claimed, attention.claims))
 
-    judge = partial(check, name, peer)
-    return Experiment(f"peer {peer.name}", draw, judge, record_of=lambda x: {"peer": name, "case": case_record(x)})
+    return Experiment(
+        f"peer {load(name).name}", draw, partial(check, attention),
+        record_of=lambda case: {"peer": name, "case": case_record(case)},
+        premise=partial(must_be_claimed, attention),
+    )  # fmt: skip
 
 
-def claimed(peer: Peer, case: Case) -> Case | None:
+def law_of(name: str, law: Law) -> Experiment:
+    """Return the Experiment of a law with the peer of that name, on subjects to which the law applies."""
+    attention = implementation(name)
+    own = law_experiment(law, attention)
+
+    def applies(subject: Any) -> bool:
+        try:
+            law.validate(*subject)
+        except ValueError:
+            return False
+        return True
+
+    def premise(subject: Any) -> None:
+        must_be_claimed(attention, subject[0])
+        law.validate(*subject)
+
+    return dataclasses.replace(
+        own, name=f"peer {load(name).name}, {law.name}",
+        draw=lambda world: law.draw(world, attention.claims).filter(applies),
+        record_of=lambda subject: {"peer": name, **own.record_of(subject)}, premise=premise,
+    )  # fmt: skip
+
+
+def check(attention: Implementation, backend: Backend, case: Case) -> dict[str, float]:
+    """Return the worst ratio (error / bound) of each property; 0 is exact. Raises the first failure."""
+    observations, expectation = AttentionOnRanks(backend, attention).observe_and_expect(case, repeat=True)
+    return properties.check(case, expectation, observations, APPLICABLE)
+
+
+def must_be_claimed(attention: Implementation, case: Case) -> None:
+    """Raise ValueError for a Case that the attention does not claim to support."""
+    nearest = attention.claims(case)
+    if nearest != case:
+        raise ValueError(f"the claim changes the Case to {nearest and nearest.to_json()}")
+
+
+def nearest_claimed(peer: Peer, case: Case) -> Case | None:
     """Return the nearest Case that the peer claims. Raises ToolError, as `apply_claim`."""
     nearest = apply_claim(peer.name, peer.claims, case)
     # Variations of the second run, and measurements, are for this project's own implementation only.
@@ -52,6 +103,7 @@ def apply_claim(name: str, claims: Callable[[AnyCase], AnyCase | None], case: An
     changes its own result: these are faults of the adapter, not counter-examples."""
     try:
         nearest = claims(case)
+        settled = None if nearest is None else claims(nearest)
     except Exception as error:
         raise ToolError(f"claims of {name} raised {type(error).__name__}: {error}") from error
     if nearest is None:
@@ -59,29 +111,22 @@ def apply_claim(name: str, claims: Callable[[AnyCase], AnyCase | None], case: An
     if not isinstance(nearest, type(case)) or nearest.world != case.world:
         kind = type(case).__name__
         raise ToolError(f"claims of {name} gave {nearest!r}; it must be a {kind} with world {case.world}, or None")
-    if claims(nearest) != nearest:
+    if settled != nearest:
         raise ToolError(f"claims of {name} changes its own result: {nearest.to_json()}; it must return that unchanged")
     return nearest
 
 
-def check(name: str, peer: Peer, backend: Backend, case: Case) -> dict[str, float]:
-    """Return the worst ratio (error / bound) of each property; 0 is exact. Raises the first failure."""
-    backend.submit(observe_peer, case, name)
-    expectation = expect(peer, case)
-    observations = backend.collect()
-    malformed = [x for x in observations if isinstance(x, str)]
-    if malformed:
-        raise ToolError(f"the adapter {name}: {malformed[0]}")
-    return properties.check(case, expectation, observations, APPLICABLE)
-
-
-def expect(peer: Peer, case: Case) -> Expectation:
-    """Return exact values with the bounds of a correct implementation of the peer's class. The Case determines the
-    counts (keys per row, partial results, blocks), the class the roundings."""
+def arithmetic_of(peer: Peer, case: Case) -> Arithmetic:
+    """Return the arithmetic of a correct implementation of the peer's class. The Case determines the counts (keys per
+    row, partial results, blocks), the class the roundings."""
     narrow = case.dtype in ("bfloat16", "float16")
     kernel = "math" if peer.arithmetic == "half" and not narrow else peer.arithmetic
-    r = Arithmetic.of(case.dtype, kernel, case.head_dim, case.softmax_scale, counts_of(case, "math"))
-    expectation = evaluate(inputs_of(case, case.tensors()), r)
+    return Arithmetic.of(case.dtype, kernel, case.head_dim, case.softmax_scale, counts_of(case, "math"))
+
+
+def evaluate_for(peer: Peer, inputs: Inputs, arithmetic: Arithmetic) -> Expectation:
+    """Return exact values with the bounds of that arithmetic, wider for a peer that merges by interpolation."""
+    expectation = evaluate(inputs, arithmetic)
     if peer.merge == "interpolated":
-        interpolated_merge.widen_bounds(expectation, r)
+        interpolated_merge.widen_bounds(expectation, arithmetic)
     return expectation

@@ -1,4 +1,4 @@
-"""Saved counter-examples of peers: {"peer": name, "case": ...}."""
+"""Saved counter-examples of peers: {"peer": name, "case": ...}, with a law also {"law": title, "how": ...}."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from reference import validators
 from verification.peers.known_peers import KNOWN
 from verification.peers.peer import Refused
-from verification.peers.peer_experiment import experiment
+from verification.peers.peer_experiment import LAWS_OF_ANY, experiment, law_of
 from verification.peers.peer_rank import prepare
 from verification.replay.records import read_case
 from verification.replay.registry import Saved, SavedExample
@@ -21,7 +21,7 @@ class SavedPeerExample(SavedExample):
     """A counter-example that runs the Case as saved, without applying the peer's claim."""
 
     def prepare(self, backend: Backend) -> None:
-        if backend.name != "gloo":
+        if backend.name == "sim":
             raise Unavailable(f"argument --backend: a peer needs torch.distributed, on gloo; got {backend.name}")
         self.prepare_ranks(backend)
 
@@ -42,6 +42,14 @@ def experiment_with(record: Any, field: str, known: Iterable[str], make: Callabl
 
 def read_peer_example(record: dict[str, Any]) -> Saved:
     """Read a saved record. Raises ValueError if it is malformed or its peer cannot be loaded."""
-    validators.exactly("a counter-example of a peer", record, ["peer", "case"])
-    case = read_case(record["case"])
-    return SavedPeerExample(experiment_with(record, "peer", KNOWN, experiment), case, record)
+    if "law" not in record:
+        validators.exactly("a counter-example of a peer", record, ["peer", "case"])
+        case = read_case(record["case"])
+        return SavedPeerExample(experiment_with(record, "peer", KNOWN, experiment), case, record)
+    validators.exactly("a counter-example of a law with a peer", record, ["peer", "law", "case", "how"])
+    laws = {law.name: law for law in LAWS_OF_ANY}
+    validators.choice("law", record["law"], tuple(laws))
+    law, case = laws[record["law"]], read_case(record["case"])
+    law.validate(case, record["how"])
+    make = partial(law_of, law=law)
+    return SavedPeerExample(experiment_with(record, "peer", KNOWN, make), (case, record["how"]), record)

@@ -20,7 +20,7 @@ from verification.check.laws.law import MAX_INTEGER
 from verification.check.supported import check_supported
 from verification.experiments import EXAMPLES, law_experiment
 from verification.problems import real_size
-from verification.replay.registry import READERS, REMOVED, Saved, SavedExample
+from verification.replay.registry import OWN_ADAPTERS, READERS, REMOVED, Saved, SavedExample
 from verification.report.report import Report
 from verification.run.backends import MAX_RANKS, Backend
 
@@ -30,12 +30,50 @@ _LIMITS = {
 }  # fmt: skip
 
 
-def parse(record: object) -> Saved:
-    """Return the counter-example of a JSON record. Raises ValueError."""
+def parse(record: object, attention: str | None = None) -> Saved:
+    """Return the counter-example of a JSON record.
+
+    Args:
+        record: as saved.
+        attention: name of a peer that runs it, in place of the attention that the record names.
+
+    Raises:
+        ValueError: no counter-example; or one of a user's own module, which only `attention` may name, since data
+            imports nothing.
+    """
     if not isinstance(record, dict):
         raise ValueError(f"a counter-example must be a JSON object, got {type(record).__name__}")
+    if attention is not None:
+        record = _with_attention(record, attention)
+    for field in ("peer", "step_peer"):
+        name = record.get(field)
+        if attention is None and isinstance(name, str) and ":" in name and not name.startswith(OWN_ADAPTERS):
+            raise ValueError(
+                f"{field} is {name!r}, and a replay imports no module that a file names; if it is yours, "
+                f"write --attention {name}"
+            )
     reader = next((name for field, name in READERS.items() if field in record), None)
-    return SavedExample(EXAMPLES, read_case(record), record) if reader is None else resolve_name(reader)(record)
+    return SavedExample(EXAMPLES, read_own_case(record), record) if reader is None else resolve_name(reader)(record)
+
+
+def _with_attention(record: dict[str, Any], attention: str) -> dict[str, Any]:
+    """Return the record with that attention. Raises ValueError for one of a kind that no other attention can run."""
+    if "step_peer" in record:
+        return record | {"step_peer": attention}
+    if "peer" in record or "law" in record:
+        return record | {"peer": attention}
+    if not any(field in record for field in READERS):
+        return {"peer": attention, "case": record}
+    kind = next(field for field in READERS if field in record)
+    raise ValueError(f"it is a counter-example with the field {kind!r}, which --attention cannot run")
+
+
+def read_own_case(data: object) -> Case:
+    """Return the Case of a record that this project's own attention runs. Raises ValueError."""
+    case = read_case(data)
+    if not case.backward:
+        raise ValueError("backward is False; it must be True: only peers run forward alone")
+    return case
 
 
 def read_case(data: object) -> Case:
@@ -69,7 +107,7 @@ def read_law(record: dict[str, Any]) -> Saved:
         raise ValueError(f"law is {name!r}, which runs check no more; it is tested in {REMOVED[name]}")
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"law is {name!r}; it must be one of {', '.join(known)}")
-    case = read_case(record["case"])
+    case = read_own_case(record["case"])
     known[name].validate(case, how)
     return SavedExample(law_experiment(known[name]), (case, how), record)
 

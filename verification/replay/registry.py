@@ -43,14 +43,16 @@ REMOVED = {
     "a group that ends is let go": "tests/ring/comm/test_group_ends.py",
 }
 
+OWN_ADAPTERS = "verification.peers.adapters."  # these modules may be named by a file
+
 # Field of the record -> function that reads it, or raises ValueError. Imported on use: some are in folders that import
 # this one.
 READERS = {
+    "peer": "verification.peers.saved_peer:read_peer_example",  # before "law": laws of any attention have both
     "law": "verification.replay.records:read_law",
     "real_size": "verification.replay.records:read_problem",
     "fault": "verification.faults.fault_run:read_fault",
     "training": "verification.training.saved_training:read_training_example",
-    "peer": "verification.peers.saved_peer:read_peer_example",
     "step_peer": "verification.peers.training.saved_step_peer:read_step_peer_example",
 }
 

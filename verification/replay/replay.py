@@ -13,8 +13,11 @@ MAX_BYTES = 2**20  # of a file; runs save some kilobytes
 _SHOWN = 500  # characters of an error, which may quote the file
 
 
-def replay(file: Path, report: Report, backend: Backend, argument: str = "FILE") -> Report:
+def replay(
+    file: Path, report: Report, backend: Backend, argument: str = "FILE", attention: str | None = None
+) -> Report:
     """Replay a saved counter-example, report the result, and close the backend. argument: that named the file.
+    attention: as for `verification.replay.records.parse`.
 
     Raises Unavailable for a file that cannot be read or holds no counter-example."""
     try:
@@ -22,7 +25,7 @@ def replay(file: Path, report: Report, backend: Backend, argument: str = "FILE")
             content = stream.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise ValueError(f"it has more than {MAX_BYTES} bytes; a counter-example has at most that many")
-        saved = parse(json.loads(content.decode()))
+        saved = parse(json.loads(content.decode()), attention)
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: too deeply nested lists
         reason = " ".join(str(error).split())
         reason = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN]}..."

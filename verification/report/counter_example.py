@@ -52,6 +52,9 @@ def counter_example(
 ) -> CounterExample:
     """Return a counter-example whose record is saved in that file. Notes on the cause precede any stacks."""
     place = [] if backend == "gloo" else ["--backend", backend]
+    peer = record.get("peer", record.get("step_peer"))
+    if isinstance(peer, str) and ":" in peer:  # a user's own module, which the file alone must not import
+        place += ["--attention", peer]
     command = (sys.executable, "-m", "verification", "replay", *place, str(file.resolve()))
     first, *rest = str(failure).splitlines() or [""]
     message = "\n".join([first, *getattr(failure, "__notes__", ()), *rest])

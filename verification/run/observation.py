@@ -42,7 +42,8 @@ LONGER = 65536
 class Observation:
     """Results, messages and memory of one rank.
 
-    out, dq, dk, dv    its shards, (B, L, H, D) and (B, L, Hk, D); lse: (B, H, L), None if the Case has it unused
+    out, dq, dk, dv    its shards, (B, L, H, D) and (B, L, Hk, D); gradients are None if the Case has no backward
+    lse                (B, H, L), None if the Case has it unused
     dtypes             names of the results' types, in the order of QUANTITIES
     sent_, received_   messages, in the order in which they were posted
     buffer_            peak bytes of communication buffers
@@ -53,9 +54,9 @@ class Observation:
     layout: LayoutAnswers
     out: Floats
     lse: Floats | None
-    dq: Floats
-    dk: Floats
-    dv: Floats
+    dq: Floats | None
+    dk: Floats | None
+    dv: Floats | None
     dtypes: tuple[str, ...]
     sent_forward: tuple[Message, ...]
     received_forward: tuple[Message, ...]

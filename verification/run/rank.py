@@ -26,7 +26,7 @@ from verification.run.equivalent_arguments import rewritten
 from verification.run.group_argument import Group, bare_or_mesh
 from verification.run.layouts import layout_of, strided_copy
 from verification.run.memory_meter import Meter, Workspace
-from verification.run.observation import LONGER, LayoutAnswers, Observation, to_numpy
+from verification.run.observation import LONGER, Floats, LayoutAnswers, Observation, to_numpy
 
 Tensors = tuple[Tensor, ...]  # q, k, v, dout, dlse
 Result = TypeVar("Result")
@@ -334,11 +334,11 @@ def observation_of(
 ) -> Observation:
     """Return the Observation of a run and its repetition. copies: clones of the inputs, from before the run."""
     out, lse, dq, dk, dv = run.results
-    assert out is not None and dq is not None and dk is not None and dv is not None
+    assert out is not None
     assert run.sent_forward is not None and run.received_forward is not None and run.buffer_forward is not None
     assert run.sent_backward is not None and run.received_backward is not None and run.buffer_backward is not None
     return Observation(
-        layout, to_numpy(out), None if lse is None else to_numpy(lse), to_numpy(dq), to_numpy(dk), to_numpy(dv),
+        layout, to_numpy(out), _optional(lse), _optional(dq), _optional(dk), _optional(dv),
         dtypes=tuple(str((out if x is None else x).dtype).removeprefix("torch.") for x in run.results),
         sent_forward=run.sent_forward, received_forward=run.received_forward,
         sent_backward=run.sent_backward, received_backward=run.received_backward,
@@ -346,6 +346,10 @@ def observation_of(
         inputs_unchanged=all(same_bits(x, y) for x, y in zip(inputs, copies, strict=True)),
         workspace_forward=run.workspace_forward, workspace_backward=run.workspace_backward,
     )  # fmt: skip
+
+
+def _optional(x: Tensor | None) -> Floats | None:
+    return None if x is None else to_numpy(x)
 
 
 _LOGS = ("sent_forward", "received_forward", "sent_backward", "received_backward", "buffer_forward", "buffer_backward")

@@ -55,8 +55,8 @@ def check_growth(ranks: AttentionOnRanks, case: Case, how: How) -> float:
         error, allowed = _rms(out - exact.exact["out"]), once + 2 * _rms(inner)
         if not error <= allowed:
             raise WrongResult(
-                f"on {len(smaller.ranks)} ranks the RMS error of out is {error:.3g}; rounding the exact output once makes it {once:.3g}"
-                f", and {allowed:.3g} is allowed"
+                f"on {len(smaller.ranks)} ranks the RMS error of out is {error:.3g}; rounding the exact output once "
+                f"makes it {once:.3g}, and {allowed:.3g} is allowed"
             )
         worst = max(worst, error / allowed)
     return worst

@@ -57,9 +57,10 @@ def check_no_weight(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     counted[np.ix_(how["heads"], how["hidden"])] = False
     unhidden = InputEdit("hide", sign).apply(case.tensors())  # finite: no key is hidden
     expectation = ranks.evaluate(case, replace(inputs_of(case, unhidden), counted=counted))
-    seen = [replace(rank, dq=rank.dq.copy()) for rank in ranks.observe(case, edit)]
+    seen = [replace(rank, dq=None if rank.dq is None else rank.dq.copy()) for rank in ranks.observe(case, edit)]
     for dq in (expectation.exact["dq"], expectation.bound["dq"], *(rank.dq for rank in seen)):
-        dq[..., 0] = 0.0
+        if dq is not None:
+            dq[..., 0] = 0.0
     by_check = [checks.CHECKS[name](case, expectation, seen) for name in _CHECKS]
     return max((ratio for ratios in by_check for ratio in ratios.values()), default=0.0)
 

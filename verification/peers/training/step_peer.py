@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ring.comm.transport import Transport
 from ring.nn import ContextParallel
 from verification.case import Case
-from verification.peers.peer import Peer, version_of
+from verification.peers.peer import Peer, outputs_of, version_of
 from verification.training.rank.meshes import mesh_of
 from verification.training.rank.rank_step import train_on_rank
 from verification.training.step_observation import StepObservation
@@ -83,11 +83,13 @@ class PeerAttention(nn.Module):
         # Find the handle's part of the run: after a resume the mesh is another one.
         part = next(part for part in self.case.parts if part.context == context.world_size)
         group = None if part.world == 1 else mesh_of(part)["context"].get_group()
-        result = self.peer.attend(q, k, v, call_of(part, part.coordinates(dist.get_rank())[0]), group)
-        out = result[0] if isinstance(result, tuple) else result
-        if out.shape != q.shape:
-            raise ValueError(f"attend returned out of shape {tuple(out.shape)}; it must be {tuple(q.shape)}")
-        return out.transpose(1, 2)
+        case = call_of(part, part.coordinates(dist.get_rank())[0])
+        heads_first = self.peer.heads_first
+        if heads_first:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        result = self.peer.attend(q, k, v, case, group)
+        out, _ = outputs_of(result, case, q.shape, query.shape[:3])
+        return out if heads_first else out.transpose(1, 2)
 
 
 def call_of(case: TrainingCase, data_rank: int = 0) -> Case:
@@ -104,7 +106,10 @@ def call_of(case: TrainingCase, data_rank: int = 0) -> Case:
 def nearest(peer: Peer, case: TrainingCase) -> TrainingCase | None:
     """Return the nearest TrainingCase whose calls the Peer claims: kind "sdpa", not compiled, the same documents in all
     steps, no selective checkpointing, since there is no ring forward to save. It is resumed, in the same order, if the
-    calls of its second part are claimed too. None if no step can have the claimed calls (another scale, float16)."""
+    calls of its second part are claimed too. None if no step can have the claimed calls: another scale, float16, no
+    gradients, or arrays that are not tensors."""
+    if peer.arrays != "torch":
+        return None
     model = replace(case.model, kind="sdpa", qk_norm=False, subln=False, scale=None)
     checkpointing = "non-reentrant" if case.checkpointing == "selective" else case.checkpointing
     changes: dict[str, Any] = {"compiled": "no", "later_documents": None, "own_documents": None}
@@ -113,7 +118,7 @@ def nearest(peer: Peer, case: TrainingCase) -> TrainingCase | None:
         candidate = in_dtype(case, dtype)
         call = call_of(candidate)
         claimed = peer.claims(call)
-        if claimed is not None and claimed.dtype == dtype and claimed.group in (None, call.group):
+        if claimed is not None and claimed.backward and claimed.dtype == dtype and claimed.group in (None, call.group):
             candidate = with_call(candidate, claimed)
             variants = (replace(candidate, resumed=x) for x in (candidate.order if candidate.resumed else None, None))
             for variant in variants:

@@ -1,0 +1,52 @@
+"""A Case written in a line: `world=2 tokens=16 heads=4 kv_heads=2 causal=true`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+from reference.pattern import Branch, Pattern
+from verification.case import Case
+
+# What is not written: dense attention on all ranks, nothing unusual.
+DEFAULTS: dict[str, Any] = {
+    "world": 2, "group": None, "tokens": 16, "order": "contiguous", "cuts": None, "batch": 1, "heads": 1,
+    "head_dim": 16, "dtype": "float32", "scale": None, "score_scale": 1.0, "values": "normal", "seed": 0,
+    "exchange": "ring", "bucket": None, "kernel": "math", "lse": "unused", "strided": False,
+}  # fmt: skip
+_BRANCH = ("segment_length", "dilation_rate", "offset", "window")
+NAMES = (*(field.name for field in fields(Case) if field.name != "pattern"), "causal", "documents", *_BRANCH)
+
+
+def read_case_line(text: str) -> Case:
+    """Return the Case of a line.
+
+    Args:
+        text: `name=value` parts with spaces between. A name is a field of Case but `pattern`, or one of its pattern
+            with one branch: causal, documents, segment_length, dilation_rate, offset, window. A value is JSON, or a
+            word; of several numbers, `3,5,8`. What is missing is as in DEFAULTS; kv_heads are as many as heads.
+
+    Raises:
+        ValueError: an unknown name, a name without a value, or a value that the field does not allow.
+    """
+    given: dict[str, Any] = {}
+    for part in text.split():
+        name, _, value = part.partition("=")
+        if name not in NAMES or not value:
+            raise ValueError(f"{part!r} is no name=value of a Case; the names are {', '.join(NAMES)}")
+        given[name] = _value(name, value)
+    branch = Branch(**{name: given.pop(name) for name in _BRANCH if name in given})
+    pattern = Pattern((branch,), given.pop("causal", False), given.pop("documents", None))
+    given.setdefault("kv_heads", given.get("heads", DEFAULTS["heads"]))
+    return Case(**DEFAULTS | given, pattern=pattern)
+
+
+def _value(name: str, text: str) -> Any:
+    if name in ("group", "cuts", "documents") and text != "null":
+        text = f"[{text.strip('[]')}]"
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return tuple(value) if isinstance(value, list) else value
