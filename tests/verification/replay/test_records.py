@@ -80,7 +80,7 @@ REFUSED: list[tuple[Any, str]] = [
     (law(LATER, {"position": "1"}, CAUSAL), "position of how is '1'; it must be an integer from 0"),
     (law(LATER, {"position": 1}), "applies only to Cases with a causal pattern"),
     (law(ANYWHERE, MOVED | {"order": "random"}), "order is 'random'; it must be one of"),
-    (law(ANYWHERE, MOVED, case(values="huge")), "any but 'huge'"),
+    (law(ANYWHERE, MOVED, case(values="huge")), "values other than 'huge'"),
     (law(PERMUTED, {"batch": [0], "kv_heads": [0]}), "kv_heads of how is [0]; it must be an order"),
     (law(PERMUTED, {"batch": [0], "kv_heads": [0, 2, 1]}, SPLIT), "must leave the heads of every"),
     (law(POISONED, {"token": 12, "tensor": "v", "infinite": False}), "token of how is 12;"),

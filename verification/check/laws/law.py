@@ -98,7 +98,7 @@ def ascending(name: str, value: Any, limit: int) -> tuple[int, ...]:
 # --- Cases that laws change -------------------------------------------------------------------------------------------
 
 
-TAME = {"other values than 'huge', whose sums overflow in some orders only": lambda case: case.values != "huge"}
+TAME = {"values other than 'huge', whose sums overflow in some orders only": lambda case: case.values != "huge"}
 
 
 def without_overflow(case: Case) -> Case:

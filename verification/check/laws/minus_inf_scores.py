@@ -70,5 +70,5 @@ NO_SCORE_NO_WEIGHT = Law(
         "hidden": lambda case, name, value: ascending(name, value, case.tokens),
         "heads": lambda case, name, value: ascending(name, value, case.kv_heads),
     },
-    cases=TAME | {"another scale than 0, since 0 times -inf is NaN": lambda case: case.scale != 0.0},
+    cases=TAME | {"a scale other than 0, since 0 times -inf is NaN": lambda case: case.scale != 0.0},
 )  # fmt: skip

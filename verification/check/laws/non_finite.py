@@ -95,7 +95,7 @@ NON_FINITE_PROPAGATES = Law(
     how={"token": token, "infinite": flag,
          "tensor": lambda case, name, value: validators.choice(name, value, ("q", "k", "v"))},
     cases={
-        "other values than 'flat', or not strided: a change of one component would change the strides":
+        "values other than 'flat', or not strided: a change of one component would change the strides":
             lambda case: case.values != "flat" or not case.strided
     },
 )  # fmt: skip
