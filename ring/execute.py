@@ -207,7 +207,7 @@ def _is_replayed(run: Execution, program: Program, q: torch.Tensor) -> bool:
     """Return True if a graph may replay this GPU call: it is short, uses only fused kernels and no NCCL messages, and
     no capture, `count_kernels` or `measure` is active.
     """
-    if not (program.batched and q.nbytes <= graph_replay.MAX_BYTES and can_be_captured(run.transport)):
+    if not (program.batched and q.nbytes <= graph_replay.MOST_BYTES and can_be_captured(run.transport)):
         return False
     return not (kernel_counts.counting() or buffer_meter.measuring() or torch.cuda.is_current_stream_capturing())
 

@@ -34,7 +34,7 @@ def check_errors(backend: Backend, case: Case) -> dict[str, float]:
     return properties.check(case, expectation, backend.collect(), properties.OF_THE_RANKS)
 
 
-EXAMPLES = Experiment("examples", cases, check_case, premise=check_supported)
+EXAMPLES = Experiment("examples", cases, check_case, validate=check_supported)
 
 # A separate experiment, since its Cases are much alike: if half of the EXAMPLES were drawn around one Case, rare Cases
 # would be missed.
@@ -52,7 +52,7 @@ def law_experiment(law: Law, attention: Implementation = OURS) -> Experiment:
         record_of=lambda subject: {"law": law.name, "case": case_record(subject[0]), "how": subject[1]},
         property_of=lambda subject, failure: law.name,
         fewest_ranks=law.fewest_ranks,
-        premise=lambda subject: law.validate(*subject),
+        validate=lambda subject: law.validate(*subject),
     )
 
 

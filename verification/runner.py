@@ -85,9 +85,9 @@ def plain_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:
     count = plan.examples_for(world)
     if not plan.only:
         return [(EXAMPLES, count), (LARGER_ERRORS, max(1, round(count * LARGER_ERRORS_SHARE)))]
-    chosen = [item.title for item in properties.PROPERTIES if item.title in plan.only]
-    check = partial(check_case, names=properties.checks_of(chosen))
-    return [(replace(EXAMPLES, check=check), count)] if chosen else []
+    selected = [item.title for item in properties.PROPERTIES if item.title in plan.only]
+    check = partial(check_case, names=properties.checks_of(selected))
+    return [(replace(EXAMPLES, check=check), count)] if selected else []
 
 
 def laws_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:

@@ -32,7 +32,7 @@ exit status: 0 all held; 1 a counter-example was found; 2 the run could not
 start or finish."""
 
 
-def typed(otherwise: str = MODULE) -> str:
+def prog_name(otherwise: str = MODULE) -> str:
     """Name of this program in usage and errors: the script that the user typed, else `otherwise`."""
     return os.environ.get(TYPED) or otherwise
 

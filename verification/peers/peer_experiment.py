@@ -51,7 +51,7 @@ def experiment(name: str) -> Experiment:
     return Experiment(
         f"peer {load(name).name}", draw, partial(check, attention),
         record_of=lambda case: {"peer": name, "case": case_record(case)},
-        premise=partial(must_be_claimed, attention),
+        precondition=partial(must_be_claimed, attention),
     )  # fmt: skip
 
 
@@ -67,14 +67,14 @@ def law_of(name: str, law: Law) -> Experiment:
             return False
         return True
 
-    def premise(subject: Any) -> None:
+    def precondition(subject: Any) -> None:
         must_be_claimed(attention, subject[0])
         law.validate(*subject)
 
     return dataclasses.replace(
         own, name=f"peer {load(name).name}, {law.name}",
         draw=lambda world: law.draw(world, attention.claims).filter(applies),
-        record_of=lambda subject: {"peer": name, **own.record_of(subject)}, premise=premise,
+        record_of=lambda subject: {"peer": name, **own.record_of(subject)}, precondition=precondition,
     )  # fmt: skip
 
 

@@ -78,10 +78,10 @@ def judged_rows(case: Case) -> Tensor:
     for positions in case.shards().positions:
         jumps = np.flatnonzero(np.diff(positions) != 1)
         ends += [*positions[:1], *positions[-1:], *positions[jumps], *positions[jumps + 1]]
-    chosen = torch.unique(torch.tensor([0, case.tokens - 1, *map(int, ends)]))[:SAMPLED]
+    required = torch.unique(torch.tensor([0, case.tokens - 1, *map(int, ends)]))[:SAMPLED]
     others = torch.randperm(case.tokens, generator=torch.Generator().manual_seed(case.seed))
-    others = others[~torch.isin(others, chosen)][: SAMPLED - len(chosen)]
-    return torch.cat((chosen, others)).sort().values
+    others = others[~torch.isin(others, required)][: SAMPLED - len(required)]
+    return torch.cat((required, others)).sort().values
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ def _compare(
         if name == "dq" and bool((x[:, ~judged] != 0).any()):
             wrong.append("dq is not exactly 0 in rows whose incoming gradient is")
         x = x if of_keys else x[:, judged]
-        place = positions if of_keys else indices[judged]
-        ratio = _ratio(x, expected[:, place], limit[:, place])
+        columns = positions if of_keys else indices[judged]
+        ratio = _ratio(x, expected[:, columns], limit[:, columns])
         ratios[name] = float(ratio.max()) if ratio.numel() else 0.0
         if not ratios[name] <= 1:
             token = int((ratio.flatten(2).amax(2)[0] == ratio.max()).nonzero()[0])

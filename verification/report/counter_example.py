@@ -51,11 +51,11 @@ def counter_example(
     failure: VerificationFailure, broken: str, world: int, record: Mapping[str, Any], file: Path, backend: str
 ) -> CounterExample:
     """Return a counter-example whose record is saved in that file. Notes on the cause precede any stacks."""
-    place = [] if backend == "gloo" else ["--backend", backend]
+    options = [] if backend == "gloo" else ["--backend", backend]
     peer = record.get("peer", record.get("step_peer"))
     if isinstance(peer, str) and ":" in peer:  # a user's own module, which the file alone must not import
-        place += ["--attention", peer]
-    command = (sys.executable, "-m", "verification", "replay", *place, str(file.resolve()))
+        options += ["--attention", peer]
+    command = (sys.executable, "-m", "verification", "replay", *options, str(file.resolve()))
     first, *rest = str(failure).splitlines() or [""]
     message = "\n".join([first, *getattr(failure, "__notes__", ()), *rest])
     return CounterExample(failure.kind, broken, world, record, file, message, backend, command)

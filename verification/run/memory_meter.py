@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ring.custom_op import run_prepared
+from ring.dispatcher_op import run_prepared
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from reference.shards import Ints
 from verification.run.memory_meter import Workspace
 
-Message = tuple[int, int, Any]  # peer (index in the group), bytes, label
+RecordedMessage = tuple[int, int, Any]  # peer (index in the group), bytes, label
 Floats = NDArray[np.floating[Any]]
 
 
@@ -58,10 +58,10 @@ class Observation:
     dk: Floats | None
     dv: Floats | None
     dtypes: tuple[str, ...]
-    sent_forward: tuple[Message, ...]
-    received_forward: tuple[Message, ...]
-    sent_backward: tuple[Message, ...]
-    received_backward: tuple[Message, ...]
+    sent_forward: tuple[RecordedMessage, ...]
+    received_forward: tuple[RecordedMessage, ...]
+    sent_backward: tuple[RecordedMessage, ...]
+    received_backward: tuple[RecordedMessage, ...]
     buffer_forward: int
     buffer_backward: int
     inputs_unchanged: bool

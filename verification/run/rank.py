@@ -190,14 +190,12 @@ class RankCall:
         elif _casts(variant, case):
             qkv, differentiated = _to_be_cast(case, inputs[:3])
         q, k, v = (x.detach().requires_grad_(name in differentiated) for name, x in zip("qkv", qkv, strict=True))
-        pattern, layout, scale = (
-            rewritten(case) if variant == "written" else (case.pattern, layout_of(case), case.scale)
-        )
+        usual = variant != "written"
+        pattern, layout, scale = (case.pattern, layout_of(case), case.scale) if usual else rewritten(case)
         with torch.set_grad_enabled(variant != "no_grad"), _run_context(variant, case):
             result = ring_attention(
-                q, k, v, pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket,
-                kernel=case.kernel, scale=scale, return_lse=case.lse != "unused", check=variant != "unchecked",
-                name=name,
+                q, k, v, pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket, kernel=case.kernel,
+                scale=scale, return_lse=case.lse != "unused", check=variant != "unchecked", name=name,
             )  # fmt: skip
         out, lse = result if isinstance(result, tuple) else (result, None)
         leaves = {name: x for name, x in zip("qkv", (q, k, v), strict=True) if name in differentiated}
@@ -206,18 +204,14 @@ class RankCall:
     def backward(self, incoming: Tensors, retain: bool = False) -> dict[str, Tensor]:
         """Return the gradients by the names of the leaves. incoming: dout, dlse."""
         outputs, grad_outputs = self._losses(incoming)
-        create_graph = self.variant == "graph"
-        if create_graph and self.loss != "neither":  # the gradient of "neither" does not reach the call
+        graph = self.variant == "graph"
+        if graph and self.loss != "neither":  # the gradient of "neither" does not reach the call
             grad_outputs = [x.detach().requires_grad_() for x in grad_outputs]
         with _run_context(self.variant, self.case):
             grads = torch.autograd.grad(
-                outputs,
-                list(self.leaves.values()),
-                grad_outputs,
-                retain_graph=retain or create_graph,
-                create_graph=create_graph,
+                outputs, list(self.leaves.values()), grad_outputs, retain_graph=retain or graph, create_graph=graph
             )
-            if create_graph:
+            if graph:
                 sources = [*self.leaves.values(), *(x for x in grad_outputs if x.requires_grad)]
                 second_run.must_not_be_differentiated(grads[0], sources)
         # Under autocast, gradients have the Case's precision in the wider type of the leaves: this cast is exact.

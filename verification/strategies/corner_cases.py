@@ -48,7 +48,7 @@ def _two_in_a_round(draw: Draw, case: Case) -> Case:
 
 
 def _masked_by_position(draw: Draw, case: Case) -> Case:
-    """Use three ranks or more, and one call with keys of several of them, in an order that only positions determine."""
+    """Use three ranks or more, one call with keys of several ranks, and an order known only by its positions."""
     branch = Branch(None if draw(_flags) else case.tokens, 1 + draw(_flags))
     return replace(
         case, order="hilbert" if draw(_flags) else "shuffled", cuts=None, exchange="direct", bucket=None,
@@ -81,7 +81,7 @@ def _many_documents(draw: Draw, case: Case) -> Case:
 
 
 def _uneven(draw: Draw, case: Case) -> Case:
-    """Give each head one of two offsets. The heads of one offset are mostly no regular range, and so are listed."""
+    """Give each head one of two offsets. Heads of equal offset are rarely evenly spaced, so they are mostly listed."""
     branch = case.pattern.branches[0]
     heads, kv_heads = draw(_many_heads)
     offsets = digits(draw(st.integers(0, 2**heads - 1)), 2, heads)

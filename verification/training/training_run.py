@@ -43,8 +43,8 @@ def check_training(backend: Backend, case: TrainingCase) -> dict[str, float]:
     return check_step(case, expectation, backend.collect())
 
 
-def premise(case: TrainingCase) -> None:
-    """Raises ValueError for a TrainingCase whose results depend on rounding alone; none is drawn."""
+def validate_case(case: TrainingCase) -> None:
+    """Raise ValueError for a TrainingCase whose results depend on rounding alone; none is drawn."""
     if case.model.has_steps and case.dtype != "float64":
         raise ValueError(f"dtype is {case.dtype!r}; it must be 'float64' for a model whose norms may be steps")
 
@@ -56,7 +56,7 @@ TRAINING = Experiment(
     moved=lambda case, device: replace(case, device=device),
     record_of=lambda case: {"training": case.to_dict()},
     on_fewer=True,
-    premise=premise,
+    validate=validate_case,
 )
 
 

@@ -23,7 +23,7 @@ from ring.caching.graph_keepalive import keep_alive_for_one_graph
 
 # Most bytes of queries of a replayed call. Longer calls keep the GPU busy for longer than the host needs for them, so
 # the copies cost more than they save. 0: replay nothing.
-MAX_BYTES = 2**24
+MOST_BYTES = 2**24
 WARMUP_CALLS = 8  # calls of a setting before its capture, which takes as long as several calls
 _GRAPHS, _SEEN = 128, 1024
 _ALIGNMENT = 512  # bytes; as in torch's allocator

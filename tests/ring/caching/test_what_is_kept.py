@@ -18,8 +18,8 @@ from ring import Layout, ring_attention
 from ring.caching.bounded_cache import BoundedCache
 from ring.comm.call_order import MAX_CALLS, Calls
 from ring.comm.transport import SoloTransport
-from ring.compile_ops import traced
 from ring.consensus import CallSetting
+from ring.torch_compile import traced
 from verification.run.caches import bounded_caches, clear_caches, lru_caches
 
 RING = ("ring",)

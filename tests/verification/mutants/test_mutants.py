@@ -120,9 +120,11 @@ def test_outcomes_are_printed_and_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int, survivors: int
 ) -> None:
     outcomes = [
-        search.Outcome(d.name, d.provenance, True, ("gradients", "bytes sent")[n % 2], "wrong result", n + 1, 0.5, {})
+        search.DefectOutcome(
+            d.name, d.provenance, True, ("gradients", "bytes sent")[n % 2], "wrong result", n + 1, 0.5, {}
+        )
         if n < count - survivors
-        else search.Outcome(d.name, d.provenance, False, None, None, 8000, 99.9, None)
+        else search.DefectOutcome(d.name, d.provenance, False, None, None, 8000, 99.9, None)
         for n, d in enumerate(DEFECTS[:count])
     ]
     monkeypatch.setattr(command, "try_all", lambda *_: iter(outcomes))

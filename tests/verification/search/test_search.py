@@ -134,7 +134,7 @@ LEAST = plain(3, tokens=1, heads=1, kv_heads=1, head_dim=1, kernel="auto")
         (lambda case: case.cuts is not None, {}, replace(LEAST, group=(0, 2), cuts=(0, 1, 1))),
         (lambda case: case.pattern.documents is not None and case.bucket == 2, {},
          replace(LEAST, bucket=2, pattern=Pattern.dense(documents=(1,)))),
-        (lambda case: True, {"premise": None}, CROWDED),  # nobody says what may be drawn
+        (lambda case: True, {"validate": None}, CROWDED),  # nobody says what may be drawn
     ],
 )  # fmt: skip
 def test_what_a_failure_does_not_need_is_left_out(ranks: GlooBackend, fails: Any, changes: Any, left: Case) -> None:
@@ -213,7 +213,7 @@ def test_the_cause_of_a_wrong_result_on_gloo_is_in_its_report(ranks: GlooBackend
         return check_case(backend, case)
 
     drawn = st.integers(4, 12).map(lambda tokens: plain(3, tokens=tokens, group=(0, 2)))
-    experiment = replace(EXAMPLES, check=wrong_on_gloo, draw=lambda world: drawn, premise=None)
+    experiment = replace(EXAMPLES, check=wrong_on_gloo, draw=lambda world: drawn, validate=None)
     with closing(SimBackend(prepare=hasty)) as simulation:
         search = Search(experiment, ranks, Report(Console(quiet=True)), 3, shrink_backend=simulation)
         (found,) = search.explore(5, 1)

@@ -81,10 +81,10 @@ def test_every_feature_is_reached_by_valid_cases() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 def test_laws_draw_what_they_are_about(law: Law) -> None:
-    subjects, premise = draw_many(law.draw(3), 200), law_experiment(law).premise
-    assert premise is not None
+    subjects, validate = draw_many(law.draw(3), 200), law_experiment(law).validate
+    assert validate is not None
     for subject in subjects:
-        premise(subject)
+        validate(subject)
     counts = counts_of([case for case, _ in subjects])
     assert [name for name in LAW_FEATURES.get(law.name, ()) if not counts[name]] == []
 

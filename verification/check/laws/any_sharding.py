@@ -28,11 +28,11 @@ def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case,
 def check_anywhere(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     """Results with another group, layout, exchange and bucket differ by no more than the sum of both bounds."""
     other = changed(case, how)
-    seen, first = ranks.observe_and_expect(case)
-    also_seen, second = ranks.observe_and_expect(other)
+    observations, first = ranks.observe_and_expect(case)
+    other_observations, second = ranks.observe_and_expect(other)
     worst = 0.0
     for name in compared(case):
-        a, b = assemble(case, seen, name), assemble(other, also_seen, name)
+        a, b = assemble(case, observations, name), assemble(other, other_observations, name)
         worst = max(worst, worst_ratio(name, a, b, first.bound[name] + second.bound[name], how))
     return worst
 
@@ -41,5 +41,5 @@ SAME_ANYWHERE = Law(
     "same on any ranks, layout, exchange", _draw, check_anywhere,
     lambda case, how: check_supported(replace(case, **how)),  # a Case validates the other fields itself
     how=dict.fromkeys(("group", "order", "cuts", "exchange"), anything) | {"bucket": bounded}, of_any=True, share=0.04,
-    cases=TAME | {"gradients that do not go by the rank: lse other than 'apart'": lambda case: case.lse != "apart"},
+    cases=TAME | {"gradients that do not depend on the rank: lse other than 'apart'": lambda case: case.lse != "apart"},
 )  # fmt: skip

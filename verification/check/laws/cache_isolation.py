@@ -57,8 +57,8 @@ def draw_changes(draw: st.DrawFn, case: Case) -> How:
         changes["kv_heads"] = draw(st.sampled_from(divisors))
     if shifted:
         changes["shifted"] = draw(st.sampled_from(shifted))
-    chosen = draw(st.lists(st.sampled_from(sorted(changes)), min_size=1, max_size=5, unique=True))
-    return {name: changes[name] for name in chosen}
+    names = draw(st.lists(st.sampled_from(sorted(changes)), min_size=1, max_size=5, unique=True))
+    return {name: changes[name] for name in names}
 
 
 def with_change(case: Case, name: str, value: Any) -> Case:
@@ -157,7 +157,7 @@ CHANGES: dict[str, Rule] = dict.fromkeys(
 }
 
 
-def _premise(case: Case, how: How) -> None:
+def _precondition(case: Case, how: How) -> None:
     for name, value in how.items():
         check_supported(with_change(case, name, value))
 
@@ -172,7 +172,7 @@ def check_neighbours(ranks: AttentionOnRanks, case: Case, how: How) -> float:
 
 
 NO_CALL_TAKES_ANOTHER = Law(
-    "no call takes another for its like", _draw_neighbours, check_neighbours, _premise, how=CHANGES, some=True,
+    "no call takes another for its like", _draw_neighbours, check_neighbours, _precondition, how=CHANGES, some=True,
     share=0.12,
 )  # fmt: skip
 
@@ -219,9 +219,9 @@ def find_leaks(transport: Transport, case: Case) -> tuple[list[str], list[str]]:
     with measure(RecordingTransport(transport)) as idle, measure(tracker) as meter:
         storages, peak = _run(tracker, case)
     altered = [name for name, read in _STATE.items() if read() != before[name] and not (shared and name in _SHARED)]
-    altered += ["the measure of another transport, over which nobody calls"] * (idle.bytes > 0)
+    altered += ["the buffer meter of an idle transport"] * (idle.bytes > 0)
     if (meter.held, meter.bytes) != (0, peak):
-        altered.append(f"a measure: after calls of at most {peak} bytes it has {meter.held}, at most {meter.bytes}")
+        altered.append(f"the buffer meter: {meter.held} bytes, peak {meter.bytes}; must be 0, peak {peak}")
     # On GPUs a sent buffer may stay in memory until its messages are known to be complete.
     alive = [] if case.device == "cuda" else [name for name, storage in storages if not storage.expired()]
     return altered, list(dict.fromkeys(alive))

@@ -23,12 +23,12 @@ def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case,
 
 def check_later(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     """Tokens after a position change no output up to it in a causal pattern, bit for bit."""
-    seen = ranks.observe(case)
+    observations = ranks.observe(case)
     edited = ranks.observe(case, InputEdit("after", how["position"]))
     upto = how["position"] + 1
     for name in ("out", "lse") if case.lse != "unused" else ("out",):
         axis = 2 if name == "lse" else 1
-        a, b = (assemble(case, x, name).take(range(upto), axis) for x in (seen, edited))
+        a, b = (assemble(case, x, name).take(range(upto), axis) for x in (observations, edited))
         same_numbers(name, a, b, f"when the tokens after position {how['position']} change")
     return 0.0
 

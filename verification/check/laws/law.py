@@ -29,16 +29,16 @@ MAX_INTEGER = 2**40  # tokens that a plan can count: the limit of buckets and of
 class Law:
     """A metamorphic law.
 
-    draw     a strategy of (Case, how), by world size and, for a law of any attention, the claim of the one under test
-    how      a rule for each field of `how`; with `some`, fields may be missing. None: see `premise`
-    cases    conditions on the Case, as words and predicates
-    premise  raises ValueError for conditions on several fields
+    draw          a strategy of (Case, how), by world size; if `of_any`, also by the claim of the attention under test
+    how           a rule for each field of `how`; with `some`, fields may be missing. None: see `precondition`
+    cases         conditions on the Case, as words and predicates
+    precondition  raises ValueError for conditions on several fields
     """
 
     name: str
     draw: Callable[..., st.SearchStrategy[tuple[Case, How]]]
     check: Callable[[AttentionOnRanks, Case, How], float]
-    premise: Callable[[Case, Any], None] = lambda case, how: None
+    precondition: Callable[[Case, Any], None] = lambda case, how: None
     _: KW_ONLY
     how: Mapping[str, Rule] | None = None
     some: bool = False
@@ -65,8 +65,8 @@ class Law:
                 self.how[name](case, f"{name} of how", value)
         for condition, holds in self.cases.items():
             if not holds(case):
-                raise ValueError(f"the law {self.name!r} is one of Cases with {condition}; this Case is another one")
-        self.premise(case, how)
+                raise ValueError(f"the law {self.name!r} applies only to Cases with {condition}")
+        self.precondition(case, how)
 
 
 def flag(case: Case, name: str, value: Any) -> None:
@@ -75,7 +75,7 @@ def flag(case: Case, name: str, value: Any) -> None:
 
 
 def anything(case: Case, name: str, value: Any) -> None:
-    """Rule: any value; the Case or the law's premise validates it."""
+    """Rule: any value; the Case or the law's precondition validates it."""
 
 
 def bounded(case: Case, name: str, value: Any) -> None:
@@ -92,14 +92,14 @@ def ascending(name: str, value: Any, limit: int) -> tuple[int, ...]:
     """Validate distinct numbers of range(limit) in ascending order."""
     numbers = validators.integers(name, value)
     if list(numbers) != sorted(set(numbers)) or any(number >= limit for number in numbers):
-        raise ValueError(f"{name} is {list(value)}; it must be ascending numbers of range({limit})")
+        raise ValueError(f"{name} is {list(value)}; it must be ascending, distinct integers below {limit}")
     return numbers
 
 
 # --- Cases that laws change -------------------------------------------------------------------------------------------
 
 
-TAME = {"values that do not overflow in one order of a sum alone: any but 'huge'": lambda case: case.values != "huge"}
+TAME = {"values other than 'huge', whose sums overflow in some orders only": lambda case: case.values != "huge"}
 
 
 def without_overflow(case: Case) -> Case:

@@ -28,7 +28,7 @@ def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case,
     case = without_overflow(draw(cases(world)))
     if draw(st.sampled_from((False, True, True))):  # fused kernels treat such rows in their own way
         case = fused(draw, replace(case, kernel="auto"))
-    if case.scale == 0.0:  # 0 times -inf is no score
+    if case.scale == 0.0:  # 0 times -inf is NaN
         case = replace(case, scale=None)
     case = claimed(claims, case)
     by_rank = [list(map(int, positions)) for positions in case.shards().positions]
@@ -57,11 +57,11 @@ def check_no_weight(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     counted[np.ix_(how["heads"], how["hidden"])] = False
     unhidden = InputEdit("hide", sign).apply(case.tensors())  # finite: no key is hidden
     expectation = ranks.evaluate(case, replace(inputs_of(case, unhidden), counted=counted))
-    seen = [replace(rank, dq=None if rank.dq is None else rank.dq.copy()) for rank in ranks.observe(case, edit)]
-    for dq in (expectation.exact["dq"], expectation.bound["dq"], *(rank.dq for rank in seen)):
+    observations = [replace(rank, dq=None if rank.dq is None else rank.dq.copy()) for rank in ranks.observe(case, edit)]
+    for dq in (expectation.exact["dq"], expectation.bound["dq"], *(rank.dq for rank in observations)):
         if dq is not None:
             dq[..., 0] = 0.0
-    by_check = [checks.CHECKS[name](case, expectation, seen) for name in _CHECKS]
+    by_check = [checks.CHECKS[name](case, expectation, observations) for name in _CHECKS]
     return max((ratio for ratios in by_check for ratio in ratios.values()), default=0.0)
 
 
@@ -71,5 +71,5 @@ NO_SCORE_NO_WEIGHT = Law(
         "hidden": lambda case, name, value: ascending(name, value, case.tokens),
         "heads": lambda case, name, value: ascending(name, value, case.kv_heads),
     },
-    cases=TAME | {"another scale than 0, since 0 times -inf is no score": lambda case: case.scale != 0.0},
+    cases=TAME | {"a scale other than 0, since 0 times -inf is NaN": lambda case: case.scale != 0.0},
 )  # fmt: skip

@@ -110,7 +110,7 @@ def test_long_calls_and_calls_of_changing_settings_are_not_captured(
     for tokens in range(256, 256 + 2 * graph_replay.WARMUP_CALLS):
         attended(drawn(tokens))
     tensors = drawn(256)
-    monkeypatch.setattr(graph_replay, "MAX_BYTES", tensors[0].nbytes - 1)
+    monkeypatch.setattr(graph_replay, "MOST_BYTES", tensors[0].nbytes - 1)
     for _ in range(2 * graph_replay.WARMUP_CALLS):
         attended(tensors)
     assert not graphs
@@ -151,7 +151,7 @@ def _replays(replaying: list[bool], exchange: str) -> tuple[int, int]:
         for _ in range(WARMUP_CALLS + 3):
             for pattern, layout, kv_heads in ((Pattern.dense(True), zigzag, 2), (longnet, contiguous, 8)):
                 tensors = drawn(tokens, kv_heads)
-                with nullcontext() if replaying[rank] else patch.object(graph_replay, "MAX_BYTES", 0):
+                with nullcontext() if replaying[rank] else patch.object(graph_replay, "MOST_BYTES", 0):
                     found = called(tensors, pattern, layout, exchange=exchange)
                 with count_kernels():
                     wrong += not equal(found, called(tensors, pattern, layout, exchange=exchange))
