@@ -58,5 +58,5 @@ def law_experiment(law: Law, attention: Implementation = OURS) -> Experiment:
 
 def on_gpus(experiment: Experiment) -> Experiment:
     """Return the experiment with its Cases on GPUs."""
-    change = partial(experiment.placed, backend="nccl")
+    change = partial(experiment.placed, device="cuda")
     return replace(experiment, draw=lambda world: experiment.draw(world).map(change))

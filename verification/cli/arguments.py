@@ -10,7 +10,8 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -100,6 +101,22 @@ def add_backend(parser: argparse.ArgumentParser, backends: Mapping[str, str]) ->
     parser.add_argument(
         "--backend", choices=tuple(backends), default="gloo", help=f"where the ranks run: {listed} (default: gloo)"
     )
+
+
+def title_of(name: str, among: Collection[str]) -> str:
+    """Return the only one of the titles with this text in it. Raises Unavailable for none or several."""
+    from verification.run.backends import Unavailable
+
+    titles = list(among)
+    matches = [title for title in titles if name.lower() in title.lower()]
+    if name in titles or len(matches) == 1:
+        return name if name in titles else matches[0]
+    if matches:
+        raise Unavailable(f"argument --only: {name!r} may be {' or '.join(map(repr, matches))}")
+    close = get_close_matches(name.lower(), [title.lower() for title in titles], n=3, cutoff=0.5)
+    near = [title for title in titles if title.lower() in close]
+    hint = f", close to it: {' or '.join(map(repr, near))}" if near else ""
+    raise Unavailable(f"argument --only: {name!r} is no property or law; it must be one of --list{hint}")
 
 
 def add_outputs(parser: argparse.ArgumentParser, verbose: str) -> None:

@@ -6,16 +6,40 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from hypothesis import strategies as st
 from rich.console import Console
 
-from verification.cli.arguments import MODULE, STATUS, add_outputs, add_seed, count, prog_name, say, seed_of, write_json
+from verification.case import Case
+from verification.case_line import read_case_line
+from verification.cli.arguments import (
+    MODULE,
+    STATUS,
+    add_outputs,
+    add_seed,
+    add_world,
+    count,
+    prog_name,
+    say,
+    seed_of,
+    title_of,
+    write_json,
+)  # fmt: skip
+from verification.peers.expected_failures import read_expected_failures
 from verification.peers.known_peers import KNOWN, load, ready, selected
 from verification.peers.peer import Refused
-from verification.peers.peer_experiment import experiment
+from verification.peers.peer_experiment import (
+    LAWS_OF_ANY,
+    TITLES,
+    experiment,
+    experiments,
+    implementation,
+    must_be_claimed,
+)
 from verification.peers.peer_rank import prepare
 from verification.peers.probe import probe
 from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS, load_step_peer, ready_step_peer
@@ -26,7 +50,7 @@ from verification.report.coverage import Coverage
 from verification.report.provenance import processor_run, typed_words
 from verification.report.report import Report
 from verification.report.summary import in_full
-from verification.run.backends import PRELOAD, GlooBackend, Unavailable
+from verification.run.backends import PRELOAD, GlooBackend, NcclBackend, Unavailable
 from verification.runner import Profile, RunPlan, explore
 from verification.search.experiment import Experiment, ToolError
 from verification.search.search import TIMEOUT, Search
@@ -35,6 +59,7 @@ from verification.training.training_run import TRAINING_PRELOAD
 from verification.wording import counted
 
 PROFILE = Profile("for each world size", 150, budget=20.0)
+TITLES_OF_ANY = (*TITLES, *(law.name for law in LAWS_OF_ANY))
 HELD, FAILED, NOT_RUN = "held", "counter-example", "not run"
 INSTALL = 'scripts/peers installs the attention packages, pip install -e ".[training]" the frameworks'
 HELP = "test other implementations on the same Cases"
@@ -56,6 +81,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--examples", type=count, default=PROFILE.examples, metavar="N",
         help="number of examples per world size (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--only", action="append", metavar="TITLE",
+        help="check only this property or law, on as many examples: its title or a unique part of it; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--case", type=case_line, metavar="LINE",
+        help='check this Case alone, such as "world=2 tokens=64 heads=4 kv_heads=2 head_dim=32 causal=true"',
+    )  # fmt: skip
+    parser.add_argument(
+        "--xfails", type=Path, metavar="FILE",
+        help="expected failures, one in a line: the title of a property or law, after `NAME: ` for one peer alone",
+    )  # fmt: skip
+    add_world(parser, "those that the adapter names")
+    parser.add_argument(
+        "--backend", choices=("gloo", "nccl"), default="gloo", help="what joins the ranks (default: gloo)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="of the tensors (default: cpu; on nccl cuda)")
     add_seed(parser)
     parser.add_argument("--list", action="store_true", help="list the peers with the Cases that they support, and exit")
     add_outputs(parser, "every counter-example in full, progress and coverage")
@@ -72,11 +114,23 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
         except Refused as error:
             raise Unavailable(str(error)) from error
         for name, peer in peers:
-            worlds = ", ".join(map(str, peer.worlds))
-            say(console, f"{name} ({peer.version or 'not installed'}; ranks {worlds}): {peer.supported}")
+            sizes = ", ".join(map(str, peer.worlds))
+            say(console, f"{name} ({peer.version or 'not installed'}; ranks {sizes}): {peer.supported}")
         return 0
-    plan = RunPlan((), PROFILE, options.examples, seed_of(options), "gloo", options.failures)
+    if options.backend == "nccl" and options.device == "cpu":
+        raise Unavailable("argument --device: nccl joins GPUs; got cpu")
+    only = tuple(dict.fromkeys(title_of(name, TITLES_OF_ANY) for name in options.only or ()))
+    worlds: tuple[int, ...] = options.world or (() if options.case is None else (options.case.world,))
+    plan = RunPlan(worlds, PROFILE, options.examples, seed_of(options), options.backend, options.failures, only=only)
     return run_peers(ATTENTIONS, options.names, plan, console, options)
+
+
+def case_line(text: str) -> Case:
+    """Parse a Case written in a line. Raises ArgumentTypeError."""
+    try:
+        return read_case_line(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def peer_names(names: Sequence[str], known: Mapping[str, Any]) -> list[str]:
@@ -90,23 +144,43 @@ def peer_names(names: Sequence[str], known: Mapping[str, Any]) -> list[str]:
 @dataclass(frozen=True)
 class Kind:
     """Peers of attention, or of training steps, and how to run them. command: of `python -m verification`. case_of: the
-    field of a saved record with the Case. load: finds a peer by its name. ready: the same, with its packages."""
+    field of a saved record with the Case. load: finds a peer by its name. ready: the same, with its packages.
+    experiments: of a peer on a world size, each with its number of examples."""
 
     command: str
     case_of: str
     known: Mapping[str, Any]
     load: Callable[[str], Any]
     ready: Callable[[str], object]
-    experiment: Callable[[str], Experiment]
+    experiments: Callable[[str, int, RunPlan, argparse.Namespace], list[tuple[Experiment, int]]]
     prepare: Callable[[str], object]
     preload: tuple[str, ...]
     timeout: float  # seconds for an example
     coverage: Callable[[], Coverage]
 
 
-ATTENTIONS = Kind("peers", "case", KNOWN, load, ready, experiment, prepare, PRELOAD, TIMEOUT, Coverage)
+def attention_experiments(
+    name: str, world: int, plan: RunPlan, options: argparse.Namespace
+) -> list[tuple[Experiment, int]]:
+    """Return the Experiments of an attention; with --case, that Case alone. Raises Refused if it is not claimed."""
+    device = options.device or ("cuda" if plan.backend == "nccl" else "cpu")
+    if options.case is None:
+        return experiments(name, world, plan.examples_for(world), plan.only, device)
+    case = replace(options.case, device=device)
+    try:
+        must_be_claimed(implementation(name, device), case)
+    except ValueError as error:
+        raise Refused(f"argument --case: {error}") from error
+    return [(replace(experiment(name, device), draw=lambda world: st.just(case)), 1)]
+
+
+def step_experiments(name: str, world: int, plan: RunPlan, options: argparse.Namespace) -> list[tuple[Experiment, int]]:
+    return [(step_experiment(name), plan.examples_for(world))]
+
+
+ATTENTIONS = Kind("peers", "case", KNOWN, load, ready, attention_experiments, prepare, PRELOAD, TIMEOUT, Coverage)
 STEPS = Kind(
-    "training", "training_case", KNOWN_STEP_PEERS, load_step_peer, ready_step_peer, step_experiment, prepare_step_peer,
+    "training", "training_case", KNOWN_STEP_PEERS, load_step_peer, ready_step_peer, step_experiments, prepare_step_peer,
     TRAINING_PRELOAD, STEP_TIMEOUT, partial(Coverage, groups=TRAINING_GROUPS),
 )  # fmt: skip
 
@@ -122,6 +196,7 @@ class PeerOutcome:
     examples: int = 0
     seconds: float = 0.0
     reason: str = ""  # why it was not run
+    expected: dict[str, int] = field(default_factory=dict)  # failures by title in --xfails
     failures: list[CounterExample] = field(default_factory=list)
 
     def to_dict(self, case_of: str) -> dict[str, Any]:
@@ -132,7 +207,8 @@ class PeerOutcome:
         ] or [{"case": None, "check": None, "message": self.reason or None, "replay": None}]
         return {
             "name": self.name, "version": self.version, "verdict": self.verdict, "supported": self.supported,
-            "examples": self.examples, **failures[0], "others": failures[1:], "seconds": round(self.seconds, 3),
+            "examples": self.examples, **failures[0], "others": failures[1:], "expected_failures": self.expected,
+            "seconds": round(self.seconds, 3),
         }  # fmt: skip
 
 
@@ -142,7 +218,11 @@ def run_peers(kind: Kind, names: Sequence[str], plan: RunPlan, console: Console,
     Without world sizes in the plan, each peer runs on all those that it supports. Raises Unavailable for an unknown
     name, before any output.
     """
-    outcomes, started = [PeerOutcome(name) for name in peer_names(names, kind.known)], time.perf_counter()
+    expected, started = expected_failures(options), time.perf_counter()
+    outcomes = [
+        PeerOutcome(name, expected=dict.fromkeys(sorted(expected.get(None, set()) | expected.get(name, set())), 0))
+        for name in peer_names(names, kind.known)
+    ]
     say(console, f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
     for outcome in outcomes:
         peer_started = time.perf_counter()
@@ -175,25 +255,43 @@ def _run(kind: Kind, outcome: PeerOutcome, plan: RunPlan, console: Console, opti
     say(console, f"{name} {peer.version or ''}: {peer.supported}")
     report = Report(console, verbose=options.verbose)
     report.coverage = kind.coverage()
-    backend = GlooBackend(kind.timeout, partial(kind.prepare, name), (*kind.preload, *getattr(peer, "preload", ())))
+    make = NcclBackend if plan.backend == "nccl" else GlooBackend
+    backend = make(kind.timeout, partial(kind.prepare, name), (*kind.preload, *getattr(peer, "preload", ())))
+    backend.device = getattr(options, "device", None) or backend.device
     try:
         with report:
             for world in _worlds(peer, plan, options):
+                drawn = kind.experiments(name, world, plan, options)
                 backend.start(world)
-                examples = plan.examples_for(world)
-                report.start_world(world, examples)
-                remembers = plan.profile.remembers
-                search = Search(kind.experiment(name), backend, report, world, plan.profile.budget, remembers)
-                failures = explore(plan, report, search, examples)
-                if not failures and not search.examples:
-                    raise Refused(f"{name} supports none of the Cases drawn on {counted(world, 'rank')}")
+                report.start_world(world, sum(examples for _, examples in drawn))
+                for experiment, examples in drawn:
+                    search = Search(
+                        experiment, backend, report, world, plan.profile.budget, plan.profile.remembers,
+                        expected=outcome.expected,
+                    )  # fmt: skip
+                    explore(plan, report, search, examples)
+                    outcome.expected |= {t: outcome.expected[t] + n for t, n in search.expected_failures.items()}
+                    if report.failures:  # plain examples come before the laws between them
+                        break
                 report.end_world(name)
-                if failures:
+                if report.failures:
                     break
+                if not report.examples and not any(outcome.expected.values()):
+                    raise Refused(f"{name} supports none of the Cases drawn on {counted(world, 'rank')}")
     finally:
         backend.close()
     outcome.examples, outcome.failures = report.examples, report.failures
     outcome.verdict = FAILED if outcome.failures else HELD
+
+
+def expected_failures(options: argparse.Namespace) -> dict[str | None, set[str]]:
+    """Return the titles of --xfails by the name of a peer, None for all. Raises Unavailable."""
+    if getattr(options, "xfails", None) is None:
+        return {}
+    try:
+        return read_expected_failures(options.xfails, TITLES_OF_ANY)
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"argument --xfails: {error}") from error
 
 
 def _worlds(peer: Any, plan: RunPlan, options: argparse.Namespace) -> list[int]:
@@ -220,6 +318,10 @@ def _summary(kind: Kind, outcomes: Sequence[PeerOutcome], seconds: float, consol
                     console.print(line, soft_wrap=True)
             else:
                 say(console, f"{o.name}: also {failure.broken} ({failure.kind}): {failure.file}")
+        if listed := [f"{title} ({count})" for title, count in o.expected.items() if count]:
+            say(console, f"{o.name}: failed as --xfails expects: {', '.join(listed)}")
+        if unneeded := [title for title, count in o.expected.items() if not count and o.verdict == HELD]:
+            say(console, f"{o.name}: held, though --xfails names it: {', '.join(unneeded)}")
     counts = {verdict: sum(o.verdict == verdict for o in outcomes) for verdict in (HELD, FAILED, NOT_RUN)}
     words = ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number)
     say(console, f"{counted(len(outcomes), 'peer')} in {seconds:.1f} s: {words}")

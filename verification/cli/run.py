@@ -6,7 +6,6 @@ import argparse
 import math
 import os
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 from rich.console import Console
@@ -64,7 +63,8 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
             cli.say(console, title)
             cli.say(console, f"    {about}")
         return 0
-    backend, only = options.backend, tuple(dict.fromkeys(map(title_of, options.only or ())))
+    backend = options.backend
+    only = tuple(dict.fromkeys(cli.title_of(name, runner.titles()) for name in options.only or ()))
     jobs = options.jobs or (1 if backend == "nccl" else len(os.sched_getaffinity(0)))
     if backend == "nccl" and jobs > 1:
         raise Unavailable(f"argument --jobs: on nccl one world size at a time, since ranks share the GPUs; got {jobs}")
@@ -79,20 +79,6 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     report = whole_run.run(plan, Report(console, extras, options.verbose), hours=options.hours)
     cli.write_json(options.json, report.to_dict())
     return 1 if report.failures else 0
-
-
-def title_of(name: str) -> str:
-    """Return the only property or law with this text in its title. Raises Unavailable for none or several."""
-    titles = list(runner.titles())
-    matches = [title for title in titles if name.lower() in title.lower()]
-    if name in titles or len(matches) == 1:
-        return name if name in titles else matches[0]
-    if matches:
-        raise Unavailable(f"argument --only: {name!r} may be {' or '.join(map(repr, matches))}")
-    close = get_close_matches(name.lower(), [title.lower() for title in titles], n=3, cutoff=0.5)
-    near = [title for title in titles if title.lower() in close]
-    hint = f", close to it: {' or '.join(map(repr, near))}" if near else ""
-    raise Unavailable(f"argument --only: {name!r} is no property or law; it must be one of --list{hint}")
 
 
 def plan_of(

@@ -15,18 +15,34 @@ def run_jax(attend: Attend, group: Any, case: Case, inputs: tuple[Tensor, ...]) 
     """Return out, lse, dq, dk, dv of a function of JAX arrays, which must be pure, as `jax.vjp` asks."""
     import jax
 
-    q, k, v, dout, dlse = (jax.dlpack.from_dlpack(x.detach().contiguous()) for x in inputs)
+    q, k, v, dout, dlse = map(_array, inputs)
 
     def forward(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         return outputs_of(attend(q, k, v, case, group), case, dout.shape, dlse.shape, jax.Array)
 
     if not case.backward:
-        out, lse = forward(q, k, v)
-        return _tensor(out), _tensor(lse), None, None, None
+        return *map(_tensor, forward(q, k, v)), None, None, None
     (out, lse), backward = jax.vjp(forward, q, k, v)
-    grads = backward((dout, dlse if lse is not None else None))
-    return _tensor(out), _tensor(lse), *map(_tensor, grads)
+    grads = backward((dout.astype(out.dtype), None if lse is None else dlse.astype(lse.dtype)))
+    return tuple(map(_tensor, (out, lse, *grads)))
 
 
-def _tensor(x: Any) -> Any:
-    return None if x is None else torch.from_dlpack(x)
+def _array(x: Tensor) -> Any:
+    """Convert to an array that is bound to no device, so that a function may shard it."""
+    import jax.numpy as jnp
+
+    x = x.detach()
+    if x.dtype == torch.bfloat16:  # NumPy itself has no such type
+        return jnp.asarray(x.contiguous().view(torch.int16).numpy().view(jnp.bfloat16))
+    return jnp.asarray(x.numpy())
+
+
+def _tensor(x: Any) -> Tensor | None:
+    import numpy as np
+
+    if x is None:
+        return None
+    array = np.array(x)
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,34 +31,58 @@ AnyCase = TypeVar("AnyCase", Case, TrainingCase)
 
 # The `checks.CHECKS` for any implementation; those of messages, bytes and buffers are for this project's own.
 APPLICABLE = ("answers", "unseen", "finite", "values", "gradients", "inputs", "repeat")
+TITLES = tuple(
+    p.title for p in properties.PROPERTIES if p is properties.EVERY_RANK_ANSWERS or set(p.checks) <= set(APPLICABLE)
+)
 LAWS_OF_ANY = tuple(law for law in LAWS if law.of_any)
+LAW_SHARE = 0.1  # of the plain examples, for each law
 
 
-def implementation(name: str) -> Implementation:
+def implementation(name: str, device: str = "cpu") -> Implementation:
     """Return the attention of the peer of that name. Raises Refused if there is no such Peer."""
     peer = load(name)
     return Implementation(
-        observe_peer, (name,), partial(nearest_claimed, peer), partial(arithmetic_of, peer), partial(evaluate_for, peer)
-    )
+        observe_peer, (name,), partial(nearest_claimed, peer, device=device), partial(arithmetic_of, peer),
+        partial(evaluate_for, peer),
+    )  # fmt: skip
 
 
-def experiment(name: str) -> Experiment:
+def experiments(
+    name: str, world: int, examples: int, only: Collection[str] = (), device: str = "cpu"
+) -> list[tuple[Experiment, int]]:
+    """Return the Experiments of a peer on a world size, each with its number of examples: plain ones, then laws.
+
+    Args:
+        name: the peer's. Raises Refused if there is no such Peer.
+        world: number of ranks.
+        examples: plain ones.
+        only: titles of properties and laws, each on as many examples; none: all, laws on fewer.
+        device: "cpu" or "cuda".
+    """
+    checks = [check for check in properties.checks_of(only or TITLES) if check in APPLICABLE]
+    plain = [(experiment(name, device, checks), examples)] if not only or set(only) & set(TITLES) else []
+    laws = [law for law in LAWS_OF_ANY if law.fewest_ranks <= world and (not only or law.name in only)]
+    count = examples if only else math.ceil(examples * LAW_SHARE)
+    return plain + [(law_of(name, law, device), min(count, law.most)) for law in laws]
+
+
+def experiment(name: str, device: str = "cpu", checks: Sequence[str] = APPLICABLE) -> Experiment:
     """Return the Experiment with plain examples of the peer of that name. Raises Refused if there is no such Peer."""
-    attention = implementation(name)
+    attention = implementation(name, device)
 
     def draw(world: int) -> SearchStrategy[Case]:
         return cases(world).map(partial(claimed, attention.claims))
 
     return Experiment(
-        f"peer {load(name).name}", draw, partial(check, attention),
+        f"peer {load(name).name}", draw, partial(check, attention, checks),
         record_of=lambda case: {"peer": name, "case": case_record(case)},
-        precondition=partial(must_be_claimed, attention),
+        validate=partial(must_be_claimed, attention),
     )  # fmt: skip
 
 
-def law_of(name: str, law: Law) -> Experiment:
+def law_of(name: str, law: Law, device: str = "cpu") -> Experiment:
     """Return the Experiment of a law with the peer of that name, on subjects to which the law applies."""
-    attention = implementation(name)
+    attention = implementation(name, device)
     own = law_experiment(law, attention)
 
     def applies(subject: Any) -> bool:
@@ -74,14 +99,14 @@ def law_of(name: str, law: Law) -> Experiment:
     return dataclasses.replace(
         own, name=f"peer {load(name).name}, {law.name}",
         draw=lambda world: law.draw(world, attention.claims).filter(applies),
-        record_of=lambda subject: {"peer": name, **own.record_of(subject)}, precondition=precondition,
+        record_of=lambda subject: {"peer": name, **own.record_of(subject)}, validate=precondition,
     )  # fmt: skip
 
 
-def check(attention: Implementation, backend: Backend, case: Case) -> dict[str, float]:
+def check(attention: Implementation, checks: Sequence[str], backend: Backend, case: Case) -> dict[str, float]:
     """Return the worst ratio (error / bound) of each property; 0 is exact. Raises the first failure."""
     observations, expectation = AttentionOnRanks(backend, attention).observe_and_expect(case, repeat=True)
-    return properties.check(case, expectation, observations, APPLICABLE)
+    return properties.check(case, expectation, observations, checks)
 
 
 def must_be_claimed(attention: Implementation, case: Case) -> None:
@@ -91,9 +116,9 @@ def must_be_claimed(attention: Implementation, case: Case) -> None:
         raise ValueError(f"the claim changes the Case to {nearest and nearest.to_json()}")
 
 
-def nearest_claimed(peer: Peer, case: Case) -> Case | None:
-    """Return the nearest Case that the peer claims. Raises ToolError, as `apply_claim`."""
-    nearest = apply_claim(peer.name, peer.claims, case)
+def nearest_claimed(peer: Peer, case: Case, device: str = "cpu") -> Case | None:
+    """Return the nearest Case on that device that the peer claims. Raises ToolError, as `apply_claim`."""
+    nearest = apply_claim(peer.name, peer.claims, dataclasses.replace(case, device=device))
     # Variations of the second run, and measurements, are for this project's own implementation only.
     return nearest and dataclasses.replace(nearest, again="alike", measured=False)
 

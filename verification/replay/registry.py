@@ -71,7 +71,7 @@ class SavedExample(Saved):
 
     def run(self, backend: Backend, report: Report, file: Path) -> None:
         report.start_world(self.world, 1)
-        subject = self.experiment.placed(self.subject, backend.name)
+        subject = self.experiment.placed(self.subject, backend.device)
         case, device = self.experiment.case_of(subject), self.experiment.case_of(self.subject).device
         if subject is not self.subject:
             report.say(f"the Case has device {device!r}; on {backend.name} it runs on {case.device!r}")

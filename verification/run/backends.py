@@ -55,6 +55,7 @@ class Backend(Protocol):
     """One set of ranks at a time, which run one task after the other between `start` and `close`."""
 
     name: str
+    device: str  # of the Cases: "cpu" or "cuda"
     timeout: float  # seconds after which a task counts as a hang
     prepare: Preparation | None  # set before `start`
     preload: tuple[str, ...]  # modules imported before the ranks are forked; set before `start`
@@ -80,6 +81,7 @@ class PoolBackend:
     """Processes of `verification.run.processes.pool`, reused from one task to the next."""
 
     name: str
+    device = "cpu"
 
     def __init__(
         self, timeout: float = 10.0, prepare: Preparation | None = None, preload: tuple[str, ...] = PRELOAD
@@ -151,6 +153,7 @@ class NcclBackend(GlooBackend):
     """One process and one GPU for each rank on this machine."""
 
     name = "nccl"
+    device = "cuda"
 
     def start(self, world: int) -> None:
         gpus = torch.cuda.device_count()

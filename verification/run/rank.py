@@ -98,7 +98,8 @@ def rank_device() -> torch.device:
 def shards(case: Case, index: int, tensors: Tensors) -> Tensors:
     """Return the shards of the rank at that index of the group; not contiguous if the Case is strided."""
     layout = layout_of(case)
-    own = tuple(layout.shard(x, index, dim=2 if x.dim() == 3 else 1).to(rank_device()) for x in tensors)
+    device = torch.device("cuda", torch.cuda.current_device()) if case.device == "cuda" else torch.device("cpu")
+    own = tuple(layout.shard(x, index, dim=2 if x.dim() == 3 else 1).to(device) for x in tensors)
     if not case.strided:
         return own
     other = 2 if case.seed % 2 else -1

@@ -65,10 +65,9 @@ class Experiment:
     fewest_ranks: int = 1
     validate: Callable[[Any], None] | None = None
 
-    def placed(self, subject: Any, backend: str) -> Any:
-        """Return the subject for the backend of that name: on GPUs for "nccl", else on the CPU."""
+    def placed(self, subject: Any, device: str) -> Any:
+        """Return the subject on that device: "cpu" or "cuda"."""
         case: CaseLike = self.case_of(subject)
-        device = "cuda" if backend == "nccl" else "cpu"
         return subject if case.device == device else self.with_case(subject, self.moved(case, device))
 
 

@@ -11,7 +11,8 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,6 +76,8 @@ class Search:
     remembers: bool = False
     shrink_backend: Backend | None = None  # None: failures are shrunk on `backend`
     shrinks_hangs: bool = True  # on real processes, where each costs a timeout
+    expected: Collection[str] = ()  # properties and laws whose failures are skipped, and counted in `expected_failures`
+    expected_failures: Counter[str] = field(default_factory=Counter)
     examples: int = 0  # that held, without those of shrinking
     seconds: float = 0.0  # of these, and of the failures that were shrunk
     _failed: dict[str, FoundFailure] = field(default_factory=dict)  # by record: a failure is final
@@ -202,7 +205,10 @@ class Search:
 
     def _note_failure(self, key: str, counterexample: FoundFailure, backend: Backend, started: float) -> None:
         hangs = isinstance(counterexample.failure, RankHang)
-        if self._shrinking is None and signature(self.experiment, counterexample) in self._reported:
+        title = self.experiment.property_of(counterexample.subject, counterexample.failure)
+        if self._shrinking is None and title in self.expected:
+            self.expected_failures[title] += 1
+        elif self._shrinking is None and signature(self.experiment, counterexample) in self._reported:
             self.events.failed_again()
         elif self._shrinking is None:
             self.seconds += time.perf_counter() - started

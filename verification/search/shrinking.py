@@ -21,7 +21,7 @@ def check_subject(
 ) -> tuple[dict[str, float], VerificationFailure | None]:
     """Return the ratios of a subject that holds, or its failure. Raises ToolError for any other exception."""
     try:
-        return experiment.check(backend, experiment.placed(subject, backend.name)), None
+        return experiment.check(backend, experiment.placed(subject, backend.device)), None
     except VerificationFailure as failure:
         return {}, failure
     except Exception as error:  # a fault of the tool: do not shrink it

@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe, context, forkserver, popen_forkserver, reduction, spawn, util
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from verification.failures import MismatchedMessages, Raised
@@ -191,6 +192,9 @@ def limit_sends(connection: Connection, seconds: float) -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep  # verification/
+
+
 class RankProcess(context.ForkServerProcess):
     """A process that runs `main`, forked from a server that has imported `membership.preload`."""
 
@@ -315,10 +319,20 @@ def run_request(message: bytes) -> bytes:
         sys.stdout.flush()  # a rank ends by SIGKILL, which would lose its output
 
 
+def _drop_own_frames(told: traceback.TracebackException) -> None:
+    """Drop the frames of this package, which called the code under test, unless there are no others."""
+    others = [frame for frame in told.stack if not frame.filename.startswith(_PACKAGE)]
+    if others:
+        told.stack = traceback.StackSummary.from_list(others)
+    for inner in (told.__cause__, told.__context__):
+        if inner is not None:
+            _drop_own_frames(inner)
+
+
 def describe(error: BaseException) -> Raised:
-    # Skip the first frame, which is this module's own.
-    tb = error.__traceback__.tb_next if error.__traceback__ else None
-    text = "".join(traceback.format_exception(type(error), error, tb))
+    told = traceback.TracebackException.from_exception(error)
+    _drop_own_frames(told)
+    text = "".join(told.format())
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return Raised(name, str(error), text, isinstance(error, MismatchedMessages))

@@ -126,6 +126,7 @@ class TorchrunBackend(GlooBackend):
     def __init__(self, agents: Agents, name: str, timeout: float, prepare: Preparation | None = None) -> None:
         super().__init__(timeout, prepare)
         self.name = name
+        self.device = "cuda" if name == "nccl" else "cpu"
         self.agents = agents
         self.last: CaseLike | dict[str, Any] | None = None  # submitted last: a Case, or the record of another problem
 

@@ -1,0 +1,31 @@
+"""Expected failures: a user's file of properties and laws that an implementation is known to break, one in a line.
+
+    # my_attention masks with -1e9
+    scores of -inf have no weight
+    my_attention:windowed: NaN and inf propagate
+
+A line names a property or law by its title, for all peers or, after `name: `, for one. (data-apis/array-api-tests has
+such files.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+
+def read_expected_failures(file: Path, titles: Collection[str]) -> dict[str | None, set[str]]:
+    """Return the titles of the file by the name of a peer; None: of all. Raises OSError, or ValueError naming the line
+    that has no title of these."""
+    expected: dict[str | None, set[str]] = {}
+    for number, text in enumerate(file.read_text().splitlines(), 1):
+        line = text.partition("#")[0].strip()
+        if not line:
+            continue
+        name, _, title = line.rpartition(": ")
+        if title not in titles:
+            raise ValueError(
+                f"line {number} of {file} is {line!r}; it must be [name: ]title, one of {', '.join(titles)}"
+            )
+        expected.setdefault(name or None, set()).add(title)
+    return expected
