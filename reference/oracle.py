@@ -37,6 +37,7 @@ def attention(
 
     Args:
         q, k, v: (B, Nq, Hq, D), and twice (B, Nk, Hk, D). Query head h uses key/value head h // (Hq / Hk).
+        pattern: the attention mask.
         q_positions, k_positions: int64 >= 0, (Nq,) and (Nk,), in the whole sequence, also with packed documents.
             Default 0, 1, ...; the tokens must then be the whole sequence.
         scale: default D ** -0.5.
@@ -61,12 +62,24 @@ def gradients(
     scale: float | None = None,
     weights: str = "attached",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of sum(dout * out) + sum(dlse * lse): dq (B, Nq, Hq, D), dk and dv (B, Nk, Hk, D), all fp64.
+    """Return dq (B, Nq, Hq, D), dk and dv (B, Nk, Hk, D), all fp64: gradients of sum(dout * out) + sum(dlse * lse).
 
-    dout (B, Nq, Hq, D), dlse (B, Hq, Nq) or None for zeros; other arguments and errors as for `attention`.
-    weights="detached" treats LongNet's mixture weights (shares of the softmax denominator) as constants, as
-    torchscale does, for comparison: it is not the gradient of `attention`. With O_b the output of branch b
-    alone, D_b = rowsum(dO * O_b) and dS = sum_b M_b * e^{s - lse} * (dO V^T - D_b + dlse)."""
+    weights="detached" is for comparison with torchscale: it is not the gradient of `attention`. With O_b the output of
+    branch b alone, D_b = rowsum(dO * O_b) and dS = sum_b M_b * e^{s - lse} * (dO V^T - D_b + dlse).
+
+    Args:
+        q, k, v: (B, Nq, Hq, D), and twice (B, Nk, Hk, D). Query head h uses key/value head h // (Hq / Hk).
+        pattern: the attention mask.
+        dout: (B, Nq, Hq, D).
+        dlse: (B, Hq, Nq), or None for zeros.
+        q_positions, k_positions: int64 >= 0, (Nq,) and (Nk,), in the whole sequence, also with packed documents.
+            Default 0, 1, ...; the tokens must then be the whole sequence.
+        scale: default D ** -0.5.
+        weights: "detached" treats LongNet's mixture weights (shares of the softmax denominator) as constants.
+
+    Raises:
+        ValueError: shapes, positions or pattern are inconsistent, or weights has another value.
+    """
     if weights not in ("attached", "detached"):
         raise ValueError(f"weights must be 'attached' or 'detached', got {weights!r}")
     return _Problem(q, k, v, pattern, q_positions, k_positions, scale).gradients(dout, dlse, weights)
@@ -85,7 +98,20 @@ def attention_and_gradients(
     k_positions: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return out, lse, dq, dk, dv of `attention` and `gradients`, which share the softmax if it is one block."""
+    """Return out, lse, dq, dk, dv of `attention` and `gradients`, which share the softmax if it is one block.
+
+    Args:
+        q, k, v: (B, Nq, Hq, D), and twice (B, Nk, Hk, D). Query head h uses key/value head h // (Hq / Hk).
+        pattern: the attention mask.
+        dout: (B, Nq, Hq, D).
+        dlse: (B, Hq, Nq), or None for zeros.
+        q_positions, k_positions: int64 >= 0, (Nq,) and (Nk,), in the whole sequence, also with packed documents.
+            Default 0, 1, ...; the tokens must then be the whole sequence.
+        scale: default D ** -0.5.
+
+    Raises:
+        ValueError: shapes, positions or pattern are inconsistent.
+    """
     x = _Problem(q, k, v, pattern, q_positions, k_positions, scale)
     return (*x.attention(), *x.gradients(dout, dlse, "attached"))
 

@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -24,6 +25,7 @@ MODULES = (  # public: every class and function without an underscore
     "ring.nn.frameworks.parallel_style", "ring.nn.frameworks.recompute", "ring.nn.frameworks.transformers",
     "verification.peers.claims",
 )  # fmt: skip
+PROPERTIES = (property, cached_property)
 
 
 def _public() -> Iterator[tuple[str, Any]]:
@@ -43,13 +45,13 @@ def _public() -> Iterator[tuple[str, Any]]:
 def _members(cls: type) -> Iterator[tuple[str, Any]]:
     for name, x in vars(cls).items():
         is_method = inspect.isfunction(x) and name not in (*getattr(cls, "__dataclass_fields__", ()), "extra_repr")
-        if not name.startswith("_") and (is_method or isinstance(x, (classmethod, property))):
+        if not name.startswith("_") and (is_method or isinstance(x, (classmethod, *PROPERTIES))):
             yield name, x
 
 
 def _parameters(x: Any) -> set[str]:
     """Names of the parameters that a caller may give."""
-    if isinstance(x, property) or (inspect.isclass(x) and (issubclass(x, Exception) or hasattr(x, "_is_protocol"))):
+    if isinstance(x, PROPERTIES) or (inspect.isclass(x) and (issubclass(x, Exception) or hasattr(x, "_is_protocol"))):
         return set()
     parameters = inspect.signature(getattr(x, "__func__", x)).parameters.values()
     return {p.name for p in parameters if p.name not in ("self", "cls") and p.annotation != "Never"}
