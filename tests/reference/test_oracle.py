@@ -141,7 +141,7 @@ def test_rows_that_nothing_selects_are_exactly_nothing() -> None:
 
 
 def test_scores_of_minus_inf_have_no_weight() -> None:
-    """As if nothing selected these keys; rows 0 and 1, which see no others, are as rows that see none."""
+    """Compare with keys that nothing selects. Rows 0 and 1 see no others, so they equal rows that see none."""
     x, hidden, kept = example(6, 6, heads=2, kv_heads=1), [0, 1, 4], [2, 3, 5]
     x.q[..., 0], x.k[..., 0] = 1.0, 0.0
     left = x._replace(k=x.k[:, kept], v=x.v[:, kept], at={"k_positions": torch.tensor(kept)})

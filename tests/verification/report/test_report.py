@@ -84,7 +84,7 @@ def summary(report: Report, replayed: bool = False) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where counter-examples are saved, as a run has it: beneath the working directory."""
+    """The folder of saved counter-examples, as in a run: beneath the working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path / ".verification" / "failures"
 
