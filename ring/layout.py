@@ -132,7 +132,6 @@ class Layout:
     def balanced(cls, pattern: Pattern, n: int, p: int, heads: int | None = None) -> Layout:
         """Ranks have nearly equal work for this pattern, whatever the lengths of its documents. Documents stay whole
         where possible, since a document within one rank sends nothing: see `ring.balance`.
-
         Deterministic: every rank computes the same, without a message. Takes time linear in n.
 
         Args:

@@ -11,14 +11,11 @@ _counters: list[Counter[str]] = []
 
 @contextmanager
 def count_kernels() -> Iterator[Counter[str]]:
-    """Count the kernel calls in the block by name: the choices of "auto". Exported as `ring.count_kernels`.
+    """Return a context manager that counts kernel calls by name: the choices of "auto". Its target is the `Counter`.
 
-        with ring.count_kernels() as count:
-            ring_attention(q, k, v, pattern, layout)
-        assert set(count) <= {"flash", "cudnn"}
-
-    Returns:
-        A context manager. Its target is a `Counter`: the number of calls of each kernel in the block so far.
+    with ring.count_kernels() as count:
+        ring_attention(q, k, v, pattern, layout)
+    assert set(count) <= {"flash", "cudnn"}
     """
     calls: Counter[str] = Counter()
     _counters.append(calls)

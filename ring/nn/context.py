@@ -43,8 +43,7 @@ class ContextParallel:
 
     Args:
         layout: positions of each rank.
-        group: a process group, a `DeviceMesh` of one dimension, a `Transport`, or None: the default group, or no group
-            for a layout of one rank. The attribute `transport` sends its messages.
+        group: a process group, a `DeviceMesh` of one dimension, a `Transport`, or None: the default group, if any.
         exchange: "direct" (needed rows, from their owner), "ring" (neighbour to neighbour) or "gather" (all rows).
         bucket: maximum key/value tokens per receive buffer and kernel call; None: chosen by a memory budget.
         kernel: "auto", "math", "flash" or, on GPUs, "cudnn".
@@ -230,8 +229,7 @@ class ContextParallel:
             dim: the dimension of the tokens.
 
         Raises:
-            ValueError: x is no such tensor.
-            NotImplementedError: x is a DTensor.
+            ValueError, NotImplementedError: x is no such tensor; x is a DTensor.
         """
         refuse_dtensor(name, x)
         if not isinstance(x, Tensor) or x.dim() != len(shape):

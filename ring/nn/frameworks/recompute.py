@@ -53,8 +53,7 @@ def wrap(
             and does not support `torch.autograd.grad`.
 
     Raises:
-        ValueError: the model has no such layer.
-        NotImplementedError: both reentrant and keep_attention are True.
+        ValueError, NotImplementedError: the model has no such layer; reentrant and keep_attention are both True.
     """
     if reentrant and keep_attention:
         raise NotImplementedError(

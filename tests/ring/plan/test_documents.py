@@ -76,7 +76,7 @@ def test_documents_of_equal_length_share_calls_wherever_they_lie(causal: bool) -
 def test_documents_of_several_lengths_share_calls(
     bucket: int, varlen: int, wanted: list[tuple[int, int, int]], causal: bool
 ) -> None:
-    """Calls take as many as the bucket allows, without folds of many equal ones; longer ones if they are the minority."""
+    """Calls take as many as the bucket allows, without folds of many equal ones; longer ones if they are fewer."""
     assert calls((3, 6, 5, 7, 9, 4, 2, 2, 2, 2), causal, bucket, varlen) == wanted
 
 
