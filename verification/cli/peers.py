@@ -113,7 +113,7 @@ STEPS = Kind(
 
 @dataclass
 class PeerOutcome:
-    """PeerOutcome of one peer."""
+    """Outcome of one peer."""
 
     name: str
     version: str | None = None
