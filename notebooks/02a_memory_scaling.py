@@ -33,7 +33,7 @@
 # | incoming gradients of out and lse | $L\,(H D\, b + H a)$ | |
 # | sums of dq, dk, dv | $L\,(H + 2 H_k) D\, a$ | `cost.resident(...).gradients` |
 # | communication buffers | by exchange, bucket and pattern | `cost.buffers(...).backward` |
-# | workspace of a kernel call | at most a few tensors of the size of the queries | `verification.run.memory_meter` |
+# | workspace of a kernel call | at most a few tensors as large as the queries | `verification.check.workspace_limits` |
 #
 # With `NOTEBOOKS_LONG=1` in the environment, sequences are longer and there are more world sizes.
 
@@ -60,10 +60,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from reference import Pattern, cost
 from verification.case import Case
+from verification.check.workspace_limits import limits
 from verification.problems.real_size import measured
 from verification.run.backends import GlooBackend
-from verification.run.memory_meter import Meter, limits
-from verification.run.rank import attend, shards
+from verification.run.memory_meter import Meter
+from verification.run.rank import run_attention, shards
 from verification.run.simulation.simulation import Simulation
 
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
@@ -284,12 +285,12 @@ class Waited:
 def one_rank(transport: object, case: Case, tensors: tuple, live_too: bool) -> tuple[int | None, int, int]:
     inputs = tuple(x.clone() for x in shards(case, transport.rank, tensors))
     if not live_too:
-        run = attend(transport, case, inputs)
+        run = run_attention(transport, case, inputs)
         return None, run.buffer_forward, run.buffer_backward
     meter = Meter(case.head_dim)
     for x in inputs:
         meter.count(x)
-    run = attend(Uncounted(transport), case, inputs, meter=meter)
+    run = run_attention(Uncounted(transport), case, inputs, meter=meter)
     return meter.peak, run.buffer_forward, run.buffer_backward
 
 

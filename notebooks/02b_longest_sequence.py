@@ -30,7 +30,7 @@ from figures import BLACK, BLUE, GREEN, SKY, VERMILLION, binary, binary_ticks, s
 from reference import Pattern, cost
 from reference import shards as definitions
 from verification.case import Case
-from verification.run.rank import attend, shards
+from verification.run.rank import run_attention, shards
 from verification.run.simulation.simulation import Simulation
 
 COLOUR = {"ring": BLUE, "direct": VERMILLION, "gather": GREEN}
@@ -57,7 +57,9 @@ for exchange in COLOUR:
         )  # fmt: skip
         tensors = case.tensors()
         runs = Simulation(4, seed=1).run(
-            lambda transport, case=case, tensors=tensors: attend(transport, case, shards(case, transport.rank, tensors))
+            lambda transport, case=case, tensors=tensors: run_attention(
+                transport, case, shards(case, transport.rank, tensors)
+            )
         )
         one = cost.Setting(case.pattern, case.shards().positions, 1, 1, 1, 32, 4)
         boxes = cost.buffers(one, exchange, case.tokens_per_call)

@@ -35,7 +35,7 @@ from figures import BLACK, BLUE, COLOURS, GREEN, VERMILLION, binary, style
 from reference import Pattern, closed_forms, cost
 from reference import shards as definitions
 from verification.case import Case
-from verification.run.rank import attend, shards
+from verification.run.rank import run_attention, shards
 from verification.run.simulation.simulation import Simulation
 
 EXCHANGES = {"ring": BLUE, "direct": VERMILLION, "gather": GREEN}
@@ -74,7 +74,7 @@ for order in ORDERS:
             )  # fmt: skip
             tensors = case.tensors()
             runs = Simulation(4, seed=1).run(
-                lambda transport, case=case, tensors=tensors: attend(
+                lambda transport, case=case, tensors=tensors: run_attention(
                     transport, case, shards(case, transport.rank, tensors)
                 )
             )

@@ -45,6 +45,7 @@ from reference import Pattern, attention
 from reference.pattern import multiplicity
 from verification.case import Case
 from verification.check.laws import LAWS
+from verification.experiments import EXAMPLES, law_experiment
 from verification.failures import VerificationFailure
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.plant import preparation
@@ -53,7 +54,7 @@ from verification.replay.replay import replay
 from verification.report.coverage import FEATURES, Coverage
 from verification.report.report import Report
 from verification.run.backends import GlooBackend, SimBackend, observe_on
-from verification.runner import EXAMPLES, PROFILES, WORLDS, RunPlan, law_experiment, save
+from verification.runner import PROFILES, WORLDS, RunPlan, save
 from verification.search.search import TIMEOUT, Search
 
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from reference import validators
 
-LEAST_ROWS = 16  # query rows that a call may take, however small the bucket
+MIN_ROWS = 16  # query rows that a call may take, however small the bucket
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class CallLimits:
             own: True for keys of the rank's own shard.
             folds: number of segments in the call.
         """
-        return max(self.keys(own, folds), LEAST_ROWS)
+        return max(self.keys(own, folds), MIN_ROWS)
 
     def key_vectors(self, own: bool, folds: int) -> int:
         """Return the most tokens times key/value heads: the same for a call on query heads with different rows as for

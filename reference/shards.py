@@ -17,8 +17,8 @@ Ints = NDArray[np.int64]
 Division = tuple[str, int, int, tuple[int, ...] | None, int, tuple[int, ...] | None]  # the arguments of `shards`
 BY_DOCUMENT = " by document"  # suffix of an order that is applied to each document
 HANDS = 3  # of a rank in the order "dealt"
-LEAST_BUCKET = 1024  # fewest tokens of a default bucket
-LEAST_BUCKET_ON_GPUS = 65536
+MIN_BUCKET = 1024  # fewest tokens of a default bucket
+MIN_BUCKET_ON_GPUS = 65536
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +149,7 @@ def default_bucket(largest: int, heads: int, kv_heads: int, itemsize: int, devic
 
     A token of a bucket takes two receive buffers, for keys and values in the working type, and three gradient buffers
     in the accumulator's type, which has 8 bytes for fp64 and 4 for others. The bucket has as many tokens as fit into a
-    tenth of the queries, outputs, keys and values of the largest shard, but at least LEAST_BUCKET, and on GPUs 64 Ki.
+    tenth of the queries, outputs, keys and values of the largest shard, but at least MIN_BUCKET, and on GPUs 64 Ki.
 
     Args:
         largest: tokens of the largest shard.
@@ -160,7 +160,7 @@ def default_bucket(largest: int, heads: int, kv_heads: int, itemsize: int, devic
     accumulator = 8 if itemsize == 8 else 4
     shard = largest * (2 * heads + 2 * kv_heads) * itemsize
     token = 2 * kv_heads * (2 * itemsize + 3 * accumulator)
-    return max(LEAST_BUCKET_ON_GPUS if device == "cuda" else LEAST_BUCKET, shard // (10 * token))
+    return max(MIN_BUCKET_ON_GPUS if device == "cuda" else MIN_BUCKET, shard // (10 * token))
 
 
 def _part(x: Ints, n: int, parts: int) -> Ints:

@@ -14,11 +14,11 @@ from reference.documents import Documents
 from reference.pattern import Pattern
 from ring.comm.group import transport_over
 from ring.comm.transport import Transport
-from ring.compile_ops import traced
 from ring.consensus import agree, agree_backward
-from ring.custom_op import as_one_operator
+from ring.dispatcher_op import as_one_operator
 from ring.execute import Execution, backward, execution_of, forward, select_transport
 from ring.layout import Layout
+from ring.torch_compile import traced
 from ring.validation import Call, wants_gradients
 
 if TYPE_CHECKING:

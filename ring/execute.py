@@ -31,15 +31,15 @@ from ring.compute.math_kernel import SavedRows
 from ring.consensus import CallSetting
 from ring.default_bucket import default_bucket, default_local_bucket
 from ring.lowering import KernelCall, Program, Programs
-from ring.plan.plan import MOST_BYTES, Plan, plan_of
+from ring.plan.plan import MAX_BYTES, Plan, plan_of
 from ring.precision import accumulator_dtype
 from ring.strided_view import GradientSum, StridedView
 from ring.validation import Call
 
 _NO_GUARD = nullcontext()
 # Limit on query rows times heads: `ring.compute.gpu.merge_kernel` counts them in 32 bits.
-_MOST_COUNTED = 2**30
-_programs: BoundedCache[CallSetting, Programs] = BoundedCache(128, most_bytes=MOST_BYTES)
+_MAX_COUNTED = 2**30
+_programs: BoundedCache[CallSetting, Programs] = BoundedCache(128, most_bytes=MAX_BYTES)
 
 
 @dataclass(eq=False)
@@ -233,4 +233,4 @@ def _merges_in_one_pass(x: torch.Tensor) -> bool:
     """Return True if a GPU kernel merges partial results in one pass: not in fp64, which serves for comparisons, nor
     for more rows of heads than the kernel can count.
     """
-    return x.device.type == "cuda" and x.dtype != torch.float64 and x.shape[1] * x.shape[2] <= _MOST_COUNTED
+    return x.device.type == "cuda" and x.dtype != torch.float64 and x.shape[1] * x.shape[2] <= _MAX_COUNTED

@@ -32,11 +32,11 @@ from reference.documents import check_tokens, checked_documents
 from reference.pattern import Pattern
 from ring.balance import owners, zigzag_owners
 
-MOST_TOKENS = 2**40  # plans count rows, slots and products of rates in 64 bits
+MAX_TOKENS = 2**40  # plans count rows, slots and products of rates in 64 bits
 # An explicit order with at most this many runs per rank is stored as runs: a plan iterates over them.
 _RUNS_PER_RANK = 2
-MOST_RUNS = 4096  # of a layout for documents
-MOST_BALANCED = 2**28  # tokens of a balanced layout: it computes the work of each
+MAX_RUNS = 4096  # of a layout for documents
+MAX_BALANCED = 2**28  # tokens of a balanced layout: it computes the work of each
 
 
 class Run(NamedTuple):
@@ -143,7 +143,7 @@ class Layout:
             ValueError: the documents do not add up to n, or the pattern does not fit the heads.
         """
         _check_sizes(n, p)
-        if n > MOST_BALANCED:
+        if n > MAX_BALANCED:
             raise ValueError(f"n must be at most 2**28 for a balanced layout, got {n}")
         pattern.validate_tokens(n)
         if heads is not None:
@@ -154,7 +154,7 @@ class Layout:
     def _of_owners(cls, owner: np.ndarray, p: int) -> Layout:
         """Ranks hold their positions in ascending order. owner: (n,) the rank of each position."""
         listed = np.argsort(owner, kind="stable")
-        runs, cuts = _runs_of(listed, limit=MOST_RUNS), _cuts(np.bincount(owner, minlength=p).tolist())
+        runs, cuts = _runs_of(listed, limit=MAX_RUNS), _cuts(np.bincount(owner, minlength=p).tolist())
         return cls(len(owner), cuts, runs, listed if runs is None else None)
 
     @classmethod
@@ -306,7 +306,7 @@ def numbered_layout(number: int) -> Layout:
 
 
 def _check_sizes(n: int, p: int) -> None:
-    if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= MOST_TOKENS:
+    if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= MAX_TOKENS:
         raise ValueError(f"n must be a number of tokens from 0 to 2**40, got {n!r}")
     if not isinstance(p, int) or isinstance(p, bool) or p < 1:
         raise ValueError(f"p must be a world size >= 1, got {p!r}")

@@ -16,7 +16,7 @@ from ring.layout import Layout
 from ring.plan.plan import EXCHANGES
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_MOST = 2**40  # tokens: plans count in 64 bits
+_MAX = 2**40  # tokens: plans count in 64 bits
 _LARGEST = sys.float_info.max
 _REPLACEMENTS = {  # for arguments of other attention functions
     "attn_mask": "masks are patterns, as Pattern.dense(causal=True) or Pattern.dense(documents=lengths)",
@@ -96,7 +96,7 @@ def _validate_options(call: Call) -> None:
     if call.kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {KERNELS}, got {call.kernel!r}")
     bucket = call.bucket
-    if bucket is not None and (not isinstance(bucket, int) or isinstance(bucket, bool) or not 1 <= bucket <= _MOST):
+    if bucket is not None and (not isinstance(bucket, int) or isinstance(bucket, bool) or not 1 <= bucket <= _MAX):
         raise ValueError(f"bucket must be None or a number of tokens from 1 to 2**40, got {describe(bucket)}")
     scale = call.scale
     if scale is not None:

@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from verification.cli.arguments import typed
+from verification.cli.arguments import prog_name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command_line.main(arguments)
     except Exception:
         traceback.print_exc()
-        print(f"{typed()}: error: the test harness itself failed, see above", file=sys.stderr)
+        print(f"{prog_name()}: error: the test harness itself failed, see above", file=sys.stderr)
         return 2
 
 

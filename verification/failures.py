@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-Outcome = Literal["answered", "raised", "died", "stopped", "blocked"]
+RankOutcome = Literal["answered", "raised", "died", "stopped", "blocked"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RankState:
     """State of one rank when a call failed: `detail` in words, `trace` its traceback or stack."""
 
     rank: int
-    outcome: Outcome
+    outcome: RankOutcome
     detail: str = ""
     trace: str = ""
 
@@ -79,7 +79,7 @@ class RankFailure(VerificationFailure):
             lines += [f"--- {name_ranks(ranks)} {detail or outcome}", *([trace.rstrip()] if trace else [])]
         return "\n".join(lines)
 
-    def ranks(self, outcome: Outcome) -> tuple[int, ...]:
+    def ranks(self, outcome: RankOutcome) -> tuple[int, ...]:
         """Return the ranks with that outcome, ascending."""
         return tuple(state.rank for state in self.states if state.outcome == outcome)
 

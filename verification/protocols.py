@@ -1,11 +1,11 @@
-"""Example: the interface of an example for ranks, the search and reports."""
+"""CaseLike: the interface of a Case for ranks, the search and reports."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 
-class Example(Protocol):
+class CaseLike(Protocol):
     """A `verification.case.Case`, a TrainingCase or a similar one.
 
     world   number of ranks that exist

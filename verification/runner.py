@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from sys import modules
 
-from verification.case import Case
 from verification.check import properties
-from verification.check.checks import CHECKS, costs
-from verification.check.expectation import expect
-from verification.check.laws import LAWS, Law
-from verification.check.supported import check_supported
+from verification.check.checks import CHECKS
+from verification.check.laws import LAWS
+from verification.experiments import EXAMPLES, LARGER_ERRORS, check_case, law_experiment, on_gpus
 from verification.failures import RankHang
 from verification.problems import real_size
 from verification.report.counter_example import CounterExample, save_record
 from verification.report.report import Report
 from verification.run.backends import Backend
-from verification.run.rank import observe
-from verification.search.experiment import Experiment, FoundFailure, case_record
+from verification.search.experiment import Experiment, FoundFailure
 from verification.search.search import Search
-from verification.strategies.cases import cases
 
 WORLDS = (1, 2, 3, 4, 8)
-MOST_RANKS = {"gloo": 64, "sim": 1024, "nccl": 64}  # by backend
 
 
 @dataclass(frozen=True)
@@ -69,48 +63,7 @@ class RunPlan:
         return max(10, round(self.profile.examples * share))
 
 
-def check_case(backend: Backend, case: Case, names: Sequence[str] = tuple(CHECKS)) -> dict[str, float]:
-    """Check the properties of one Case that these checks make up. Computes the expectation while the ranks work."""
-    backend.submit(observe, case)
-    expectation = properties.prepare(case)
-    return properties.check(case, expectation, backend.collect(), names)
-
-
-def check_errors(backend: Backend, case: Case) -> dict[str, float]:
-    """Check the properties of the ranks, without oracle agreement: its ratio is no error of the ranks."""
-    backend.submit(observe, case)
-    expectation = expect(case)
-    costs(case)
-    return properties.check(case, expectation, backend.collect(), properties.OF_THE_RANKS)
-
-
-EXAMPLES = Experiment("examples", cases, check_case, premise=check_supported)
-
-# A separate experiment, since its Cases are much alike: if half of the EXAMPLES were drawn around one Case, rare Cases
-# would be missed.
-LARGER_ERRORS = replace(EXAMPLES, name="examples with larger errors", check=check_errors, targets_error=True)
 LARGER_ERRORS_SHARE = 0.1  # of the examples of a world size
-
-
-def law_experiment(law: Law) -> Experiment:
-    """Return the experiment of a law. Its subjects are pairs (Case, how), and each failure breaks the law itself."""
-    return Experiment(
-        law.name,
-        law.draw,
-        check=lambda backend, subject: {law.name: law.check(backend, *subject)},
-        case_of=lambda subject: subject[0],
-        with_case=lambda subject, case: (case, subject[1]),
-        record_of=lambda subject: {"law": law.name, "case": case_record(subject[0]), "how": subject[1]},
-        property_of=lambda subject, failure: law.name,
-        fewest_ranks=law.fewest_ranks,
-        premise=lambda subject: law.validate(*subject),
-    )
-
-
-def on_gpus(experiment: Experiment) -> Experiment:
-    """Return the experiment with its Cases on GPUs."""
-    change = partial(experiment.placed, backend="nccl")
-    return replace(experiment, draw=lambda world: experiment.draw(world).map(change))
 
 
 def titles() -> dict[str, str]:
@@ -132,9 +85,9 @@ def plain_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:
     count = plan.examples_for(world)
     if not plan.only:
         return [(EXAMPLES, count), (LARGER_ERRORS, max(1, round(count * LARGER_ERRORS_SHARE)))]
-    chosen = [item.title for item in properties.PROPERTIES if item.title in plan.only]
-    check = partial(check_case, names=properties.checks_of(chosen))
-    return [(replace(EXAMPLES, check=check), count)] if chosen else []
+    selected = [item.title for item in properties.PROPERTIES if item.title in plan.only]
+    check = partial(check_case, names=properties.checks_of(selected))
+    return [(replace(EXAMPLES, check=check), count)] if selected else []
 
 
 def laws_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:

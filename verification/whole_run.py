@@ -23,7 +23,7 @@ from rich.console import Console
 
 from verification.report.coverage import Coverage
 from verification.report.report import Report
-from verification.report.run_result import RunRecord
+from verification.report.run_record import RunRecord
 from verification.run.backends import Backend, SimBackend, Unavailable, open_backend
 from verification.runner import RunPlan, run_real_size, run_world
 

@@ -25,7 +25,7 @@ from ring.precision import accumulator_dtype
 from ring.strided_view import GradientSum, OverwritingView, StridedView
 
 # Limit on a shard's rows and a buffer's slots: `ring.comm.packing` has them, and twice the slots, in 32-bit integers.
-_MOST_COUNTED = 2**30
+_MAX_COUNTED = 2**30
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class Exchange:
 
 def _packs_in_one_pass(k: torch.Tensor, send_buffer: torch.Tensor) -> bool:
     """Return True if one kernel fills the buffer: on GPUs, within its 32-bit limits."""
-    return k.is_cuda and max(k.shape[1], send_buffer.shape[0]) <= _MOST_COUNTED
+    return k.is_cuda and max(k.shape[1], send_buffer.shape[0]) <= _MAX_COUNTED
 
 
 @contextmanager

@@ -21,9 +21,9 @@ HALF = (torch.bfloat16, torch.float16)
 VECTOR = 16  # fp32 numbers in the widest vector of a CPU, 512 bits
 # Most rows and keys of documents that share a call on GPUs. Longer ones keep a GPU busy for longer than the host needs
 # for their call, and cuDNN takes less time for them than the variable-length kernel.
-MOST_VARLEN_TOKENS = 2048
+MAX_VARLEN_TOKENS = 2048
 # Bytes of a fused backward on a GPU beyond its operands and results; a single group of heads may take more.
-MOST_WORKSPACE = 2**28
+MAX_WORKSPACE = 2**28
 
 
 def choose(
@@ -70,7 +70,7 @@ def max_varlen_tokens(kernel: str, device: torch.device, dtype: torch.dtype, dim
     """Return the most rows and keys of documents of several lengths that share a call; 0: the kernel takes one each."""
     if device.type == "cpu" or kernel == "cudnn" or scale <= 0 or fused(kernel, device, dtype, dim) == "math":
         return 0
-    return MOST_VARLEN_TOKENS
+    return MAX_VARLEN_TOKENS
 
 
 def forward(
@@ -101,7 +101,7 @@ def portions(name: str, tile: Tile, q: torch.Tensor) -> list[Tile]:
     if name == "math" or not q.is_cuda or query.ids is not None or key.ids is not None:
         return [tile]
     tokens = tile.query_rows.folds * tile.query_rows.length + tile.key_rows.folds * tile.key_rows.length
-    most = max(1, MOST_WORKSPACE // (4 * tokens * q.shape[0] * query.per_group * q.shape[3]))
+    most = max(1, MAX_WORKSPACE // (4 * tokens * q.shape[0] * query.per_group * q.shape[3]))
     if most >= query.groups:
         return [tile]
     return [_portion(tile, first, min(most, query.groups - first)) for first in range(0, query.groups, most)]

@@ -22,7 +22,7 @@ from ring.precision import accumulator_dtype
 
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-_LEAST_ROWS = 8  # least query rows of a block
+_MIN_ROWS = 8  # least query rows of a block
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SavedRows:
 def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
     """Split query rows into blocks whose scores are no larger than q: the workspace is O(n / p) for every bucket."""
     length, keys = q.shape[-2], k.shape[-2]
-    step = max(_LEAST_ROWS, length * q.shape[-1] // keys)
+    step = max(_MIN_ROWS, length * q.shape[-1] // keys)
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 

@@ -43,7 +43,7 @@ from ring.plan.tile import Tile
 from ring.plan.tiling import Limits, tiles_of
 
 EXCHANGES = ("ring", "direct", "gather")
-MOST_BYTES = 2**29  # of the cached plans
+MAX_BYTES = 2**29  # of the cached plans
 _FEW = 16  # up to so many slot ranges of documents are copied one by one, as strided views
 
 
@@ -94,7 +94,7 @@ class Plan:
 
 
 # A plan of 100,000 tokens per rank in 1,000 documents takes some MB.
-_plans: BoundedCache[Hashable, Plan] = BoundedCache(128, most_bytes=MOST_BYTES)
+_plans: BoundedCache[Hashable, Plan] = BoundedCache(128, most_bytes=MAX_BYTES)
 
 
 def plan_of(
@@ -105,7 +105,7 @@ def plan_of(
 
     Args:
         bucket: most key/value tokens of a kernel call and of a receive buffer, >= 1. Query rows of a call have the same
-            bound, or LEAST_ROWS if that is more, so that its results are bounded as well.
+            bound, or MIN_ROWS if that is more, so that its results are bounded as well.
         own: the same for a call that takes several segments of the rank's own keys; None: `bucket`.
         varlen: most query rows, and keys, of packed documents of different lengths that share a call. Longer ones share
             it where they are less than half of the work. 0: none share a call.

@@ -38,7 +38,7 @@ from ring.plan.rows import Fold, FoldKind, Rows, concatenate, folds, gathered_fo
 from ring.plan.schedule import Schedule
 from ring.plan.tile import Mask, Sequences, Tile
 
-LEAST_ROWS = 16  # a kernel call with fewer query rows costs more to start than to run
+MIN_ROWS = 16  # a kernel call with fewer query rows costs more to start than to run
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Limits:
     @property
     def rows(self) -> int:
         """Most query rows of a call."""
-        return max(self.bucket, LEAST_ROWS)
+        return max(self.bucket, MIN_ROWS)
 
 
 def tiles_of(
@@ -236,7 +236,7 @@ def _drafts(
         return
     addresses = _Addresses.of(ranges, keys, pairs)
     q, k = pairs.query, pairs.key
-    most = np.maximum(np.minimum(fold_limit // k.count, max(fold_limit, LEAST_ROWS) // q.count), 1)
+    most = np.maximum(np.minimum(fold_limit // k.count, max(fold_limit, MIN_ROWS) // q.count), 1)
     entries = addresses.signature, ranges.segment[q.range], addresses.query, addresses.key, most
     if ranges.packed and limits.varlen and mask is not Mask.POSITION:
         sums = (q.count, k.count), limits.varlen, (limits.rows, limits.bucket)

@@ -33,7 +33,7 @@ from ring.comm.transport import Message
 from ring.default_bucket import default_bucket
 from ring.layout import Layout
 from ring.plan.plan import plan_of
-from verification import runner
+from verification import experiments
 from verification.case import Case
 from verification.check import properties
 from verification.failures import Deadlock, RankCrash
@@ -71,7 +71,7 @@ def verification(arguments: Sequence[str] | None = None) -> int:
         rates = {}
         for world in WORLDS:  # goals of "pool" on two cores: 200, 50, 17
             count = max(10, options.examples * 2 // world)
-            fast, twice = rate(GlooBackend, world, count), rate(GlooBackend, world, count, runner.check_case)
+            fast, twice = rate(GlooBackend, world, count), rate(GlooBackend, world, count, experiments.check_case)
             plain, slow = plain_rate(GlooBackend, world, count), spawned_rate(world, 3)
             rates[world] = {"pool": fast, "pool, every pass twice": twice, "pool, plain dense ring": plain}
             rates[world] |= {"spawned": slow, "ratio": fast / slow}
@@ -120,7 +120,7 @@ def _recorded(file: Path | None, measured: Iterator[tuple[str, Any]]) -> int:
 
 
 def check_once(backend: Backend, case: Case) -> dict[str, float]:
-    """Check a Case as `runner.check_case` does, without the second pass that checks that results repeat."""
+    """Check a Case as `experiments.check_case` does, without the second pass that checks that results repeat."""
     backend.submit(observe, case, None, False)
     expectation = properties.prepare(case)
     return properties.check(case, expectation, backend.collect())
@@ -140,7 +140,7 @@ def rate(kind: type[Backend], world: int, examples: int, check: Check = check_on
     with _ready(kind(), world) as backend:
         report = Report(Console(quiet=True))
         for count in (max(5, examples // 20), examples):  # warm-up first
-            search = Search(replace(runner.EXAMPLES, check=check), backend, report, world)
+            search = Search(replace(experiments.EXAMPLES, check=check), backend, report, world)
             report.start_world(world, count)
             started = time.perf_counter()
             failures = search.explore(count, 0)

@@ -18,7 +18,7 @@ from ring.lowering import Programs
 from ring.plan.plan import plan_of
 from tests.support.attention_cases import PATTERNS, inputs
 
-MOST_CALLS = 310  # Python calls of a forward and a backward: 308, and a little for another version of torch
+MAX_CALLS = 310  # Python calls of a forward and a backward: 308, and a little for another version of torch
 
 
 def test_the_page_shows_the_program_of_the_example() -> None:
@@ -77,4 +77,4 @@ def test_a_call_on_one_rank_makes_few_python_calls(causal: bool) -> None:
         assert isinstance(out, torch.Tensor)
         out.sum().backward()
 
-    assert counted(step) <= MOST_CALLS
+    assert counted(step) <= MAX_CALLS

@@ -266,11 +266,11 @@ def test_whole_calls_are_the_math_kernel_s(pattern: Pattern, kernel: str, picked
 
 @pytest.mark.parametrize("most", [1, 3 * 2**19])
 def test_a_backward_by_groups_of_heads_is_the_whole_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = kernels.MOST_WORKSPACE
+    usual = kernels.MAX_WORKSPACE
     for pattern, kv_heads in ((Pattern.dense(True), 4), (Pattern.longnet([64, 256], [1, 4], 8, True), 8)):
         (leaves, dout), results, calls = drawn(512, 8, kv_heads), [], []
         for limit in (usual, most):
-            monkeypatch.setattr(kernels, "MOST_WORKSPACE", limit)
+            monkeypatch.setattr(kernels, "MAX_WORKSPACE", limit)
             monkeypatch.setattr(ring.execute, "_programs", BoundedCache(8))  # what was lowered before is kept
             out = plain(*leaves, pattern, Layout.contiguous(512, 1))
             with count_kernels() as picked:

@@ -21,10 +21,12 @@ from reference.fast_oracle import QUANTITIES, Expectation
 from reference.roundoff import LARGEST
 from reference.shards import Ints, default_bucket
 from verification.case import Case
-from verification.check.oracle_agreement import check_twin, largest
+from verification.check.oracle_agreement import check_twin
+from verification.check.workspace_limits import limits
+from verification.check.worst_entry import worst_entry
 from verification.failures import MismatchedMessages, WrongResult
-from verification.run.memory_meter import Workspace, limits
-from verification.run.observation import LONGER, Message, Observations
+from verification.run.memory_meter import Workspace
+from verification.run.observation import LONGER, Observations, RecordedMessage
 from verification.wording import counted
 
 Ratios = dict[str, float]
@@ -36,23 +38,23 @@ Ratios = dict[str, float]
 def check_layout(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
     """Layouts equal `reference.shards` on every rank, and `shard` and `unshard` follow them."""
     defined = case.shards()
-    for index, (seen, expected) in enumerate(zip(observations, defined.positions, strict=False)):
-        for positions, verb in ((seen.layout.positions, "holds"), (seen.layout.sharded, "is given by `shard`")):
+    for index, (observation, expected) in enumerate(zip(observations, defined.positions, strict=False)):
+        layout = observation.layout
+        for positions, verb in ((layout.positions, "holds"), (layout.sharded, "is given by `shard`")):
             if not np.array_equal(positions, expected):
                 raise WrongResult(
                     f"layout: {_rank(case, index)} {verb} positions {_listed(positions)}; "
                     f"{_order(case)} gives it {_listed(expected)}{_first_difference(positions, expected)}"
                 )
-        if seen.layout.counts != defined.counts:
+        if layout.counts != defined.counts:
             raise WrongResult(
-                f"layout: {_rank(case, index)} has counts {seen.layout.counts}; {_order(case)} makes them "
-                f"{defined.counts}"
+                f"layout: {_rank(case, index)} has counts {layout.counts}; {_order(case)} makes them {defined.counts}"
             )
-        if not np.array_equal(seen.layout.place, defined.place):
+        if not np.array_equal(layout.place, defined.place):
             raise WrongResult(
-                f"layout: on {_rank(case, index)}, `unshard` takes the tokens from places {_listed(seen.layout.place)}"
+                f"layout: on {_rank(case, index)}, `unshard` takes the tokens from places {_listed(layout.place)}"
                 f" of the shards laid end to end; {_order(case)} has them at {_listed(defined.place)}"
-                f"{_first_difference(seen.layout.place, defined.place)}"
+                f"{_first_difference(layout.place, defined.place)}"
             )
     return {}
 
@@ -65,9 +67,9 @@ def check_answers(case: Case, expectation: Expectation, observations: Observatio
     if len(observations) != len(case.ranks):
         raise WrongResult(f"answers: {counted(len(observations), 'rank')} answered, the group has {len(case.ranks)}")
     accumulator = "float64" if case.dtype == "float64" else "float32"
-    for index, seen in enumerate(observations):
-        for name, dtype in zip(QUANTITIES, seen.dtypes, strict=True):
-            result = getattr(seen, name)
+    for index, observation in enumerate(observations):
+        for name, dtype in zip(QUANTITIES, observation.dtypes, strict=True):
+            result = getattr(observation, name)
             if name == "lse" and case.lse == "unused":
                 if result is not None:
                     raise WrongResult(f"answers: {_rank(case, index)} returned lse, which was not asked for")
@@ -95,14 +97,14 @@ def check_unseen(case: Case, expectation: Expectation, observations: Observation
         dead = expectation.dead_keys if name in ("dk", "dv") else expectation.dead_rows  # (H, N)
         if not dead.any():
             continue
-        seen = assemble(case, observations, name)
+        actual = assemble(case, observations, name)
         mask = dead[None] if name == "lse" else dead.T[None, :, :, None]
         expected = -np.inf if name == "lse" else 0.0
-        wrong = mask & (seen != expected)
+        wrong = mask & (actual != expected)
         if wrong.any():
             where = _first(wrong)
             raise WrongResult(
-                f"unseen: {name} is {seen[where]} {_place(case, name, where)}, not exactly {expected}: "
+                f"unseen: {name} is {actual[where]} {_place(case, name, where)}, not exactly {expected}: "
                 f"{'no query sees this key' if name in ('dk', 'dv') else 'this query sees no key'}"
             )
     return {}
@@ -112,26 +114,24 @@ def check_finite(case: Case, expectation: Expectation, observations: Observation
     """No result is NaN or infinite, except: -inf where rows see nothing; overflow where the exact result plus its bound
     exceeds the largest number of the dtype; anything where the bound is infinite."""
     for name in compared(case):
-        seen = assemble(case, observations, name)
-        if np.isfinite(seen).all():
+        actual, exact = assemble(case, observations, name), expectation.exact[name]
+        if np.isfinite(actual).all():
             continue
-        wrong = ~(np.isfinite(seen) | (seen == expectation.exact[name]) | _overflow(case, expectation, name, seen))
+        wrong = ~(np.isfinite(actual) | (actual == exact) | _overflow(case, expectation, name, actual))
         if wrong.any():
             where = _first(wrong)
-            raise WrongResult(
-                f"finite: {name} is {seen[where]} {_place(case, name, where)}, "
-                f"expected {expectation.exact[name][where]}"
-            )
+            place = _place(case, name, where)
+            raise WrongResult(f"finite: {name} is {actual[where]} {place}, expected {exact[where]}")
     return {}
 
 
 def check_values(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """|seen - exact| <= bound, in every entry of the output and of lse."""
+    """|actual - exact| <= bound, in every entry of the output and of lse."""
     return _within_bounds(case, expectation, observations, ("out", "lse"))
 
 
 def check_gradients(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """|seen - exact| <= bound, in every entry of dq, dk and dv."""
+    """|actual - exact| <= bound, in every entry of dq, dk and dv."""
     return _within_bounds(case, expectation, observations, ("dq", "dk", "dv"))
 
 
@@ -142,17 +142,17 @@ def _within_bounds(
     for name in compared(case):
         if name not in quantities:
             continue
-        seen, exact, bound = assemble(case, observations, name), expectation.exact[name], expectation.bound[name]
+        actual, exact, bound = assemble(case, observations, name), expectation.exact[name], expectation.bound[name]
         with np.errstate(invalid="ignore"):
-            error = np.abs(seen - exact)
+            error = np.abs(actual - exact)
         if not np.isfinite(error).all():  # -inf in its place and overflow are `check_finite`'s
-            error = np.where((seen == exact) | _overflow(case, expectation, name, seen), 0.0, error)
+            error = np.where((actual == exact) | _overflow(case, expectation, name, actual), 0.0, error)
         wrong = ~(error <= bound)
         if wrong.any():
             ratio = _ratio(error, bound)
-            where = largest(np.where(wrong, ratio, -1.0))
+            where = worst_entry(np.where(wrong, ratio, -1.0))
             raise WrongResult(
-                f"values: {name} is {seen[where]} {_place(case, name, where)}, expected {exact[where]}: "
+                f"values: {name} is {actual[where]} {_place(case, name, where)}, expected {exact[where]}: "
                 f"error {error[where]:.3g} is {ratio[where]:.3g} times its bound {bound[where]:.3g}; "
                 f"{int(wrong.sum())} of {wrong.size} entries exceed theirs",
                 name,
@@ -204,8 +204,8 @@ def check_traffic(case: Case, expectation: Expectation, observations: Observatio
     p, expected = len(observations), costs(case)
     for phase in ("forward", "backward"):
         sent = np.zeros((p, p), np.int64)
-        for src, seen in enumerate(observations):
-            for peer, size, _ in getattr(seen, f"sent_{phase}"):
+        for src, observation in enumerate(observations):
+            for peer, size, _ in getattr(observation, f"sent_{phase}"):
                 sent[src, peer] += size
         exact = getattr(expected, f"sent_{phase}")
         if not np.array_equal(sent, exact):
@@ -221,16 +221,16 @@ def check_buffers(case: Case, expectation: Expectation, observations: Observatio
     """The peak of communication buffers on every rank is that of `reference.cost.buffers`, and the default bucket of a
     long sequence is the defined one."""
     bucket = default_bucket(LONGER, case.heads, case.kv_heads, case.torch_dtype.itemsize, case.device)
-    for index, seen in enumerate(observations):
-        if seen.layout.bucket != bucket:
+    for index, observation in enumerate(observations):
+        if observation.layout.bucket != bucket:
             raise WrongResult(
-                f"buffers: the default bucket on {_rank(case, index)} is {seen.layout.bucket} where the largest "
+                f"buffers: the default bucket on {_rank(case, index)} is {observation.layout.bucket} where the largest "
                 f"shard has {LONGER} tokens; the memory budget makes it {bucket}"
             )
     expected = costs(case)
     for phase in ("forward", "backward"):
-        for index, (seen, exact) in enumerate(zip(observations, getattr(expected, f"buffer_{phase}"), strict=True)):
-            peak = getattr(seen, f"buffer_{phase}")
+        peaks = [getattr(observation, f"buffer_{phase}") for observation in observations]
+        for index, (peak, exact) in enumerate(zip(peaks, getattr(expected, f"buffer_{phase}"), strict=True)):
             if peak != exact:
                 raise WrongResult(
                     f"buffers: {phase}, {_rank(case, index)} held {peak} bytes at most; "
@@ -240,15 +240,15 @@ def check_buffers(case: Case, expectation: Expectation, observations: Observatio
 
 
 def check_workspace(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """Measured Cases stay within `memory_meter.limits`: keys and rows of a kernel call, bytes of a new tensor."""
+    """Measured Cases stay within `workspace_limits.limits`: keys and rows of a kernel call, bytes of a new tensor."""
     if not case.measured:
         return {}
     exact = costs(case)
-    for index, seen in enumerate(observations):
+    for index, observation in enumerate(observations):
         allowed = limits(case, index, int(exact.buffer_forward[index]), int(exact.buffer_backward[index]))
         sees = not expectation.dead_rows[:, case.shards().positions[index]].all()
         for phase in ("forward", "backward"):
-            workspace: Workspace = getattr(seen, f"workspace_{phase}")
+            workspace: Workspace = getattr(observation, f"workspace_{phase}")
             where = f"workspace: {phase}, {_rank(case, index)}"
             if sees and not workspace.products:
                 raise WrongResult(f"{where} has rows that see keys, and no product of matrices was seen")
@@ -299,8 +299,8 @@ CHECKS: dict[str, Callable[[Case, Expectation, Observations], Ratios]] = {
 def assemble(case: Case, observations: Observations, name: str) -> Array:
     """Return a result of the whole sequence, in global token order, in fp64. Raises WrongResult for a wrong shape."""
     axis = 2 if name == "lse" else 1
-    for index, seen in enumerate(observations):
-        _check_shape(case, index, name, getattr(seen, name))
+    for index, observation in enumerate(observations):
+        _check_shape(case, index, name, getattr(observation, name))
     shards = [np.asarray(getattr(x, name), np.float64) for x in observations]
     return np.concatenate(shards, axis).take(case.shards().place, axis)
 
@@ -309,12 +309,12 @@ def compared(case: Case) -> list[str]:
     return [name for name in QUANTITIES if name != "lse" or case.lse != "unused"]
 
 
-def _overflow(case: Case, expectation: Expectation, name: str, seen: Array) -> NDArray[np.bool_]:
+def _overflow(case: Case, expectation: Expectation, name: str, actual: Array) -> NDArray[np.bool_]:
     """Mask of infinities that a result within its bound may round to, and of entries whose bound is infinite."""
     dtype = case.dtype if name != "lse" or case.dtype == "float64" else "float32"
     exact, bound = expectation.exact[name], expectation.bound[name]
-    beyond = np.where(seen > 0, exact, -exact) + bound > LARGEST[dtype]
-    return np.isinf(seen) & beyond & np.isfinite(exact) | np.isposinf(bound)
+    beyond = np.where(actual > 0, exact, -exact) + bound > LARGEST[dtype]
+    return np.isinf(actual) & beyond & np.isfinite(exact) | np.isposinf(bound)
 
 
 def _ratio(error: Array, bound: Array) -> Array:
@@ -362,7 +362,7 @@ def _first_difference(actual: Ints, expected: Ints) -> str:
     return f"; entry {first} is the first that differs: {actual[first]}, not {expected[first]}"
 
 
-def _by_peer(case: Case, index: int, messages: Iterable[Message]) -> dict[int, list[tuple[int, Any]]]:
+def _by_peer(case: Case, index: int, messages: Iterable[RecordedMessage]) -> dict[int, list[tuple[int, Any]]]:
     by_peer: dict[int, list[tuple[int, Any]]] = {}
     for peer, size, label in messages:
         if not 0 <= peer < len(case.ranks) or peer == index:

@@ -1,7 +1,7 @@
 """The oracle and its fast twin agree: examples are judged by the twin, so the twin is compared with the definition.
 
 Every example is judged by `reference.fast_oracle`, the fast twin of `reference.oracle`. Here the two are compared on
-all Cases of at most MOST_SCORES scores (batch * query heads * tokens^2), nine in ten of the drawn ones.
+all Cases of at most MAX_SCORES scores (batch * query heads * tokens^2), nine in ten of the drawn ones.
 
 The allowed difference is derived. Both compute in fp64, without a merge of partial results, so each is within
 `reference.bounds` of the exact result, for an `Arithmetic` of fp64 with p = p' = 1; for fp64 these bounds count both
@@ -22,14 +22,15 @@ from reference.fast_oracle import QUANTITIES, Expectation, evaluate
 from reference.oracle import attention_and_gradients
 from reference.roundoff import Arithmetic, Counts, max_pairs
 from verification.case import Case
+from verification.check.worst_entry import worst_entry
 from verification.failures import WrongResult
 from verification.run.observation import Observations
 
-MOST_SCORES = 2**14
+MAX_SCORES = 2**14
 
 
 def is_compared(case: Case) -> bool:
-    return case.batch * case.heads * case.tokens**2 <= MOST_SCORES
+    return case.batch * case.heads * case.tokens**2 <= MAX_SCORES
 
 
 def check_twin(case: Case, expectation: Expectation, observations: Observations) -> dict[str, float]:
@@ -65,15 +66,10 @@ def _compare(name: str, oracle: Array, twin: Array, allowed: Array) -> float:
         ratio = np.where(oracle == twin, 0.0, np.abs(oracle - twin) / allowed)
     ratio[np.isnan(ratio) & np.isposinf(allowed)] = 0.0  # an infinite bound allows anything
     if not (ratio <= 1).all():
-        where = largest(ratio)
+        where = worst_entry(ratio)
         raise WrongResult(
             f"oracle: {name} is {oracle[where]} at {where} of {oracle.shape} by the oracle, and "
             f"{twin[where]} by its twin: {ratio[where]:.3g} times as far apart as computations in fp64 may be, "
             f"{allowed[where]:.3g}"
         )
     return float(ratio.max(initial=0.0))
-
-
-def largest(ratio: Array) -> tuple[int, ...]:
-    """Return the index of the largest number, or of a NaN."""
-    return tuple(map(int, np.unravel_index(int(np.argmax(np.nan_to_num(ratio, nan=np.inf))), ratio.shape)))

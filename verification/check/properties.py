@@ -85,7 +85,7 @@ def run_checks(
     properties: Sequence[Property], checks: Mapping[str, Callable[[Any, Any, Any], Ratios]],
     case: Any, expectation: Any, observations: Any,
 ) -> dict[str, float]:  # fmt: skip
-    """Run `check` for any properties and checks, on a Case or another `Example`."""
+    """Run `check` for any properties and checks, on a Case or another `CaseLike`."""
     ratios: dict[str, Ratios] = {}
     for name, run in checks.items():
         try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from verification.case import Case
 
-_MOST_NUMBERS = 2**28  # of a tensor
-_MOST_SCORES = 2**31  # of the oracle: the problem of real size has less than half as many
+_MAX_NUMBERS = 2**28  # of a tensor
+_MAX_SCORES = 2**31  # of the oracle: the problem of real size has less than half as many
 
 
 def fused_on_gpus(case: Case) -> bool:
@@ -17,10 +17,10 @@ def check_supported(case: Case) -> None:
     """Raise ValueError for a Case that is too large, or that ring_attention refuses although each field is valid."""
     numbers = case.batch * case.tokens * case.heads * case.head_dim
     scores = case.batch * case.heads * case.tokens**2
-    if numbers > _MOST_NUMBERS or scores > _MOST_SCORES:
+    if numbers > _MAX_NUMBERS or scores > _MAX_SCORES:
         raise ValueError(
             f"batch, tokens, heads, head_dim are {case.batch}, {case.tokens}, {case.heads}, {case.head_dim}: {numbers} "
-            f"numbers, {scores} scores; at most {_MOST_NUMBERS} and {_MOST_SCORES} can be checked"
+            f"numbers, {scores} scores; at most {_MAX_NUMBERS} and {_MAX_SCORES} can be checked"
         )
     if case.kernel not in ("flash", "cudnn"):  # the others exist on every device
         return

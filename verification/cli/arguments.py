@@ -25,14 +25,14 @@ def command(module: str, script: str) -> str:
 
 MODULE = command("verification", "ring-verify")
 TYPED = "VERIFICATION_TYPED"  # environment variable: the script that the user typed, if any
-MOST_WORLD = 1024  # a backend may allow fewer
+MAX_WORLD = 1024  # a backend may allow fewer
 Number = TypeVar("Number", int, float)
 STATUS = """\
 exit status: 0 all held; 1 a counter-example was found; 2 the run could not
 start or finish."""
 
 
-def typed(otherwise: str = MODULE) -> str:
+def prog_name(otherwise: str = MODULE) -> str:
     """Name of this program in usage and errors: the script that the user typed, else `otherwise`."""
     return os.environ.get(TYPED) or otherwise
 
@@ -61,9 +61,9 @@ def worlds(text: str) -> tuple[int, ...]:
         sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         sizes = ()
-    if not sizes or min(sizes) < 1 or max(sizes) > MOST_WORLD:
+    if not sizes or min(sizes) < 1 or max(sizes) > MAX_WORLD:
         raise argparse.ArgumentTypeError(
-            f"world sizes must be integers from 1 to {MOST_WORLD}, separated by commas, got {text!r}"
+            f"world sizes must be integers from 1 to {MAX_WORLD}, separated by commas, got {text!r}"
         )
     return sizes
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from verification.cli import doctor, faults, mutants, peers, replay, run, training
-from verification.cli.arguments import MODULE, STATUS, check_outputs, console, typed
+from verification.cli.arguments import MODULE, STATUS, check_outputs, console, prog_name
 from verification.run.backends import Unavailable
 from verification.search.experiment import ToolError
 
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     for name, module in COMMANDS.items():
         command = commands.add_parser(
             name, help=module.HELP, description=module.ABOUT, epilog=getattr(module, "STATUS", STATUS),
-            prog=typed(f"{MODULE} {name}"), formatter_class=raw,
+            prog=prog_name(f"{MODULE} {name}"), formatter_class=raw,
         )  # fmt: skip
         module.add_arguments(command)
         command.set_defaults(parser=command)
@@ -49,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_outputs(options)
         return COMMANDS[options.command].carry_out(options, console())
     except (Unavailable, OSError) as error:
-        print(f"{typed()}: error: {error}", file=sys.stderr)
+        print(f"{prog_name()}: error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
-        print(f"{typed()}: interrupted", file=sys.stderr)
+        print(f"{prog_name()}: interrupted", file=sys.stderr)
     except ToolError as error:
         if error.__cause__ is not None:  # an unexpected exception: show its traceback
             raise RuntimeError(f"the test harness failed on an example: {error}") from error
-        print(f"{typed()}: error: {error}", file=sys.stderr)
+        print(f"{prog_name()}: error: {error}", file=sys.stderr)
     return 2

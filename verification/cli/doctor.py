@@ -23,7 +23,7 @@ from ring import Layout, count_kernels, ring_attention
 from ring.comm.transport import SoloTransport
 from ring.plan.plan import EXCHANGES
 from verification.case import DTYPES
-from verification.cli.arguments import add_json, check_outputs, command, console, typed, write_json
+from verification.cli.arguments import add_json, check_outputs, command, console, prog_name, write_json
 from verification.report.text import paragraph
 
 COMMAND = command("verification.cli.doctor", "ring-doctor")
@@ -248,16 +248,15 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command as a program of its own."""
-    parser = argparse.ArgumentParser(
-        prog=typed(COMMAND), description=ABOUT, epilog=STATUS, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog_name(COMMAND), description=ABOUT, epilog=STATUS, formatter_class=formatter)
     add_arguments(parser)
     options = parser.parse_args(arguments)
     try:
         check_outputs(options)
         return carry_out(options, console())
     except OSError as error:
-        print(f"{typed(COMMAND)}: error: {error}", file=sys.stderr)
+        print(f"{prog_name(COMMAND)}: error: {error}", file=sys.stderr)
         return 2
 
 

@@ -14,7 +14,7 @@ from verification.report.report import Report
 from verification.run.backends import Unavailable
 from verification.wording import counted
 
-MOST_WORLD = 8  # more ranks than cores are slow and find nothing else
+MAX_WORLD = 8  # more ranks than cores are slow and find nothing else
 HELP = "inject faults and check that each error names the faulty rank"
 ABOUT = """\
 Injects faults into ranks over gloo, at a random post of a random rank: kill -9,
@@ -24,7 +24,7 @@ example must be right, and no process may be left over. No GPU is needed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_world(parser, ",".join(map(str, fault_run.FAULT_WORLDS)) + f"; from 2 to {MOST_WORLD}")
+    add_world(parser, ",".join(map(str, fault_run.FAULT_WORLDS)) + f"; from 2 to {MAX_WORLD}")
     parser.add_argument(
         "--count", type=count, metavar="N", default=fault_run.COUNT,
         help="total number of faults, shared equally by the world sizes (default: %(default)s)",
@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """Return 0 if every fault was named, else 1. Raises Unavailable for an unsupported world size."""
     worlds = options.world or fault_run.FAULT_WORLDS
-    if min(worlds) < 2 or max(worlds) > MOST_WORLD:
+    if min(worlds) < 2 or max(worlds) > MAX_WORLD:
         sizes = ",".join(map(str, worlds))
-        raise Unavailable(f"argument --world: world sizes must be from 2 to {MOST_WORLD}, got {sizes}")
+        raise Unavailable(f"argument --world: world sizes must be from 2 to {MAX_WORLD}, got {sizes}")
     seed = seed_of(options)
     run = processor_run(f"python -m verification faults {typed_words(sys.argv[2:])}".rstrip())
     report = Report(console, run | {"seed": seed, "backend": "gloo"}, options.verbose)

@@ -17,7 +17,7 @@ from rich.console import Console
 from verification.cli.arguments import add_json, add_seed, count, say, seed_of, write_json
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.defect import BaselineFails, CannotPlant
-from verification.mutants.search import LIMITS, PROCESSES, SOON, Outcome, totals, try_all
+from verification.mutants.search import LIMITS, PROCESSES, SOON, DefectOutcome, totals, try_all
 from verification.report.progress import PlainLines
 from verification.report.provenance import processor_run, typed_words
 from verification.run.backends import Unavailable
@@ -109,7 +109,7 @@ def append_lines(file: Path, record: dict[str, Any]) -> None:
             lines.write(json.dumps(line | {key: record[key] for key in ("seed", "commit")}) + "\n")
 
 
-def summary(outcomes: Sequence[Outcome], seconds: float, verbose: bool) -> list[str]:
+def summary(outcomes: Sequence[DefectOutcome], seconds: float, verbose: bool) -> list[str]:
     """Return lines of 80 columns: a table, the survivors, the verdict."""
     killed = [outcome for outcome in outcomes if outcome.killed]
     if verbose or len(outcomes) <= FEW:  # two lines per defect: both names do not fit in one
@@ -125,7 +125,7 @@ def summary(outcomes: Sequence[Outcome], seconds: float, verbose: bool) -> list[
     return [*lines, f"{verdict}, in {seconds:.1f} s"]
 
 
-def _by_check(killed: Sequence[Outcome]) -> list[str]:
+def _by_check(killed: Sequence[DefectOutcome]) -> list[str]:
     """Return a row per property or law, most defects first, with the numbers of defects and examples."""
     examples: dict[str, list[int]] = {}
     for outcome in killed:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from verification.cli.arguments import MODULE, STATUS, add_outputs, add_seed, count, say, seed_of, typed, write_json
+from verification.cli.arguments import MODULE, STATUS, add_outputs, add_seed, count, prog_name, say, seed_of, write_json
 from verification.peers.known_peers import KNOWN, load, ready, selected
 from verification.peers.peer import Refused
 from verification.peers.peer_experiment import experiment
@@ -68,7 +68,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     """
     if options.list:
         try:
-            peers = [(name, load(name)) for name in chosen(options.names, KNOWN)]
+            peers = [(name, load(name)) for name in peer_names(options.names, KNOWN)]
         except Refused as error:
             raise Unavailable(str(error)) from error
         for name, peer in peers:
@@ -79,7 +79,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     return run_peers(ATTENTIONS, options.names, plan, console, options)
 
 
-def chosen(names: Sequence[str], known: Mapping[str, Any]) -> list[str]:
+def peer_names(names: Sequence[str], known: Mapping[str, Any]) -> list[str]:
     """Return the peers of these names or packages, each once; all without a name. Raises Unavailable."""
     try:
         return list(dict.fromkeys(peer for name in names for peer in selected(name, known))) or list(known)
@@ -112,7 +112,7 @@ STEPS = Kind(
 
 
 @dataclass
-class Outcome:
+class PeerOutcome:
     """Outcome of one peer."""
 
     name: str
@@ -142,7 +142,7 @@ def run_peers(kind: Kind, names: Sequence[str], plan: RunPlan, console: Console,
     Without world sizes in the plan, each peer runs on all those that it supports. Raises Unavailable for an unknown
     name, before any output.
     """
-    outcomes, started = [Outcome(name) for name in chosen(names, kind.known)], time.perf_counter()
+    outcomes, started = [PeerOutcome(name) for name in peer_names(names, kind.known)], time.perf_counter()
     say(console, f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
     for outcome in outcomes:
         peer_started = time.perf_counter()
@@ -161,7 +161,7 @@ def run_peers(kind: Kind, names: Sequence[str], plan: RunPlan, console: Console,
     return 2 if NOT_RUN in verdicts else 1 if FAILED in verdicts else 0
 
 
-def _run(kind: Kind, outcome: Outcome, plan: RunPlan, console: Console, options: argparse.Namespace) -> None:
+def _run(kind: Kind, outcome: PeerOutcome, plan: RunPlan, console: Console, options: argparse.Namespace) -> None:
     """Run world sizes in ascending order and stop at the first counter-example, which then has the fewest ranks.
 
     Raises Refused, Unavailable or ToolError if the peer cannot run.
@@ -207,7 +207,7 @@ def _worlds(peer: Any, plan: RunPlan, options: argparse.Namespace) -> list[int]:
     return worlds or sorted(peer.worlds)
 
 
-def _summary(kind: Kind, outcomes: Sequence[Outcome], seconds: float, console: Console, verbose: bool) -> None:
+def _summary(kind: Kind, outcomes: Sequence[PeerOutcome], seconds: float, console: Console, verbose: bool) -> None:
     """Print a row per peer, the first counter-example of each, and the verdict."""
     say(console, f"{'peer':<32}{'version':<12}{'verdict':<16}{'examples':>8}{'seconds':>8}")
     for o in outcomes:
@@ -224,6 +224,6 @@ def _summary(kind: Kind, outcomes: Sequence[Outcome], seconds: float, console: C
     words = ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number)
     say(console, f"{counted(len(outcomes), 'peer')} in {seconds:.1f} s: {words}")
     if counts[NOT_RUN]:
-        program = typed(f"{MODULE} {kind.command}")
+        program = prog_name(f"{MODULE} {kind.command}")
         packaged = any(o.verdict == NOT_RUN and ":" not in o.name for o in outcomes)  # others are a user's own module
         print(f"{program}: some peers could not run, see above{'; ' + INSTALL if packaged else ''}", file=sys.stderr)

@@ -15,7 +15,7 @@ from verification import runner, whole_run
 from verification.cli import arguments as cli
 from verification.problems import real_size
 from verification.report.report import Report
-from verification.run.backends import BACKENDS, Unavailable
+from verification.run.backends import BACKENDS, MAX_RANKS, Unavailable
 
 HELP = "draw examples and check them"
 ABOUT = """\
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     cli.add_seed(parser)
     cli.add_backend(parser, BACKENDS)
-    least, most = real_size.LEAST, real_size.MOST
+    least, most = real_size.MIN_TOKENS, real_size.MAX_TOKENS
     parser.add_argument(
         "--real-size", metavar="N",
         type=cli.number(int, lambda x: x == 0 or least <= x <= most, f"0 or an integer from {least} to {most}"),
@@ -100,7 +100,7 @@ def plan_of(
 ) -> runner.RunPlan:
     """Return the plan of the command line. worlds: the default. Raises Unavailable for too many ranks or an unknown
     profile."""
-    worlds, most = options.world or worlds, runner.MOST_RANKS[options.backend]
+    worlds, most = options.world or worlds, MAX_RANKS[options.backend]
     if max(worlds) > most:
         raise Unavailable(f"argument --world: on {options.backend} at most {most} ranks, got {max(worlds)}")
     if options.profile not in profiles:

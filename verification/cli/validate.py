@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
         "--timeout", type=seconds, default=TIMEOUT, metavar="S",
         help="timeout per example, in seconds (default: %(default)g)",
     )  # fmt: skip
-    least, kinds = long_problems.LEAST, tuple(long_problems.KINDS)
+    least, kinds = long_problems.MIN_TOKENS, tuple(long_problems.KINDS)
     top.add_argument(
         "--long", type=cli.number(int, lambda x: x == 0 or x >= least, f"0 or an integer >= {least}"), metavar="N",
         help=f"tokens of the long problems (default: {LONG['nccl']}, gloo {LONG['gloo']}); 0 skips them",
@@ -102,20 +102,20 @@ def main(arguments: Sequence[str] | None = None, prepare: Preparation | None = N
     """Run this process and return its exit status. prepare: called first in every rank, also simulated ones."""
     options = parser().parse_args(arguments)
     try:
-        place = Address.of(os.environ)
+        address = Address.of(os.environ)
     except (NotUnderTorchrun, ValueError) as error:
         return _refuse(f"this runs under torchrun, which starts the ranks ({error}):\n    {HOW}")
-    if place.rank:
+    if address.rank:
         try:
-            store = place.store()
-            return Agent(place, connect(place, store), options.timeout).serve()
+            store = address.store()
+            return Agent(address, connect(address, store), options.timeout).serve()
         except RankZeroLost as lost:
             print(f"{SCRIPT}: the process that torchrun started for rank 0 {lost}", file=sys.stderr, flush=True)
             return 1
         except (OSError, RuntimeError) as error:
-            return _refuse(f"rank {place.rank} could not reach rank 0: {error}")
+            return _refuse(f"rank {address.rank} could not reach rank 0: {error}")
     try:
-        agents = Agents(place, options.timeout)
+        agents = Agents(address, options.timeout)
     except (Unavailable, OSError, RuntimeError) as error:
         return _refuse(str(error))
     status = 2
@@ -131,7 +131,7 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
     """Run all checks from rank 0, which reports every error; the other processes just exit."""
     signal.signal(signal.SIGTERM, agents.on_sigterm)
     signal.signal(signal.SIGINT, agents.on_sigint)
-    extras = {"backend": options.backend, "world": agents.place.world_size}
+    extras = {"backend": options.backend, "world": agents.address.world_size}
     report = TorchrunReport(cli.console(), extras, options.verbose)
     backend = TorchrunBackend(agents, options.backend, options.timeout, prepare)
     shrink_backend = ShrinkBackend(agents, prepare)
@@ -155,7 +155,7 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
     finally:
         shrink_backend.close()
     if options.json is not None:
-        world = agents.place.world_size
+        world = agents.address.world_size
         command = f"torchrun --nproc-per-node={world} {SCRIPT} {shlex.join(sys.argv[1:])}"
         report.extras |= surroundings("cuda" if options.backend == "nccl" else "cpu", world, command.rstrip())
         cli.write_json(options.json, report.to_dict())
@@ -176,13 +176,13 @@ def _record_loss(lost: AgentLost, report: Report, backend: TorchrunBackend, fold
     failure = (RankHang if lost.silent else RankCrash)(
         f"{lost}; the example that was running, if any, is saved as it was drawn, not shrunk"
     )
-    world = backend.agents.place.world_size
+    world = backend.agents.address.world_size
     report.failed(save_record(failure, "every process stays", world, record, folder, backend.name))
     report.summary()
 
 
 def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, shrink_backend: ShrinkBackend) -> None:
-    world = backend.agents.place.world_size
+    world = backend.agents.address.world_size
     seed = cli.seed_of(options)
     report.extras["seed"] = seed
     report.say(f"{counted(world, 'rank')}, joined by {backend.name}; seed {seed}; repeat this run with --seed {seed}")
@@ -206,7 +206,7 @@ def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, 
 
 def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
     """Check the links between ranks and return True if they hold."""
-    world = backend.agents.place.world_size
+    world = backend.agents.address.world_size
     if world == 1:
         report.say(f"{links.TITLE}: none, since there is one rank")
         return True
@@ -268,7 +268,7 @@ def _replay(options: argparse.Namespace, report: Report, backend: TorchrunBacken
         record = json.loads(file.read_text())
         special = next((name for name in ("links", "long") if isinstance(record, dict) and name in record), None)
         problem = LongProblem(**record["long"]) if special == "long" else None
-        if special == "links" and record["links"]["world"] != backend.agents.place.world_size:
+        if special == "links" and record["links"]["world"] != backend.agents.address.world_size:
             ranks = counted(record["links"]["world"], "rank")
             raise ValueError(f"it was found on {ranks}; torchrun must start as many")
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -277,7 +277,7 @@ def _replay(options: argparse.Namespace, report: Report, backend: TorchrunBacken
         replays.replay(file, report, backend, "--replay")
         return
     with report:
-        backend.start(backend.agents.place.world_size if problem is None else problem.world)
+        backend.start(backend.agents.address.world_size if problem is None else problem.world)
         if problem is None:
             run_links(report, backend, options.failures)
         else:

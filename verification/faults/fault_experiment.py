@@ -19,17 +19,17 @@ from reference import validators
 from verification.case import Case
 from verification.check.checks import CHECKS, costs
 from verification.check.expectation import expect
+from verification.experiments import check_case
 from verification.failures import RankFailure, VerificationFailure, name_ranks
 from verification.faults.inject import BY_NAME, KINDS, Fault, FaultKind, observe_with_fault
 from verification.run.backends import CASES_PER_CROSS_HOST, Backend, PoolBackend, SimBackend
 from verification.run.processes.process_tree import descendants
-from verification.runner import check_case
 from verification.search.diagnose import cause_in
 from verification.search.experiment import Experiment, case_record
 from verification.strategies.cases import cases
 
 How = dict[str, Any]
-QUESTIONS = 2  # consensus questions of an example: one before the forward, one before the backward
+CONSENSUS_ROUNDS = 2  # of an example: one before the forward, one before the backward
 LAST_WORDS = 6.0  # seconds for each rank to find the absent one and to raise
 SHORT_TIMEOUT = 0.3  # seconds for an example with a stopped rank; longer while another rank computes
 WHOLE = "the pool is whole after a fault"
@@ -39,7 +39,7 @@ _MISSED = (
     rf"({_ABSENT}|RuntimeError: the message '.*' from rank (?=[0-9]+ did not come)|"
     r"RuntimeError: rank (?=[0-9]+ did not take the message))"
 )
-MOST = 2**10  # largest number that chooses a rank or a post
+MAX_NUMBER = 2**10  # largest number that chooses a rank or a post
 
 
 class MishandledFault(VerificationFailure):
@@ -50,7 +50,7 @@ class MishandledFault(VerificationFailure):
 
 def faults(world: int) -> st.SearchStrategy[tuple[Case, How]]:
     """Cases whose ranks send something, each with a fault."""
-    number = st.integers(0, MOST)
+    number = st.integers(0, MAX_NUMBER)
     how = st.fixed_dictionaries(
         {"kind": st.sampled_from([kind.name for kind in KINDS]), "rank": number, "post": number, "send": number}
     )
@@ -58,9 +58,9 @@ def faults(world: int) -> st.SearchStrategy[tuple[Case, How]]:
 
 
 def _prefer_cross_host(subject: tuple[Case, How]) -> tuple[Case, How]:
-    """Change the seed so that most faults before a question meet one over the group, not through shared memory."""
+    """Change the seed so that most faults at a consensus strike one over the group, not through shared memory."""
     case, how = subject
-    if not BY_NAME[how["kind"]].asked or how["send"] % 4 == 3:
+    if not BY_NAME[how["kind"]].at_consensus or how["send"] % 4 == 3:
         return subject
     cross_host = replace(case, seed=case.seed - case.seed % CASES_PER_CROSS_HOST)
     # The seed also orders the tokens: in another order ranks may have nothing to send.
@@ -71,22 +71,22 @@ def has_messages(case: Case) -> bool:
     return bool(costs(case).sent_forward.any())
 
 
-def premise(case: Case, how: Any) -> None:
+def validate_fault(case: Case, how: Any) -> None:
     """Raise ValueError for a malformed fault, or a Case without messages."""
     validators.exactly("how", how, ["kind", "rank", "post", "send"])
     validators.choice("kind", how["kind"], BY_NAME)
     for name in ("rank", "post", "send"):
-        validators.integer(name, how[name], 0, MOST)
+        validators.integer(name, how[name], 0, MAX_NUMBER)
     if not has_messages(case):
-        raise ValueError("case is one whose ranks send nothing; a fault is struck where a message is posted")
+        raise ValueError("the ranks of case send no messages; a fault needs a Case whose ranks do")
 
 
-def chosen(how: How, posts: Sequence[Sequence[int]]) -> Fault:
+def fault_of(how: How, posts: Sequence[Sequence[int]]) -> Fault:
     """Return the fault that these numbers choose. posts: number of sends of each post, by index of the group."""
     senders = [index for index, sends in enumerate(posts) if any(sends)]
     index = senders[how["rank"] % len(senders)]
-    if BY_NAME[how["kind"]].asked:
-        return Fault(how["kind"], index, how["post"] % QUESTIONS)
+    if BY_NAME[how["kind"]].at_consensus:
+        return Fault(how["kind"], index, how["post"] % CONSENSUS_ROUNDS)
     fitting = [n for n, sends in enumerate(posts[index]) if sends or BY_NAME[how["kind"]].outcome is not None]
     post = fitting[how["post"] % len(fitting)]
     return Fault(how["kind"], index, post, how["send"] % max(1, posts[index][post]))
@@ -101,7 +101,7 @@ def check_fault(backend: Backend, case: Case, how: How) -> dict[str, float]:
         raise ValueError(f"backend: got {backend.name}; allowed is one whose ranks are processes of this machine")
     kind = BY_NAME[how["kind"]]
     backend.submit(observe_with_fault, case, None)
-    fault = chosen(how, [posts for _, posts in backend.collect()])
+    fault = fault_of(how, [posts for _, posts in backend.collect()])
     old, before = set(backend.prepared().pids), descendants(os.getpid())
     judge(kind, fault, case, failure_of(backend, case, fault))
     check_whole(backend, old, before, replaced=kind.name != "short")
@@ -115,7 +115,7 @@ def check_whole(backend: PoolBackend, old: set[int], before: set[int], replaced:
     new = set(backend.prepared().pids)
     if new & old if replaced else new != old:
         must = "none" if replaced else "all"
-        raise MishandledFault(f"{WHOLE}: {must} of {sorted(old)} must be ranks still; {sorted(new & old)} are")
+        raise MishandledFault(f"{WHOLE}: {must} of {sorted(old)} must still be ranks; {sorted(new & old)} are")
     leftover = descendants(os.getpid()) - (before - old) - new
     if leftover:
         raise MishandledFault(f"{WHOLE}: the processes {sorted(leftover)} were left over")
@@ -160,51 +160,49 @@ STRIKING = Experiment(
 def judge(kind: FaultKind, fault: Fault, case: Case, failure: VerificationFailure | None) -> None:
     """Raise MishandledFault unless the failure is of the right kind, and names the rank and no other."""
     rank = case.ranks[fault.index]
-    struck = f"{kind.title} at {kind.place} {fault.post} of rank {rank}"
+    fault_text = f"{kind.title} at {kind.trigger} {fault.post} of rank {rank}"
     if failure is None:
-        raise MishandledFault(f"{struck} was not found: every rank answered, and the messages agree")
+        raise MishandledFault(f"{fault_text} was not found: every rank answered, and the messages agree")
     if kind.outcome is None:
-        _judge_words(kind, rank, struck, failure)
+        _judge_words(kind, rank, fault_text, failure)
         return
     if type(failure) is not kind.failure or not isinstance(failure, RankFailure):
-        raise MishandledFault(f"{struck} must be a {kind.failure.kind}; found was a {failure.kind}: {failure}")
+        raise MishandledFault(f"{fault_text} must be a {kind.failure.kind}; got a {failure.kind}: {failure}")
     named = failure.ranks(kind.outcome)
     if named != (rank,) or name_ranks(named) not in failure.headline:
-        raise MishandledFault(f"{struck} must be named with that rank; named was {name_ranks(named)}: {failure}")
+        raise MishandledFault(f"{fault_text} must be named with that rank; it names {name_ranks(named)}: {failure}")
     if kind.outcome == "died":
-        _judge_others(kind, fault, case, struck, failure)
+        _judge_others(kind, fault, case, fault_text, failure)
 
 
-def _judge_others(kind: FaultKind, fault: Fault, case: Case, struck: str, failure: RankFailure) -> None:
+def _judge_others(kind: FaultKind, fault: Fault, case: Case, fault_text: str, failure: RankFailure) -> None:
     """Raise MishandledFault unless every rank that raised names this index of the group as missing.
 
-    At a question, no rank may answer or name itself, and at least one must raise: ranks without a connection to the
+    At a consensus, no rank may answer or name itself, and at least one must raise: ranks without a connection to the
     dead one may wait until the group's timeout, but one rank has a connection."""
     raised = 0
     for index, rank in enumerate(case.ranks):
         state = next(state for state in failure.states if state.rank == rank)
-        if index == fault.index or state.outcome == "blocked" or (state.outcome != "raised" and not kind.asked):
+        if index == fault.index or state.outcome == "blocked" or (state.outcome != "raised" and not kind.at_consensus):
             continue
-        match = re.search(f"{_ABSENT if kind.asked else _MISSED}(?P<ranks>[0-9, ]+)", state.detail)
+        match = re.search(f"{_ABSENT if kind.at_consensus else _MISSED}(?P<ranks>[0-9, ]+)", state.detail)
         missed = [] if match is None else [int(number) for number in re.findall("[0-9]+", match["ranks"])]
-        if state.outcome != "raised" or fault.index not in missed or (kind.asked and index in missed):
+        if state.outcome != "raised" or fault.index not in missed or (kind.at_consensus and index in missed):
             raise MishandledFault(
-                f"{struck}: rank {rank} must say that it missed index {fault.index} of the group; it {state.detail}"
+                f"{fault_text}: rank {rank} must say that it missed index {fault.index} of the group; it {state.detail}"
             )
         raised += 1
-    if kind.asked and not raised:
-        raise MishandledFault(f"{struck}: no rank said that it missed index {fault.index} of the group: {failure}")
+    if kind.at_consensus and not raised:
+        raise MishandledFault(f"{fault_text}: no rank said that it missed index {fault.index} of the group: {failure}")
 
 
-def _judge_words(kind: FaultKind, rank: int, struck: str, failure: VerificationFailure) -> None:
+def _judge_words(kind: FaultKind, rank: int, fault_text: str, failure: VerificationFailure) -> None:
     """Raise MishandledFault unless the text names this rank as the sender."""
     text = " ".join(getattr(failure, "__notes__", ())) if kind.simulated else str(failure)
     right = kind.failure.kind in text if kind.simulated else type(failure) is kind.failure
     sender = rf"rank {rank} sends " if kind.simulated else rf"from rank {rank}( \(index \d+ of the group\))? to rank "
     if not right or not re.search(sender, text):
-        raise MishandledFault(
-            f"{struck} must be named as {kind.named_as}, with that rank; found was: {failure}; {text}"
-        )
+        raise MishandledFault(f"{fault_text} must be named as {kind.named_as}, with that rank; got: {failure}; {text}")
 
 
 FAULTS = Experiment(
@@ -215,5 +213,5 @@ FAULTS = Experiment(
     with_case=lambda subject, case: (case, subject[1]),
     record_of=lambda subject: {"fault": subject[1], "case": case_record(subject[0])},
     property_of=lambda subject, failure: BY_NAME[subject[1]["kind"]].title,
-    premise=lambda subject: premise(*subject),
+    validate=lambda subject: validate_fault(*subject),
 )

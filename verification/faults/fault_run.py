@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reference import validators
-from verification.faults.fault_experiment import FAULTS, premise
+from verification.faults.fault_experiment import FAULTS, validate_fault
 from verification.faults.inject import KINDS, observe_with_fault
 from verification.replay.records import read_case
 from verification.replay.registry import Saved, SavedExample
@@ -50,12 +50,12 @@ class SavedFault(SavedExample):
 
     def prepare(self, backend: Backend) -> None:
         if type(backend) is not GlooBackend:  # torchrun would not start killed ranks again
-            raise Unavailable(f"argument --backend: faults are struck into ranks on gloo; got {type(backend).__name__}")
+            raise Unavailable(f"argument --backend: faults need ranks on gloo; got {type(backend).__name__}")
 
 
 def read_fault(record: dict[str, Any]) -> Saved:
     """Read a saved fault. Raises ValueError for a malformed record."""
     validators.exactly("a mishandled fault", record, ["fault", "case"])
     case = read_case(record["case"])
-    premise(case, record["fault"])
+    validate_fault(case, record["fault"])
     return SavedFault(FAULTS, (case, record["fault"]), record)

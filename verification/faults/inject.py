@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ring.comm.transport import Message, Outgoing, Pending, RecordingTransport, Transport
 from verification.case import Case
-from verification.failures import MismatchedMessages, Outcome, RankCrash, RankError, RankHang, VerificationFailure
+from verification.failures import MismatchedMessages, RankCrash, RankError, RankHang, RankOutcome, VerificationFailure
 from verification.run.observation import Observation
 from verification.run.rank import observe
 
@@ -22,26 +22,26 @@ from verification.run.rank import observe
 class FaultKind:
     """A kind of fault, and the failure that must report it.
 
-    title      in reports
-    failure    the kind of failure that it must cause
-    outcome    state of the rank in that failure; None: a message gets another shape, and the failure's text names the
-               rank
-    simulated  gloo does not report it, but the same fault in the simulation does
-    asked      it strikes when ranks ask each other for consensus, not when they post messages, and the others must
-               name the absent rank
+    title         in reports
+    failure       the kind of failure that it must cause
+    outcome       state of the rank in that failure; None: a message gets another shape, and the failure's text names
+                  the rank
+    simulated     gloo does not report it, but the same fault in the simulation does
+    at_consensus  it strikes at a consensus of the ranks, not when they post messages, and the others must name the
+                  absent rank
     """
 
     name: str
     title: str
     failure: type[VerificationFailure]
-    outcome: Outcome | None = None
+    outcome: RankOutcome | None = None
     simulated: bool = False
-    asked: bool = False
+    at_consensus: bool = False
 
     @property
-    def place(self) -> str:
-        """Steps of a rank that are counted to find where it strikes."""
-        return "question" if self.asked else "post"
+    def trigger(self) -> str:
+        """Kind of step at which it strikes; the steps of this kind are counted."""
+        return "consensus" if self.at_consensus else "post"
 
     @property
     def named_as(self) -> str:
@@ -56,7 +56,7 @@ KINDS = (
     FaultKind("short", "a message too short", MismatchedMessages),
     # gloo ends the receiver's process without naming the sender.
     FaultKind("long", "a message too long", MismatchedMessages, simulated=True),
-    FaultKind("absent", "kill -9, others ask", RankCrash, "died", asked=True),
+    FaultKind("absent", "kill -9, others ask", RankCrash, "died", at_consensus=True),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 
@@ -67,7 +67,7 @@ class Fault:
 
     kind: str  # name in KINDS
     index: int  # of the rank in the group
-    post: int  # number of the post, or question, at which it strikes
+    post: int  # number of the post, or consensus, at which it strikes
     send: int = 0  # index of the post's send that gets another shape
 
 
@@ -76,12 +76,12 @@ class InjectedFault(Exception):
 
 
 class FaultyTransport(RecordingTransport):
-    """A transport that counts its posts and questions, and strikes at one. posts: number of sends of each post."""
+    """A transport that counts its posts and consensuses, and strikes at one. posts: number of sends of each post."""
 
     def __init__(self, inner: Transport, fault: Fault | None) -> None:
         super().__init__(inner)
         self.posts: list[int] = []
-        self._questions = 0
+        self._rounds = 0
         self._fault = fault
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
@@ -95,14 +95,14 @@ class FaultyTransport(RecordingTransport):
         return super().post(sends, receives)
 
     def all_equal(self, payload: bytes) -> bool:
-        self._questions += 1
-        if self._strikes("question", self._questions - 1):
+        self._rounds += 1
+        if self._strikes("consensus", self._rounds - 1):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().all_equal(payload)
 
-    def _strikes(self, place: str, number: int) -> bool:
+    def _strikes(self, trigger: str, number: int) -> bool:
         fault = self._fault
-        return fault is not None and BY_NAME[fault.kind].place == place and fault.post == number
+        return fault is not None and BY_NAME[fault.kind].trigger == trigger and fault.post == number
 
 
 def inject(fault: Fault, sends: Sequence[Message]) -> list[Message]:

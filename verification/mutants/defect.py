@@ -100,7 +100,7 @@ class Defect:
     subject: Literal["attention", "training", "faults"] = "attention"
 
     @property
-    def place(self) -> tuple[str, str]:
+    def setting(self) -> tuple[str, str]:
         """(subject, backend)."""
         return self.subject, self.backend if self.subject == "attention" else "gloo"
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from verification.check.laws import LAWS
+from verification.experiments import EXAMPLES, law_experiment
 from verification.faults.fault_experiment import FAULTS
 from verification.faults.inject import observe_with_fault
 from verification.run.backends import PRELOAD
-from verification.runner import EXAMPLES, PROFILES, law_experiment
+from verification.runner import PROFILES
 from verification.search.experiment import Experiment
 from verification.training.training_run import TRAINING, TRAINING_PRELOAD
 
@@ -32,10 +33,10 @@ class Subject:
     experiment: Experiment
     example: Any
 
-    def premise(self) -> None:
+    def validate(self) -> None:
         """Raise ValueError for an example that the experiment cannot draw."""
-        if self.experiment.premise is not None:
-            self.experiment.premise(self.example)
+        if self.experiment.validate is not None:
+            self.experiment.validate(self.example)
 
 
 # Each experiment as often as its share of a run's examples; the plain one first, since it is simplest.
@@ -73,7 +74,7 @@ EVERYTHING = Experiment(
     with_case=lambda subject, case: replace(subject, example=subject.experiment.with_case(subject.example, case)),
     record_of=lambda subject: subject.experiment.record_of(subject.example),
     property_of=lambda subject, failure: subject.experiment.property_of(subject.example, failure),
-    premise=lambda subject: subject.premise(),
+    validate=lambda subject: subject.validate(),
 )
 ON_ONE_WORLD = replace(EVERYTHING, draw=lambda world: subjects((world,)))
 

@@ -24,8 +24,8 @@ from verification.mutants.catalogue import by_name
 from verification.mutants.defect import BaselineFails, CannotPlant, Defect
 from verification.mutants.experiments import EVERYTHING, SEARCHES, WORLDS
 from verification.mutants.plant import plant, preparation
-from verification.protocols import Example
-from verification.report.run_result import finite
+from verification.protocols import CaseLike
+from verification.report.run_record import finite
 from verification.run.backends import Backend, GlooBackend, SimBackend, Unavailable
 from verification.run.processes.worker import exit_with_parent
 from verification.search.experiment import FoundFailure, ToolError
@@ -41,7 +41,7 @@ _UNBOUND = re.compile(r"\b(NameError|UnboundLocalError): ")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DefectOutcome:
     """The result of the search for one defect.
 
     check       title of the property or law that broke; None if the defect survived
@@ -66,7 +66,9 @@ class Outcome:
         return asdict(self) | {"seconds": round(self.seconds, 3)}
 
 
-def try_all(names: Sequence[str], seed: int, limit: int | None = None, processes: int = PROCESSES) -> Iterator[Outcome]:
+def try_all(
+    names: Sequence[str], seed: int, limit: int | None = None, processes: int = PROCESSES
+) -> Iterator[DefectOutcome]:
     """Yield the outcomes in the order of `names`, each as soon as it and those before it are known.
 
     limit: examples for each defect; None: by its subject. Raises BaselineFails or Unavailable; then do not trust any
@@ -74,10 +76,10 @@ def try_all(names: Sequence[str], seed: int, limit: int | None = None, processes
     """
     # Limit each process to one thread before it imports numpy: the processes share the cores with their ranks.
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
-    context, places = multiprocessing.get_context("spawn"), sorted({by_name(name).place for name in names})
+    context, settings = multiprocessing.get_context("spawn"), sorted({by_name(name).setting for name in names})
     executor = ProcessPoolExecutor(max(1, min(processes, len(names))), context, initializer=_end_with_parent)
     try:
-        for baseline in [executor.submit(check_baseline, place, seed) for place in places]:
+        for baseline in [executor.submit(check_baseline, setting, seed) for setting in settings]:
             baseline.result()
         if any(by_name(name).in_oracle for name in names):
             executor.submit(_in_new_judge, None, check_baseline.__name__, ("attention", "sim"), seed).result()
@@ -106,36 +108,37 @@ class Silent:
     """The listener of a search that reports nothing: it ends at the first failure, and coverage is that of `run`."""
 
     def held(self, dtype: str, ratios: Mapping[str, float], seconds: float) -> None: ...
-    def covered(self, case: Example) -> None: ...
+    def covered(self, case: CaseLike) -> None: ...
     def met(self, failure: VerificationFailure) -> None: ...
     def failed_again(self) -> None: ...
 
 
-def check_baseline(place: tuple[str, str], seed: int) -> None:
-    """Run a few dozen examples on ranks without a defect. place: (subject, backend). Raises BaselineFails."""
-    subject, backend = place
-    example, _, _ = _find(place, None, f"{seed}/sane", SEARCHES[subject].sane)
-    if example is not None:
+def check_baseline(setting: tuple[str, str], seed: int) -> None:
+    """Run a few dozen examples on ranks without a defect. setting: (subject, backend). Raises BaselineFails."""
+    subject, backend = setting
+    counterexample, _, _ = _find(setting, None, f"{seed}/sane", SEARCHES[subject].sane)
+    if counterexample is not None:
         experiment = SEARCHES[subject].experiment
-        title, record = experiment.property_of(example.subject, example.failure), experiment.record_of(example.subject)
-        raise BaselineFails(f"without any defect an example fails on {backend}: {title}: {example.failure}; {record}")
+        drawn, failure = counterexample.subject, counterexample.failure
+        title, record = experiment.property_of(drawn, failure), experiment.record_of(drawn)
+        raise BaselineFails(f"without any defect an example fails on {backend}: {title}: {failure}; {record}")
 
 
-def try_defect(name: str, seed: int, limit: int | None = None) -> Outcome:
+def try_defect(name: str, seed: int, limit: int | None = None) -> DefectOutcome:
     """Search for one defect of the catalogue. Raises ToolError if the edited code cannot run.
 
     A defect of the oracle affects the judging process, too, so that is a new process then.
     """
     if not by_name(name).in_oracle:
         return _search_for(name, seed, limit)
-    outcome: Outcome = _in_new_judge(name, _search_with_oracle_defect.__name__, name, seed, limit)
+    outcome: DefectOutcome = _in_new_judge(name, _search_with_oracle_defect.__name__, name, seed, limit)
     return outcome
 
 
-def _search_for(name: str, seed: int, limit: int | None) -> Outcome:
+def _search_for(name: str, seed: int, limit: int | None) -> DefectOutcome:
     defect = by_name(name)
     limit = LIMITS[defect.subject] if limit is None else limit
-    return outcome_of(defect, *_find(defect.place, preparation(defect), f"{seed}/{name}", limit))
+    return outcome_of(defect, *_find(defect.setting, preparation(defect), f"{seed}/{name}", limit))
 
 
 def _in_new_judge(name: str | None, function: str, *arguments: Any) -> Any:
@@ -151,7 +154,7 @@ def _plant_and_call(name: str | None, function: str, *arguments: Any) -> Any:
     return getattr(importlib.import_module(__name__), function)(*arguments)
 
 
-def _search_with_oracle_defect(name: str, seed: int, limit: int | None) -> Outcome:
+def _search_with_oracle_defect(name: str, seed: int, limit: int | None) -> DefectOutcome:
     """Search in the edited process. An oracle that raises counts as found, since it would end `run`."""
     started, defect = time.perf_counter(), by_name(name)
     try:
@@ -162,43 +165,43 @@ def _search_with_oracle_defect(name: str, seed: int, limit: int | None) -> Outco
         if _UNBOUND.search(f"{type(error).__name__}: {error}".replace("(", ": ")):  # as a call and as repr
             raise ToolError(f"{name}: the edited code does not run: {error}") from error
         seconds = time.perf_counter() - started
-        return Outcome(name, defect.provenance, True, "the oracle runs", "tool error", 1, seconds, None)
+        return DefectOutcome(name, defect.provenance, True, "the oracle runs", "tool error", 1, seconds, None)
 
 
-def outcome_of(defect: Defect, example: FoundFailure | None, examples: int, seconds: float) -> Outcome:
+def outcome_of(defect: Defect, counterexample: FoundFailure | None, examples: int, seconds: float) -> DefectOutcome:
     """Return the outcome of a search. Raises ToolError if the edited code uses an unbound name."""
-    if example is None:
-        return Outcome(defect.name, defect.provenance, False, None, None, examples, seconds, None)
-    if _UNBOUND.search(str(example.failure).partition("\n")[0]):
-        raise ToolError(f"{defect.name}: the edited code does not run: {example.failure}")
+    if counterexample is None:
+        return DefectOutcome(defect.name, defect.provenance, False, None, None, examples, seconds, None)
+    if _UNBOUND.search(str(counterexample.failure).partition("\n")[0]):
+        raise ToolError(f"{defect.name}: the edited code does not run: {counterexample.failure}")
     experiment = SEARCHES[defect.subject].experiment
-    subject, failure = example.subject, example.failure
+    subject, failure = counterexample.subject, counterexample.failure
     ratio = failure.ratio if isinstance(failure, WrongResult) else None
-    return Outcome(
+    return DefectOutcome(
         defect.name, defect.provenance, True, experiment.property_of(subject, failure), failure.kind, examples, seconds,
         experiment.record_of(subject), finite(ratio),
     )  # fmt: skip
 
 
 def _find(
-    place: tuple[str, str], prepare: Callable[[], object] | None, seed: str, limit: int
+    setting: tuple[str, str], prepare: Callable[[], object] | None, seed: str, limit: int
 ) -> tuple[FoundFailure | None, int, float]:
     """Return the first failure on (subject, backend), if any, and the number and seconds of the examples up to it."""
-    search_plan, on_gloo = SEARCHES[place[0]], place[1] == "gloo"
+    search_plan, on_gloo = SEARCHES[setting[0]], setting[1] == "gloo"
     ranks = GlooBackend(TIMEOUT, prepare, search_plan.preload) if on_gloo else SimBackend(TIMEOUT, prepare)
     try:
         experiment, worlds = (search_plan.experiment, search_plan.worlds) if on_gloo else (EVERYTHING, (max(WORLDS),))
         # A hang on real processes costs a whole timeout: do not shrink it.
         searches = [Search(experiment, ranks, Silent(), world, SHRINK, shrinks_hangs=False) for world in worlds]
         if on_gloo:
-            example = _in_turn(searches, ranks, seed, limit, search_plan.round)
+            counterexample = _in_turn(searches, ranks, seed, limit, search_plan.round)
         else:
             ranks.start(1)  # a simulation takes Cases of any world size
-            example = searches[0].find(limit, seed)
+            counterexample = searches[0].find(limit, seed)
     finally:
         ranks.close()
-    examples = sum(search.examples for search in searches) + (example is not None)
-    return example, examples, sum(search.seconds for search in searches)
+    examples = sum(search.examples for search in searches) + (counterexample is not None)
+    return counterexample, examples, sum(search.seconds for search in searches)
 
 
 def _in_turn(searches: Sequence[Search], ranks: Backend, seed: str, limit: int, size: int) -> FoundFailure | None:
@@ -212,14 +215,14 @@ def _in_turn(searches: Sequence[Search], ranks: Backend, seed: str, limit: int, 
         for search in searches:
             ranks.start(search.world)
             remaining = limit - sum(other.examples for other in searches)
-            example = search.find(search.examples + min(size, remaining), f"{seed}/{search.world}/{size}")
-            if example is not None:
-                return example
+            counterexample = search.find(search.examples + min(size, remaining), f"{seed}/{search.world}/{size}")
+            if counterexample is not None:
+                return counterexample
         size *= 2
     return None
 
 
-def totals(outcomes: Sequence[Outcome]) -> dict[str, int]:
+def totals(outcomes: Sequence[DefectOutcome]) -> dict[str, int]:
     """Count the defects: all, killed, survived, killed within `SOON` examples."""
     killed = [outcome for outcome in outcomes if outcome.killed]
     return {

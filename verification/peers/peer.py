@@ -14,7 +14,7 @@ from verification.case import Case
 
 Result = Tensor | tuple[Tensor, Tensor]  # out (B, L, H, D); lse (B, H, L), natural logarithm
 Attend = Callable[[Tensor, Tensor, Tensor, Case, ProcessGroup | None], Result]
-MOST_RANKS = 8
+MAX_RANKS = 8
 
 
 class Refused(Exception):
@@ -62,8 +62,8 @@ class Peer:
             if not callable(getattr(self, field)):
                 raise ValueError(f"{field} is {getattr(self, field)!r}; it must be a function")
         sizes = self.worlds
-        if not isinstance(sizes, tuple) or not sizes or not all(type(w) is int and 0 < w <= MOST_RANKS for w in sizes):
-            raise ValueError(f"worlds is {sizes!r}; it must be a tuple of integers from 1 to {MOST_RANKS}")
+        if not isinstance(sizes, tuple) or not sizes or not all(type(w) is int and 0 < w <= MAX_RANKS for w in sizes):
+            raise ValueError(f"worlds is {sizes!r}; it must be a tuple of integers from 1 to {MAX_RANKS}")
         validators.choice("arithmetic", self.arithmetic, ("math", "flash", "half"))
         validators.choice("merge", self.merge, ("weighted", "interpolated"))
 

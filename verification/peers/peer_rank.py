@@ -13,7 +13,7 @@ from verification.case import Case
 from verification.peers.known_peers import ready
 from verification.peers.peer import Peer
 from verification.run.observation import Observation
-from verification.run.rank import RunResult, Tensors, division, observation_of, shards, whole_tensors
+from verification.run.rank import CallResult, Tensors, layout_answers, observation_of, shards, whole_tensors
 
 prepare = ready  # called in new ranks before an example: imports do not count towards its timeout
 
@@ -26,10 +26,11 @@ def observe_peer(transport: Transport, case: Case, name: str) -> Observation | s
     if isinstance(run, str):
         return run
     rerun = run_peer(peer, transport, case, inputs)
-    return rerun if isinstance(rerun, str) else observation_of(division(case, transport.rank), inputs, copy, run, rerun)
+    layout = layout_answers(case, transport.rank)
+    return rerun if isinstance(rerun, str) else observation_of(layout, inputs, copy, run, rerun)
 
 
-def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> RunResult | str:
+def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> CallResult | str:
     """Run forward and backward once. Raises ValueError for a wrong shape or a missing gradient: these may depend on the
     Case, so they are counter-examples, not faults of the adapter."""
     if not isinstance(transport, (ProcessGroupTransport, SoloTransport)):
@@ -51,7 +52,8 @@ def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> R
     outputs, incoming = [out], [dout]
     if lse is not None and case.through_lse:
         outputs, incoming = ([lse], [dlse]) if case.lse == "alone" else ([out, lse], [dout, dlse])
-    return RunResult((out, lse, *gradients_of(outputs, (q, k, v), incoming, case.lse == "alone")), (), (), (), (), 0, 0)
+    grads = gradients_of(outputs, (q, k, v), incoming, case.lse == "alone")
+    return CallResult((out, lse, *grads), (), (), (), (), 0, 0)
 
 
 def gradients_of(outputs: Sequence[Tensor], leaves: Tensors, douts: Sequence[Tensor], only_lse: bool) -> list[Tensor]:

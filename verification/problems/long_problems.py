@@ -27,11 +27,11 @@ from verification.problems.links import finish
 from verification.problems.longnet import case_of, longnet
 from verification.run.layouts import layout_of
 from verification.run.memory_meter import process_peak
-from verification.run.rank import attend, rank_device, repeats, same_bits, shards
+from verification.run.rank import rank_device, repeats, run_attention, same_bits, shards
 
 TITLE = "long problems"
 HEADS, KV_HEADS = 4, 2
-LEAST = 64  # tokens: with fewer, the smallest segment would be shorter than its dilated grid
+MIN_TOKENS = 64  # tokens: with fewer, the smallest segment would be shorter than its dilated grid
 KINDS = {  # name -> (dtype, exchange, True for LongNet's pattern, False for dense)
     "dense bfloat16": ("bfloat16", "ring", False),
     "dense float32": ("float32", "direct", False),
@@ -54,7 +54,7 @@ class LongProblem:
 
     def __post_init__(self) -> None:
         validators.integer("world", self.world, 1)
-        validators.integer("tokens", self.tokens, LEAST)
+        validators.integer("tokens", self.tokens, MIN_TOKENS)
         validators.integer("seed", self.seed, 0)
         validators.choice("kind", self.kind, KINDS)
 
@@ -78,10 +78,10 @@ def judged_rows(case: Case) -> Tensor:
     for positions in case.shards().positions:
         jumps = np.flatnonzero(np.diff(positions) != 1)
         ends += [*positions[:1], *positions[-1:], *positions[jumps], *positions[jumps + 1]]
-    chosen = torch.unique(torch.tensor([0, case.tokens - 1, *map(int, ends)]))[:SAMPLED]
+    required = torch.unique(torch.tensor([0, case.tokens - 1, *map(int, ends)]))[:SAMPLED]
     others = torch.randperm(case.tokens, generator=torch.Generator().manual_seed(case.seed))
-    others = others[~torch.isin(others, chosen)][: SAMPLED - len(chosen)]
-    return torch.cat((chosen, others)).sort().values
+    others = others[~torch.isin(others, required)][: SAMPLED - len(required)]
+    return torch.cat((required, others)).sort().values
 
 
 @dataclass(frozen=True)
@@ -107,15 +107,15 @@ def judge(transport: Transport, case: Case) -> Judgement:
     copies = [x.clone() for x in inputs]
     if rank_device().type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # an earlier problem's exact results took more
-    attend(transport, case, inputs)  # plan and warm up
+    run_attention(transport, case, inputs)  # plan and warm up
     finish()
     started = time.perf_counter()
-    run = attend(transport, case, inputs)
+    run = run_attention(transport, case, inputs)
     finish()
     seconds, peak = time.perf_counter() - started, process_peak(rank_device())
     torch.use_deterministic_algorithms(True)
     try:
-        once, again = (attend(transport, case, inputs) for _ in range(2))
+        once, again = (run_attention(transport, case, inputs) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
     wrong = [] if repeats(once, again) else ["the second run differs from the first"]
@@ -144,8 +144,8 @@ def _compare(
         if name == "dq" and bool((x[:, ~judged] != 0).any()):
             wrong.append("dq is not exactly 0 in rows whose incoming gradient is")
         x = x if of_keys else x[:, judged]
-        place = positions if of_keys else indices[judged]
-        ratio = _ratio(x, expected[:, place], limit[:, place])
+        columns = positions if of_keys else indices[judged]
+        ratio = _ratio(x, expected[:, columns], limit[:, columns])
         ratios[name] = float(ratio.max()) if ratio.numel() else 0.0
         if not ratios[name] <= 1:
             token = int((ratio.flatten(2).amax(2)[0] == ratio.max()).nonzero()[0])

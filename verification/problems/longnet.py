@@ -14,7 +14,7 @@ from verification.case import Case
 HEAD_DIM = 64
 DILATIONS = (1, 2, 4, 6, 12)
 PARTS = (16, 8, 4, 2, 1)
-LEAST = 16  # tokens: with fewer, the smallest segment would be empty
+MIN_TOKENS = 16  # tokens: with fewer, the smallest segment would be empty
 
 
 def longnet(tokens: int, heads: int) -> Pattern:

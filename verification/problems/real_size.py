@@ -28,19 +28,19 @@ from verification.check import properties
 from verification.check.checks import costs
 from verification.check.expectation import arithmetic_of, inputs_of
 from verification.failures import VerificationFailure
-from verification.problems.longnet import HEAD_DIM, LEAST, case_of, longnet
+from verification.problems.longnet import HEAD_DIM, MIN_TOKENS, case_of, longnet
 from verification.report.counter_example import save_record
 from verification.report.report import Report
 from verification.run.backends import Backend
 from verification.run.memory_meter import Meter, process_peak
 from verification.run.observation import Observation
-from verification.run.rank import attend, division, observation_of, shards
+from verification.run.rank import layout_answers, observation_of, run_attention, shards
 from verification.wording import counted
 
 TITLE = "one problem of real size"
 HEADS, VOCABULARY = 12, 4096
 TOKENS = 8192
-MOST = 2**17  # tokens: with more, the oracle would take a day
+MAX_TOKENS = 2**17  # tokens: with more, the oracle would take a day
 TIMEOUT = 300.0  # seconds that the ranks may take
 
 
@@ -54,7 +54,7 @@ class RealSizeProblem:
 
     def __post_init__(self) -> None:
         validators.integer("world", self.world, 1, 2**16)
-        validators.integer("tokens", self.tokens, LEAST, MOST)
+        validators.integer("tokens", self.tokens, MIN_TOKENS, MAX_TOKENS)
         validators.integer("seed", self.seed, 0, 2**63 - 1)
 
     def case(self) -> Case:
@@ -107,11 +107,11 @@ def measured(transport: Transport, case: Case, file: str) -> Measurement:
     meter = Meter(case.head_dim)
     for x in inputs:
         meter.count(x)
-    run = attend(transport, case, inputs, meter=meter)
+    run = run_attention(transport, case, inputs, meter=meter)
     started = time.perf_counter()
-    again = attend(transport, case, inputs)
+    again = run_attention(transport, case, inputs)
     seconds = time.perf_counter() - started
-    observation = observation_of(division(case, transport.rank), inputs, copies, run, again)
+    observation = observation_of(layout_answers(case, transport.rank), inputs, copies, run, again)
     return Measurement(observation, seconds, meter.peak, process_peak())
 
 

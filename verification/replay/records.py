@@ -14,19 +14,19 @@ from pkgutil import resolve_name
 from typing import Any
 
 from reference import validators
-from verification import runner
 from verification.case import Case
 from verification.check.laws import LAWS
-from verification.check.laws.law import MOST_INTEGER
+from verification.check.laws.law import MAX_INTEGER
 from verification.check.supported import check_supported
+from verification.experiments import EXAMPLES, law_experiment
 from verification.problems import real_size
 from verification.replay.registry import READERS, REMOVED, Saved, SavedExample
 from verification.report.report import Report
-from verification.run.backends import Backend
+from verification.run.backends import MAX_RANKS, Backend
 
-_MOST = {
-    "world": max(runner.MOST_RANKS.values()), "tokens": 2**17, "batch": 2**12, "heads": 2**12, "kv_heads": 2**12,
-    "head_dim": 2**12, "bucket": MOST_INTEGER,
+_LIMITS = {
+    "world": max(MAX_RANKS.values()), "tokens": 2**17, "batch": 2**12, "heads": 2**12, "kv_heads": 2**12,
+    "head_dim": 2**12, "bucket": MAX_INTEGER,
 }  # fmt: skip
 
 
@@ -35,18 +35,18 @@ def parse(record: object) -> Saved:
     if not isinstance(record, dict):
         raise ValueError(f"a counter-example must be a JSON object, got {type(record).__name__}")
     reader = next((name for field, name in READERS.items() if field in record), None)
-    return SavedExample(runner.EXAMPLES, read_case(record), record) if reader is None else resolve_name(reader)(record)
+    return SavedExample(EXAMPLES, read_case(record), record) if reader is None else resolve_name(reader)(record)
 
 
 def read_case(data: object) -> Case:
     """Return the Case of a record. Sizes are validated first: the constructors of a Case and a pattern list all ranks
     and heads. Raises ValueError."""
     if isinstance(data, dict):
-        for name, most in _MOST.items():
+        for name, most in _LIMITS.items():
             if name in data:
                 validators.at_most(name, data[name], most)
         for number in _integers(data.get("pattern")):
-            validators.at_most("an integer of pattern", number, MOST_INTEGER)
+            validators.at_most("an integer of pattern", number, MAX_INTEGER)
     case = Case.from_json(json.dumps(data))
     check_supported(case)
     return case
@@ -71,7 +71,7 @@ def read_law(record: dict[str, Any]) -> Saved:
         raise ValueError(f"law is {name!r}; it must be one of {', '.join(known)}")
     case = read_case(record["case"])
     known[name].validate(case, how)
-    return SavedExample(runner.law_experiment(known[name]), (case, how), record)
+    return SavedExample(law_experiment(known[name]), (case, how), record)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ REMOVED = {
     "plans of long sequences": "tests/ring/plan/test_plan.py",
     "kernel calls keep to the bucket": "tests/ring/plan/test_plan.py",
     "plans compute the pattern": "tests/ring/plan/test_plan.py",
-    "compiled calls are calls": "tests/ring/test_compile_ops.py",
+    "compiled calls are calls": "tests/ring/test_torch_compile.py",
     "defaults are as documented": "tests/ring/test_defaults.py",
     "a group that ends is let go": "tests/ring/comm/test_group_ends.py",
 }

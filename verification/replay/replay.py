@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from verification import runner
 from verification.replay.records import parse
 from verification.report.report import Report
-from verification.run.backends import Backend, Unavailable
+from verification.run.backends import MAX_RANKS, Backend, Unavailable
 
-MOST_BYTES = 2**20  # of a file; runs save some kilobytes
+MAX_BYTES = 2**20  # of a file; runs save some kilobytes
 _SHOWN = 500  # characters of an error, which may quote the file
 
 
@@ -20,16 +19,16 @@ def replay(file: Path, report: Report, backend: Backend, argument: str = "FILE")
     Raises Unavailable for a file that cannot be read or holds no counter-example."""
     try:
         with file.open("rb") as stream:
-            content = stream.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES} bytes; a counter-example has at most that many")
+            content = stream.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES} bytes; a counter-example has at most that many")
         saved = parse(json.loads(content.decode()))
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: too deeply nested lists
         reason = " ".join(str(error).split())
         reason = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN]}..."
         raise Unavailable(f"argument {argument}: cannot read a counter-example from {file}: {reason}") from error
     saved.prepare(backend)
-    most = runner.MOST_RANKS[backend.name]
+    most = MAX_RANKS[backend.name]
     if saved.world > most:
         raise Unavailable(
             f"argument {argument}: world is {saved.world} in {file}; on {backend.name} it must be at most {most}"

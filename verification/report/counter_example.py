@@ -51,8 +51,8 @@ def counter_example(
     failure: VerificationFailure, broken: str, world: int, record: Mapping[str, Any], file: Path, backend: str
 ) -> CounterExample:
     """Return a counter-example whose record is saved in that file. Notes on the cause precede any stacks."""
-    place = [] if backend == "gloo" else ["--backend", backend]
-    command = (sys.executable, "-m", "verification", "replay", *place, str(file.resolve()))
+    backend_option = [] if backend == "gloo" else ["--backend", backend]
+    command = (sys.executable, "-m", "verification", "replay", *backend_option, str(file.resolve()))
     first, *rest = str(failure).splitlines() or [""]
     message = "\n".join([first, *getattr(failure, "__notes__", ()), *rest])
     return CounterExample(failure.kind, broken, world, record, file, message, backend, command)

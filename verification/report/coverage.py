@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reference.call_limits import LEAST_ROWS
+from reference.call_limits import MIN_ROWS
 from reference.fast_oracle import multiplicity
 from reference.pattern import Branch, Pattern
 from verification.case import AGAIN, DTYPES, EXCHANGES, KERNELS, LSE, ORDERS, VALUES, Case
+from verification.check.workspace_limits import MIN_BLOCK
 from verification.report.text import listing, paragraph
-from verification.run.memory_meter import LEAST_BLOCK
 from verification.wording import counted
 
 RARE = 0.02  # of all Cases
@@ -37,20 +37,20 @@ def _pairs(branch: Branch, heads: int, tokens: int, documents: tuple[int, ...] |
     return np.asarray(multiplicity(Pattern((branch,), causal, documents), heads, tokens) > 0)
 
 
-def _seen(case: Case, branch: Branch) -> Flags:
+def _visible(case: Case, branch: Branch) -> Flags:
     """Return the branch's mask (H, n, n), with the Case's documents and causality."""
     return _pairs(branch, case.heads, case.tokens, case.pattern.documents, case.pattern.causal)
 
 
 def _selected(case: Case) -> Flags:
     """Return (branches, H, n): True if the branch selects the position. A selected position sees itself."""
-    return np.stack([_seen(case, branch).diagonal(axis1=1, axis2=2) for branch in case.pattern.branches])
+    return np.stack([_visible(case, branch).diagonal(axis1=1, axis2=2) for branch in case.pattern.branches])
 
 
 def _keys_by_rank(case: Case, branch: Branch) -> NDArray[np.float32]:
     """Return (H, n, p): the number of keys of each rank that a row sees in this branch."""
     on_rank = (case.shards().holder[:, None] == np.arange(len(case.ranks))).astype(np.float32)
-    return _seen(case, branch).astype(np.float32) @ on_rank  # products of floats are fast
+    return _visible(case, branch).astype(np.float32) @ on_rank  # products of floats are fast
 
 
 def _most_ranks(case: Case, branch: Branch) -> int:
@@ -136,7 +136,7 @@ def _phases(case: Case, branch: Branch) -> int:
 
 def _hides(case: Case, branch: Branch) -> bool:
     """Return True if the window hides a key from some row."""
-    return not np.array_equal(_seen(case, branch), _seen(case, replace(branch, window=None)))
+    return not np.array_equal(_visible(case, branch), _visible(case, replace(branch, window=None)))
 
 
 def _any_window(has: Callable[[Case, Branch, int], bool]) -> Has:
@@ -147,13 +147,13 @@ def _any_window(has: Callable[[Case, Branch, int], bool]) -> Has:
 def _cut(case: Case, branch: Branch, window: int, inner: Ints, outer: Ints | int) -> bool:
     """Return True if some row's window starts before the row's part. inner, outer: starts of the parts, and of what
     contains these."""
-    row = _seen(case, branch).diagonal(axis1=1, axis2=2).any(0)
+    row = _visible(case, branch).diagonal(axis1=1, axis2=2).any(0)
     return bool((row & (inner > outer) & (np.arange(case.tokens) - window < inner)).any())
 
 
 def _rows_cut(case: Case, branch: Branch) -> bool:
     """Return True if a rank has more rows of one segment's grid than a kernel call takes."""
-    return bool(_keys_by_rank(case, replace(branch, window=None)).max() > max(case.tokens_per_call, LEAST_ROWS))
+    return bool(_keys_by_rank(case, replace(branch, window=None)).max() > max(case.tokens_per_call, MIN_ROWS))
 
 
 def _scores_are_large(case: Case) -> bool:
@@ -161,9 +161,9 @@ def _scores_are_large(case: Case) -> bool:
     blocks of rows. False unless memory is measured and the pattern is dense."""
     if not case.measured or case.kernel != "math" or case.pattern.branches != (Branch(),):
         return False
-    rows = min(max(_counts(case)), max(case.tokens_per_call, LEAST_ROWS))
+    rows = min(max(_counts(case)), max(case.tokens_per_call, MIN_ROWS))
     keys = min(case.tokens_per_call, max(_counts(case)))
-    return rows > LEAST_BLOCK and rows * keys > max(_counts(case)) * case.head_dim
+    return rows > MIN_BLOCK and rows * keys > max(_counts(case)) * case.head_dim
 
 
 def _descends(case: Case) -> bool:

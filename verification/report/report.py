@@ -10,11 +10,11 @@ import numpy as np
 from rich.console import Console
 
 from verification.failures import RankFailure, VerificationFailure
-from verification.protocols import Example
+from verification.protocols import CaseLike
 from verification.report import summary
 from verification.report.counter_example import CounterExample
 from verification.report.progress import RunProgress
-from verification.report.run_result import RunRecord
+from verification.report.run_record import RunRecord
 from verification.report.text import paragraph
 from verification.wording import counted
 
@@ -75,7 +75,7 @@ class Report(RunRecord):
         if self._running:
             self.progress.advance(self._worst)
 
-    def covered(self, case: Example) -> None:
+    def covered(self, case: CaseLike) -> None:
         """Count a plain Case that held in the coverage."""
         self.coverage.add(case)
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from verification.failures import RankHang
 from verification.report.counter_example import CounterExample
-from verification.report.run_result import DTYPES, RunRecord, Summed
+from verification.report.run_record import DTYPES, RunRecord, Summed
 from verification.report.text import WIDTH, command_lines, json_lines, paragraph
 from verification.wording import counted
 
@@ -84,8 +84,8 @@ def _largest(record: RunRecord, names: list[str], broken: set[str], most: int) -
         worst = (math.inf if math.isnan(ratio) else ratio for ratio in record.rows.total(name).worst.values())
         return name in broken, max(worst, default=0.0)
 
-    chosen = sorted(names, key=size, reverse=True)[:most]
-    return [name for name in names if name in chosen]
+    largest = sorted(names, key=size, reverse=True)[:most]
+    return [name for name in names if name in largest]
 
 
 def _row(name: str, total: Summed) -> str:

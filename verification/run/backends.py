@@ -18,7 +18,7 @@ from ring.comm.symmetric_memory import transport_of
 from ring.comm.transport import SoloTransport, Transport
 from verification.case import Case
 from verification.failures import RankFailure
-from verification.protocols import Example
+from verification.protocols import CaseLike
 from verification.run.cross_host import CrossHostTransport
 from verification.run.observation import Observation
 from verification.run.processes.pool import Pool, PoolError, Ticket
@@ -33,6 +33,7 @@ BACKENDS = {
     "sim": "all ranks in one process, over a transport that does the worst its contract allows",
     "nccl": "one process and one GPU for each rank on this machine, joined by NCCL",
 }
+MAX_RANKS = {"gloo": 64, "sim": 1024, "nccl": 64}  # by backend
 
 # Imported once, before the ranks are forked. torch itself imports the last two, which takes a second, in the first
 # `requires_grad_` and in the first call of an autograd function: without them the first example of a new rank would
@@ -62,7 +63,7 @@ class Backend(Protocol):
         """Start so many ranks, in place of earlier ones. Raises Unavailable."""
         ...
 
-    def submit(self, task: Task, case: Example, *arguments: Any) -> None:
+    def submit(self, task: Task, case: CaseLike, *arguments: Any) -> None:
         """Start a task on every rank of the Case's group, and return without waiting."""
         ...
 
@@ -89,7 +90,7 @@ class PoolBackend:
         self.preload = preload
         self._pool: Pool | None = None
         self._warm: int | None = None  # the generation of ranks that was prepared
-        self._under_way: tuple[Ticket, Example] | None = None
+        self._under_way: tuple[Ticket, CaseLike] | None = None
 
     def open_pool(self, world: int, joined_by: str = "gloo") -> None:
         self.close()
@@ -98,7 +99,7 @@ class PoolBackend:
         except PoolError as error:
             raise Unavailable(f"the {counted(world, 'rank')} could not be started: {error}") from error
 
-    def post(self, function: Callable[..., Any], task: Task, case: Example, arguments: tuple[Any, ...]) -> None:
+    def post(self, function: Callable[..., Any], task: Task, case: CaseLike, arguments: tuple[Any, ...]) -> None:
         """Call `function(task, case, arguments)` in every process."""
         self._under_way = self.prepared().submit(function, task, case, arguments), case
 
@@ -113,7 +114,7 @@ class PoolBackend:
             self._warm = self._pool.generation
         return self._pool
 
-    def answers(self, timeout: float) -> tuple[Example, list[Any]]:
+    def answers(self, timeout: float) -> tuple[CaseLike, list[Any]]:
         """Return the Case under way, and each process's answer."""
         assert self._pool is not None and self._under_way is not None
         ticket, case = self._under_way
@@ -137,7 +138,7 @@ class GlooBackend(PoolBackend):
     def start(self, world: int) -> None:
         self.open_pool(world)
 
-    def submit(self, task: Task, case: Example, *arguments: Any) -> None:
+    def submit(self, task: Task, case: CaseLike, *arguments: Any) -> None:
         assert self._pool is not None and case.world == self._pool.world_size
         self.post(work, task, case, arguments)
 
@@ -173,7 +174,7 @@ class SimBackend(PoolBackend):
         if self._pool is None:
             self.open_pool(1)
 
-    def submit(self, task: Task, case: Example, *arguments: Any) -> None:
+    def submit(self, task: Task, case: CaseLike, *arguments: Any) -> None:
         self.post(simulate, task, case, (self.delivery, *arguments))
 
     def collect(self) -> list[Any]:
@@ -206,14 +207,14 @@ def warm_up(prepare: Preparation | None) -> None:
         prepare()
 
 
-def work(task: Task, case: Example, arguments: tuple[Any, ...]) -> Any:
+def work(task: Task, case: CaseLike, arguments: tuple[Any, ...]) -> Any:
     """Run the task on a rank of the pool. Ranks outside the group do nothing and answer None."""
     transport = _transport(case)
     return None if transport is None else task(transport, case, *arguments)
 
 
 def simulate(
-    task: Task, case: Example, arguments: tuple[Any, ...]
+    task: Task, case: CaseLike, arguments: tuple[Any, ...]
 ) -> tuple[list[Any] | RankFailure, DeliveryPolicy | None]:
     """Simulate all ranks in one process. The first argument is the delivery policy; it is returned with the messages
     noted. A failure is returned, not raised, to keep its states."""
@@ -225,7 +226,7 @@ def simulate(
         return failure, delivery
 
 
-def _transport(case: Example) -> Transport | None:
+def _transport(case: CaseLike) -> Transport | None:
     if case.world == 1:
         return SoloTransport()
     group = subgroup(case.ranks)  # collective: all ranks call it

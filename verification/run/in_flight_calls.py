@@ -32,7 +32,7 @@ WAIT = 0.01  # seconds for a second thread to begin a call, which it must not
 class FlightStep:
     """One forward or backward of a program.
 
-    way: "own thread"; "second thread", which the own one awaits; "besieged": the own thread, while a second one tries
+    way: "own thread"; "second thread", which the own one awaits; "contested": the own thread, while a second one tries
     to begin a forward on the same group."""
 
     direction: str

@@ -1,7 +1,4 @@
-"""A meter of a call's memory, and the limits on it: O(n / p) memory, and kernel calls bounded by a bucket.
-
-The meter patches nothing: it watches the inputs and outputs of torch's operations, within `ring.attention` too.
-"""
+"""A meter of a call's memory: it watches the inputs and outputs of torch's operations, within `ring.attention` too."""
 
 from __future__ import annotations
 
@@ -17,11 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from reference.call_limits import LEAST_ROWS
-from ring.custom_op import run_prepared
-from verification.case import Case
-
-LEAST_BLOCK = 8  # query rows whose scores may exist at a time, whatever their size
+from ring.dispatcher_op import run_prepared
 
 
 @dataclass(frozen=True)
@@ -127,40 +120,3 @@ def process_peak(device: torch.device | None = None) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-@dataclass(frozen=True)
-class WorkspaceLimits:
-    """Limits of one rank: vectors in a kernel call, and bytes of any tensor."""
-
-    query_vectors: int
-    key_vectors: int
-    forward: int
-    backward: int
-
-
-def limits(case: Case, index: int, buffer_forward: int, buffer_backward: int) -> WorkspaceLimits:
-    """Limits of the rank at `index` of the group. buffer_forward, buffer_backward: bytes of all communication buffers.
-
-    With b the bucket, n_r the rank's tokens, n all, w bytes of the accumulator's type:
-
-    A kernel call takes at most b key tokens, so B Hk b key vectors, and max(b, 16) query rows, so B H max(b, 16)
-    query vectors: folds and joined ranges of keys count in full. The largest tensors may be
-
-        the rank's queries, their output or gradient, or a part of them          B n_r H D w
-        the keys of a call, copied or as gradients                               B min(b, n) Hk D w
-        scores of a call: no larger than its queries, or of 8 rows               B 8 H min(b, n) w
-        a communication buffer                                                   at most all of them together
-
-    Softmax weights are as large as scores, masks no larger, the shard's own keys no larger than its queries. No tensor
-    of n_r n, or of n_r n_r, numbers fits in this once a shard is long.
-    """
-    b, n, own = case.tokens_per_call, case.tokens, case.shards().counts[index]
-    call = case.batch * min(b, n)  # key tokens
-    most = case.accumulator_dtype.itemsize * max(
-        case.batch * own * case.heads * case.head_dim,
-        call * case.kv_heads * case.head_dim,
-        call * case.heads * LEAST_BLOCK,
-    )
-    queries, keys = case.batch * case.heads * max(b, LEAST_ROWS), case.batch * case.kv_heads * b
-    return WorkspaceLimits(queries, keys, max(most, buffer_forward), max(most, buffer_backward))

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from reference.shards import Ints
 from verification.run.memory_meter import Workspace
 
-Message = tuple[int, int, Any]  # peer (index in the group), bytes, label
+RecordedMessage = tuple[int, int, Any]  # peer (index in the group), bytes, label
 Floats = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Division:
+class LayoutAnswers:
     """The answers of a rank's `Layout`.
 
     positions  of this rank, (L,); counts: tokens of every rank
@@ -50,17 +50,17 @@ class Observation:
     workspace_         None unless the Case is measured
     """
 
-    layout: Division
+    layout: LayoutAnswers
     out: Floats
     lse: Floats | None
     dq: Floats
     dk: Floats
     dv: Floats
     dtypes: tuple[str, ...]
-    sent_forward: tuple[Message, ...]
-    received_forward: tuple[Message, ...]
-    sent_backward: tuple[Message, ...]
-    received_backward: tuple[Message, ...]
+    sent_forward: tuple[RecordedMessage, ...]
+    received_forward: tuple[RecordedMessage, ...]
+    sent_backward: tuple[RecordedMessage, ...]
+    received_backward: tuple[RecordedMessage, ...]
     buffer_forward: int
     buffer_backward: int
     inputs_unchanged: bool

@@ -26,7 +26,7 @@ from verification.run.equivalent_arguments import rewritten
 from verification.run.group_argument import Group, bare_or_mesh
 from verification.run.layouts import layout_of, strided_copy
 from verification.run.memory_meter import Meter, Workspace
-from verification.run.observation import LONGER, Division, Observation, to_numpy
+from verification.run.observation import LONGER, LayoutAnswers, Observation, to_numpy
 
 Tensors = tuple[Tensor, ...]  # q, k, v, dout, dlse
 Result = TypeVar("Result")
@@ -113,7 +113,7 @@ def _is_flat(case: Case, x: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class RunResult:
+class CallResult:
     """One forward and backward on one rank. None stands for what was not requested, run, recorded or measured."""
 
     results: tuple[Tensor | None, ...]  # out, lse, dq, dk, dv
@@ -140,31 +140,31 @@ class _Direction:
 _WITH_OTHER_INPUTS = ("no_grad", "backward", "between", "pipelined")  # runs that also call with other numbers
 
 
-def attend(
-    transport: Transport, case: Case, inputs: Tensors, how: str = "alike", meter: Meter | None = None,
+def run_attention(
+    transport: Transport, case: Case, inputs: Tensors, variant: str = "alike", meter: Meter | None = None,
     record: Callable[[Transport], RecordingTransport] = RecordingTransport,
-) -> RunResult:  # fmt: skip
+) -> CallResult:  # fmt: skip
     """Run ring_attention forward and backward on this rank's q, k, v, dout, dlse.
 
-    how: the kind of run, as a Case's `again`. record: makes the transport that records the messages."""
-    group: Group = bare_or_mesh(transport, case) if how == "group" else record(transport)
-    incoming, others = inputs[3:], _negated(inputs) if how in _WITH_OTHER_INPUTS else ()
-    forward = partial(RankCall.forward, how=how, loss=case.loss_of(transport.rank))
+    variant: the kind of run, as a Case's `again`. record: makes the transport that records the messages."""
+    group: Group = bare_or_mesh(transport, case) if variant == "group" else record(transport)
+    incoming, others = inputs[3:], _negated(inputs) if variant in _WITH_OTHER_INPUTS else ()
+    forward = partial(RankCall.forward, variant=variant, loss=case.loss_of(transport.rank))
     call, forward_costs = _metered(lambda: forward(group, case, inputs), group, meter)
-    if how == "no_grad":
+    if variant == "no_grad":
         forward(transport, case, others)  # must not overwrite the results of the first call
-        return _run_result((call.out, call.lse, None, None, None), forward_costs, _Direction())
-    if how == "backward":
+        return _call_result((call.out, call.lse, None, None, None), forward_costs, _Direction())
+    if variant == "backward":
         call.backward(others[3:], retain=True)
-    if how == "between":
-        attend(transport, case, others)
-    later = forward(transport, case, others) if how == "pipelined" else None
+    if variant == "between":
+        run_attention(transport, case, others)
+    later = forward(transport, case, others) if variant == "pipelined" else None
     grads, backward_costs = _metered(lambda: call.backward(incoming), group, meter)
     if later is not None:
         later.backward(others[3:])
-    if how == "between":  # once more: a later call must not overwrite earlier results
-        attend(transport, case, others)
-    return _run_result((call.out, call.lse, *map(grads.get, "qkv")), forward_costs, backward_costs)
+    if variant == "between":  # once more: a later call must not overwrite earlier results
+        run_attention(transport, case, others)
+    return _call_result((call.out, call.lse, *map(grads.get, "qkv")), forward_costs, backward_costs)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class RankCall:
     """One call of ring_attention: its results, and the leaves of its graph by name. loss: as `Case.loss_of`."""
 
     case: Case
-    how: str
+    variant: str
     loss: str
     out: Tensor
     lse: Tensor | None
@@ -180,37 +180,38 @@ class RankCall:
 
     @classmethod
     def forward(
-        cls, group: Group, case: Case, inputs: Tensors, how: str = "alike", name: str | None = None,
+        cls, group: Group, case: Case, inputs: Tensors, variant: str = "alike", name: str | None = None,
         loss: str | None = None,
     ) -> RankCall:  # fmt: skip
         """Call it on this rank's shards. inputs: q, k, v, ...; loss: None for the Case's own."""
-        qkv, differentiated = _in_one_storage(case, inputs[:3]) if how == "shared" else inputs[:3], "qkv"
-        if set(how) <= set(differentiated):
-            differentiated = how
-        elif _casts(how, case):
+        qkv, differentiated = _in_one_storage(case, inputs[:3]) if variant == "shared" else inputs[:3], "qkv"
+        if set(variant) <= set(differentiated):
+            differentiated = variant
+        elif _casts(variant, case):
             qkv, differentiated = _to_be_cast(case, inputs[:3])
         q, k, v = (x.detach().requires_grad_(name in differentiated) for name, x in zip("qkv", qkv, strict=True))
-        pattern, layout, scale = rewritten(case) if how == "written" else (case.pattern, layout_of(case), case.scale)
-        with torch.set_grad_enabled(how != "no_grad"), _run_context(how, case):
+        usual = variant != "written"
+        pattern, layout, scale = (case.pattern, layout_of(case), case.scale) if usual else rewritten(case)
+        with torch.set_grad_enabled(variant != "no_grad"), _run_context(variant, case):
             result = ring_attention(
-                q, k, v, pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket,
-                kernel=case.kernel, scale=scale, return_lse=case.lse != "unused", check=how != "unchecked", name=name,
+                q, k, v, pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket, kernel=case.kernel,
+                scale=scale, return_lse=case.lse != "unused", check=variant != "unchecked", name=name,
             )  # fmt: skip
         out, lse = result if isinstance(result, tuple) else (result, None)
         leaves = {name: x for name, x in zip("qkv", (q, k, v), strict=True) if name in differentiated}
-        return cls(case, how, loss or case.lse, out, lse, leaves)
+        return cls(case, variant, loss or case.lse, out, lse, leaves)
 
     def backward(self, incoming: Tensors, retain: bool = False) -> dict[str, Tensor]:
         """Return the gradients by the names of the leaves. incoming: dout, dlse."""
         outputs, grad_outputs = self._losses(incoming)
-        again = self.how == "graph"
-        if again and self.loss != "neither":  # the gradient of "neither" does not reach the call
+        graph = self.variant == "graph"
+        if graph and self.loss != "neither":  # the gradient of "neither" does not reach the call
             grad_outputs = [x.detach().requires_grad_() for x in grad_outputs]
-        with _run_context(self.how, self.case):
+        with _run_context(self.variant, self.case):
             grads = torch.autograd.grad(
-                outputs, list(self.leaves.values()), grad_outputs, retain_graph=retain or again, create_graph=again
+                outputs, list(self.leaves.values()), grad_outputs, retain_graph=retain or graph, create_graph=graph
             )
-            if again:
+            if graph:
                 sources = [*self.leaves.values(), *(x for x in grad_outputs if x.requires_grad)]
                 second_run.must_not_be_differentiated(grads[0], sources)
         # Under autocast, gradients have the Case's precision in the wider type of the leaves: this cast is exact.
@@ -225,9 +226,9 @@ class RankCall:
         return ([self.lse], [incoming[1]]) if self.loss == "alone" else ([self.out, self.lse], list(incoming))
 
 
-def _casts(how: str, case: Case) -> bool:
+def _casts(variant: str, case: Case) -> bool:
     """True if the call runs under an autocast that casts its inputs."""
-    return case.torch_dtype.itemsize == 2 and (how == "autocast" or (how == "graph" and case.seed % 2 == 1))
+    return case.torch_dtype.itemsize == 2 and (variant == "autocast" or (variant == "graph" and case.seed % 2 == 1))
 
 
 def _to_be_cast(case: Case, qkv: Tensors) -> tuple[Tensors, str]:
@@ -244,14 +245,14 @@ def _to_be_cast(case: Case, qkv: Tensors) -> tuple[Tensors, str]:
     return (*narrow, *wide), "qkv"
 
 
-def _run_context(how: str, case: Case) -> AbstractContextManager[None]:
+def _run_context(variant: str, case: Case) -> AbstractContextManager[None]:
     """Return the context of that kind of run. Enter it for one forward or backward only, not for other tensors."""
-    if how == "autocast" or _casts(how, case):
+    if variant == "autocast" or _casts(variant, case):
         dtype = case.torch_dtype if case.torch_dtype.itemsize == 2 else torch.bfloat16
         return torch.autocast(case.device, dtype, enabled=case.dtype != "float32")
-    if how == "dtype":
+    if variant == "dtype":
         return second_run.another_default_dtype(torch.float64 if case.dtype == "float32" else torch.bfloat16)
-    return second_run.another_default_device() if how == "meta" else nullcontext()
+    return second_run.another_default_device() if variant == "meta" else nullcontext()
 
 
 def _in_one_storage(case: Case, inputs: Tensors) -> Tensors:
@@ -270,8 +271,8 @@ def _negated(inputs: Tensors) -> Tensors:
     return q, -k, -v, -dout, -dlse
 
 
-def _run_result(results: tuple[Tensor | None, ...], forward: _Direction, backward: _Direction) -> RunResult:
-    return RunResult(
+def _call_result(results: tuple[Tensor | None, ...], forward: _Direction, backward: _Direction) -> CallResult:
+    return CallResult(
         results, forward.sent, forward.received, backward.sent, backward.received, forward.buffer, backward.buffer,
         forward.workspace, backward.workspace,
     )  # fmt: skip
@@ -299,15 +300,15 @@ def observe(
     record: makes the transport that records the messages of the first run."""
     inputs = shards(case, transport.rank, whole_tensors(case, edit))
     copies = [x.clone() for x in inputs]
-    run = attend(transport, case, inputs, meter=Meter(case.head_dim) if case.measured else None, record=record)
-    again = attend(transport, case, inputs, case.second_run_of(transport.rank)) if repeat else run
-    return observation_of(division(case, transport.rank), inputs, copies, run, again)
+    run = run_attention(transport, case, inputs, meter=Meter(case.head_dim) if case.measured else None, record=record)
+    again = run_attention(transport, case, inputs, case.second_run_of(transport.rank)) if repeat else run
+    return observation_of(layout_answers(case, transport.rank), inputs, copies, run, again)
 
 
-def division(case: Case, index: int) -> Division:
+def layout_answers(case: Case, index: int) -> LayoutAnswers:
     """Return what the layout answers on the rank at that index of the group."""
     layout, tokens = layout_of(case), torch.arange(case.tokens)
-    return Division(
+    return LayoutAnswers(
         layout.positions(index).numpy(),
         layout.counts,
         layout.shard(tokens, index, dim=0).numpy(),
@@ -323,7 +324,7 @@ def _uneven() -> Layout:
 
 
 def observation_of(
-    layout: Division, inputs: Tensors, copies: Sequence[Tensor], run: RunResult, again: RunResult
+    layout: LayoutAnswers, inputs: Tensors, copies: Sequence[Tensor], run: CallResult, again: CallResult
 ) -> Observation:
     """Return the Observation of a run and its repetition. copies: clones of the inputs, from before the run."""
     out, lse, dq, dk, dv = run.results
@@ -344,7 +345,7 @@ def observation_of(
 _LOGS = ("sent_forward", "received_forward", "sent_backward", "received_backward", "buffer_forward", "buffer_backward")
 
 
-def repeats(run: RunResult, again: RunResult) -> bool:
+def repeats(run: CallResult, again: CallResult) -> bool:
     """True if the second run has the same results bit for bit, the same messages and the same buffers."""
     for x, y in zip(run.results, again.results, strict=True):
         if y is not None and (x is None or not same_bits(x, y)):

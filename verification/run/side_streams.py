@@ -58,9 +58,9 @@ def observe_on_streams(transport: Transport, case: Case) -> Observation:
     Returns the results on side streams with the messages and buffers of the first run."""
     inputs = rank.shards(case, transport.rank, rank.whole_tensors(case))
     copies = [x.clone() for x in inputs]
-    plain = rank.attend(transport, case, inputs)
+    plain = rank.run_attention(transport, case, inputs)
     aside = replace(plain, results=results_on_streams(transport, case, inputs))
-    return rank.observation_of(rank.division(case, transport.rank), inputs, copies, aside, plain)
+    return rank.observation_of(rank.layout_answers(case, transport.rank), inputs, copies, aside, plain)
 
 
 def results_on_streams(transport: Transport, case: Case, inputs: Tensors) -> tuple[Tensor | None, ...]:

@@ -13,7 +13,7 @@ from verification.case import Case
 from verification.check.properties import broken_by
 from verification.check.supported import fused_on_gpus
 from verification.failures import VerificationFailure
-from verification.protocols import Example
+from verification.protocols import CaseLike
 from verification.run.backends import Backend
 
 
@@ -40,7 +40,7 @@ class Experiment:
 
     draw          strategy of subjects, by world size
     check         worst error / bound, by title of the property or law; raises VerificationFailure
-    case_of       the Case of a subject, or another `verification.protocols.Example`
+    case_of       the Case of a subject, or another `verification.protocols.CaseLike`
     with_case     the subject with another Case
     moved         the Case on the device "cpu" or "cuda"
     record_of     the JSON object of a subject, saved and replayed
@@ -48,7 +48,7 @@ class Experiment:
     targets_error True if Hypothesis should draw around the subjects with the largest errors
     on_fewer      True if failures are searched for on fewer real processes, too; in a simulation they always are
     fewest_ranks  smallest world size with subjects
-    premise       raises ValueError for a subject that cannot be drawn: it validates simpler subjects
+    validate      raises ValueError for a subject that cannot be drawn: it validates simpler subjects
                   (`verification.search.simplify`). None: subjects are not simplified
     """
 
@@ -63,11 +63,11 @@ class Experiment:
     targets_error: bool = False
     on_fewer: bool = False
     fewest_ranks: int = 1
-    premise: Callable[[Any], None] | None = None
+    validate: Callable[[Any], None] | None = None
 
     def placed(self, subject: Any, backend: str) -> Any:
         """Return the subject for the backend of that name: on GPUs for "nccl", else on the CPU."""
-        case: Example = self.case_of(subject)
+        case: CaseLike = self.case_of(subject)
         device = "cuda" if backend == "nccl" else "cpu"
         return subject if case.device == device else self.with_case(subject, self.moved(case, device))
 

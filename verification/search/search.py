@@ -23,7 +23,7 @@ from hypothesis.errors import Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
 from verification.failures import RankHang, VerificationFailure
-from verification.protocols import Example
+from verification.protocols import CaseLike
 from verification.run.backends import Backend, SimBackend
 from verification.search.diagnose import cause_in
 from verification.search.experiment import Experiment, FoundFailure
@@ -47,7 +47,7 @@ class Events(Protocol):
     shrinking. failed_again: it failed like an earlier one, and is skipped."""
 
     def held(self, dtype: str, ratios: Mapping[str, float], seconds: float) -> None: ...
-    def covered(self, case: Example) -> None: ...
+    def covered(self, case: CaseLike) -> None: ...
     def met(self, failure: VerificationFailure) -> None: ...
     def failed_again(self) -> None: ...
 
@@ -97,9 +97,9 @@ class Search:
                     break
                 last = min(last, time.perf_counter() + self.budget)
                 first = self._shrinking.first
-                smallest = self._on_fewer_ranks(smallest, self._shrinking.place, seeds)
+                smallest = self._on_fewer_ranks(smallest, self._shrinking.backend, seeds)
                 counterexamples.append(self._with_cause(self._confirmed(smallest, first, timeout)))
-                self._reported += [signature(self.experiment, example) for example in (first, smallest)]
+                self._reported += [signature(self.experiment, counterexample) for counterexample in (first, smallest)]
                 if isinstance(smallest.failure, RankHang):
                     break  # a further search would meet the hang again, each time at the cost of a timeout
                 self._shrinking = None
@@ -136,7 +136,7 @@ class Search:
         # Hypothesis stores the test's examples in the database by this name.
         test.__name__ = test.__qualname__ = re.sub(r"\W+", "_", f"{self.experiment.name}_on_{world}")
         phases = [Phase.generate, Phase.shrink]
-        chosen = settings(
+        decorate = settings(
             max_examples=examples,
             database=DirectoryBasedExampleDatabase(DATABASE) if self.remembers else None,
             phases=[
@@ -152,22 +152,22 @@ class Search:
             print_blob=False,
         )
         try:
-            seeded(seed)(chosen(given(strategy)(test)))()
+            seeded(seed)(decorate(given(strategy)(test)))()
         except _Interesting as failure:
             return self._minimized(failure.args[0])
         return None
 
     def _minimized(self, original: FoundFailure) -> FoundFailure:
         """Return the same failure for the simplest subject that shows it."""
-        if self.experiment.premise is None:
+        if self.experiment.validate is None:
             return original
-        premise, simplest = self.experiment.premise, original
+        validate, simplest = self.experiment.validate, original
 
-        def fails(case: Example) -> bool:
+        def fails(case: CaseLike) -> bool:
             nonlocal simplest
             subject = self.experiment.with_case(original.subject, case)
             try:
-                premise(subject)
+                validate(subject)
                 self.attempt(subject)
             except ValueError:
                 return False
@@ -191,27 +191,27 @@ class Search:
         late = started > (self._last if shrinking is None else shrinking.deadline)
         if late or (shrinking is None and self.examples >= self._goal):
             return
-        place = self.backend if shrinking is None else shrinking.place
-        ratios, failure = check_subject(self.experiment, place, subject)
+        backend = self.backend if shrinking is None else shrinking.backend
+        ratios, failure = check_subject(self.experiment, backend, subject)
         if failure is not None:
-            self._note_failure(key, FoundFailure(failure, subject, place.name), place, started)
+            self._note_failure(key, FoundFailure(failure, subject, backend.name), backend, started)
             return self._judge(self._failed[key])
         self._held.add(key)
         if shrinking is None:  # examples of shrinking are not part of the sample
             self._note_held(subject, ratios, time.perf_counter() - started)
 
-    def _note_failure(self, key: str, example: FoundFailure, place: Backend, started: float) -> None:
-        hangs = isinstance(example.failure, RankHang)
-        if self._shrinking is None and signature(self.experiment, example) in self._reported:
+    def _note_failure(self, key: str, counterexample: FoundFailure, backend: Backend, started: float) -> None:
+        hangs = isinstance(counterexample.failure, RankHang)
+        if self._shrinking is None and signature(self.experiment, counterexample) in self._reported:
             self.events.failed_again()
         elif self._shrinking is None:
             self.seconds += time.perf_counter() - started
-            self.events.met(example.failure)
-            budget = self.budget if self.shrinks_hangs or not is_costly(example.failure, place) else 0.0
-            self._shrinking = Shrinking.begin(self.experiment, example, place, self.shrink_backend, budget)
-            example = self._shrinking.shown
-        self._failed[key] = example
-        if hangs and place is self.backend:
+            self.events.met(counterexample.failure)
+            budget = self.budget if self.shrinks_hangs or not is_costly(counterexample.failure, backend) else 0.0
+            self._shrinking = Shrinking.begin(self.experiment, counterexample, backend, self.shrink_backend, budget)
+            counterexample = self._shrinking.shown
+        self._failed[key] = counterexample
+        if hangs and backend is self.backend:
             self.backend.timeout = min(self.backend.timeout, max(SHORT_TIMEOUT, SLOWER * self._slowest))
 
     def _note_held(self, subject: Any, ratios: dict[str, float], spent: float) -> None:
@@ -227,20 +227,20 @@ class Search:
         elif case is subject:
             self.events.covered(case)
 
-    def _judge(self, example: FoundFailure) -> None:
+    def _judge(self, counterexample: FoundFailure) -> None:
         """Raise it if it is the failure that is being shrunk; skip any other."""
-        if self._shrinking is not None and signature(self.experiment, example) == self._shrinking.expected:
-            raise _Interesting(example)
+        if self._shrinking is not None and signature(self.experiment, counterexample) == self._shrinking.expected:
+            raise _Interesting(counterexample)
 
-    def _on_fewer_ranks(self, example: FoundFailure, place: Backend, seed: str) -> FoundFailure:
+    def _on_fewer_ranks(self, counterexample: FoundFailure, backend: Backend, seed: str) -> FoundFailure:
         """Return the same failure on the fewest ranks on which a few examples show it: in a simulation, and on real
         processes if the experiment has `on_fewer`, with a new budget for each number of ranks."""
-        world, simulated = self.experiment.case_of(example.subject).world, place.name == "sim"
-        if not simulated and (not self.experiment.on_fewer or is_costly(example.failure, place)):
-            return example
+        world, simulated = self.experiment.case_of(counterexample.subject).world, backend.name == "sim"
+        if not simulated and (not self.experiment.on_fewer or is_costly(counterexample.failure, backend)):
+            return counterexample
         smaller = None
         for fewer in range(self.experiment.fewest_ranks, world):
-            place.start(fewer)
+            backend.start(fewer)
             if not simulated and self._shrinking is not None:
                 self._shrinking = replace(self._shrinking, deadline=time.perf_counter() + self.budget)
             draw = self.experiment.draw(fewer)
@@ -251,8 +251,8 @@ class Search:
             if smaller is not None:
                 break
         if not simulated and world > 1:
-            place.start(world)
-        return example if smaller is None else smaller
+            backend.start(world)
+        return counterexample if smaller is None else smaller
 
     def _confirmed(self, shrunk: FoundFailure, first: FoundFailure, timeout: float) -> FoundFailure:
         """Repeat a failure on the original backend if it was shrunk elsewhere, or as a hang with a short timeout. If it
@@ -271,9 +271,9 @@ class Search:
             return FoundFailure(failure, shrunk.subject, self.backend.name)
         return first if shrunk.backend == self.backend.name else shrunk
 
-    def _with_cause(self, example: FoundFailure) -> FoundFailure:
+    def _with_cause(self, counterexample: FoundFailure) -> FoundFailure:
         """Add the cause that the simulation names, if any, as a note of the failure (PEP 678)."""
-        sim, subject, failure = self.shrink_backend, example.subject, example.failure
+        sim, subject, failure = self.shrink_backend, counterexample.subject, counterexample.failure
         if isinstance(sim, SimBackend) and (cause := cause_in(sim, self.experiment, subject, failure)):
             failure.add_note(cause)
-        return example
+        return counterexample

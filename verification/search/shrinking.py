@@ -17,35 +17,35 @@ Signature = tuple[str, str]  # (kind, property): failures that agree in both are
 
 
 def check_subject(
-    experiment: Experiment, place: Backend, subject: Any
+    experiment: Experiment, backend: Backend, subject: Any
 ) -> tuple[dict[str, float], VerificationFailure | None]:
     """Return the ratios of a subject that holds, or its failure. Raises ToolError for any other exception."""
     try:
-        return experiment.check(place, experiment.placed(subject, place.name)), None
+        return experiment.check(backend, experiment.placed(subject, backend.name)), None
     except VerificationFailure as failure:
         return {}, failure
     except Exception as error:  # a fault of the tool: do not shrink it
         raise ToolError(f"{experiment.name}, {experiment.record_of(subject)}: {error!r}") from error
 
 
-def failure_on(experiment: Experiment, place: Backend, subject: Any) -> VerificationFailure | None:
+def failure_on(experiment: Experiment, backend: Backend, subject: Any) -> VerificationFailure | None:
     """Return the failure of the subject on that backend, with the subject's world size; None if it holds."""
-    place.start(experiment.case_of(subject).world)
-    return check_subject(experiment, place, subject)[1]
+    backend.start(experiment.case_of(subject).world)
+    return check_subject(experiment, backend, subject)[1]
 
 
-def signature(experiment: Experiment, example: FoundFailure) -> Signature:
-    return example.failure.kind, experiment.property_of(example.subject, example.failure)
+def signature(experiment: Experiment, counterexample: FoundFailure) -> Signature:
+    return counterexample.failure.kind, experiment.property_of(counterexample.subject, counterexample.failure)
 
 
 @dataclass(frozen=True)
 class Shrinking:
-    """A failure being shrunk. first: the original failure. shown: the same failure on `place`, where it is shrunk.
+    """A failure being shrunk. first: the original failure. shown: the same failure on `backend`, where it is shrunk.
     expected: its signature. No smaller subject is tried after `deadline` (`time.perf_counter`)."""
 
     first: FoundFailure
     shown: FoundFailure
-    place: Backend
+    backend: Backend
     expected: Signature
     deadline: float
 
@@ -68,6 +68,6 @@ class Shrinking:
         return cls(first, first, backend, signature(experiment, first), deadline)
 
 
-def is_costly(failure: VerificationFailure, place: Backend) -> bool:
+def is_costly(failure: VerificationFailure, backend: Backend) -> bool:
     """Return True if each smaller subject that fails in the same way costs a timeout."""
-    return isinstance(failure, RankHang) and place.name != "sim"
+    return isinstance(failure, RankHang) and backend.name != "sim"

@@ -11,9 +11,9 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from reference.pattern import Branch, Pattern
-from verification.protocols import Example
+from verification.protocols import CaseLike
 
-C = TypeVar("C", bound=Example)
+C = TypeVar("C", bound=CaseLike)
 
 # The simplest value of each field, for all kinds of Cases that have it.
 SIMPLEST: dict[str, Any] = {

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern
 from verification.case import Case
-from verification.strategies.corner_cases import MOST_TOKENS, rare, shifted
+from verification.strategies.corner_cases import MAX_TOKENS, rare, shifted
 from verification.strategies.decoding import digits, head_range, permutation
-from verification.strategies.documents import MOST_FUSED, fused_documents, packed, windowed
+from verification.strategies.documents import MAX_FUSED, fused_documents, packed, windowed
 
 Draw = st.DrawFn
 
-LEAST_FUSED = 16  # keys of a call; the math kernel takes calls with fewer
+MIN_FUSED = 16  # keys of a call; the math kernel takes calls with fewer
 
 # Small sequences find most defects and cost least; blocks of rows and full vectors of keys need longer ones.
-_ceilings = st.sampled_from((8, 16, 32, MOST_TOKENS, MOST_TOKENS, MOST_TOKENS))
-_tokens = {ceiling: st.integers(1, ceiling) for ceiling in (8, 16, 32, MOST_TOKENS)}
+_ceilings = st.sampled_from((8, 16, 32, MAX_TOKENS, MAX_TOKENS, MAX_TOKENS))
+_tokens = {ceiling: st.integers(1, ceiling) for ceiling in (8, 16, 32, MAX_TOKENS)}
 _least_tokens = st.integers(1, 8)
 # (query heads, key/value heads): equal, one for all (MQA), groups (GQA), and counts that are no power of two.
 HEADS = ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (3, 1), (4, 4), (4, 1), (6, 2), (6, 3), (5, 5), (8, 2), (6, 1), (9, 3))
@@ -50,7 +50,7 @@ _again = st.sampled_from((
 _scales = st.sampled_from((None, None, None, 1.0, 0.25, 2.0, 0.0, -0.5, -1.0))
 _score_scales = st.sampled_from((1.0, 1.0, 0.1, 4.0, 32.0, 32.0))
 _values = st.sampled_from(("normal", "normal", "normal", "ties", "onehot", "constant", "flat", "tiny", "huge"))
-_fused_tokens = st.integers(1, MOST_FUSED)  # few tokens too, so that a failure shrinks
+_fused_tokens = st.integers(1, MAX_FUSED)  # few tokens too, so that a failure shrinks
 _fused_segments = st.sampled_from((None, 16, 32, 48, 64))
 _fused_windows = st.sampled_from((None, None, None, 15, 16, 20, 31, 40))
 _fused_orders = st.sampled_from(("contiguous", "zigzag", "striped", "paired"))
@@ -169,18 +169,18 @@ def fused(draw: Draw, case: Case) -> Case:
     scale, no gradient through lse. Short segments, and documents of equal length, share a call as its folds. Windows
     span enough keys for a call. Some vectors repeat one component, whose stride of 0 such a kernel ignores.
     """
-    tokens = max(draw(_fused_tokens), draw(_tokens[MOST_TOKENS]))
+    tokens = max(draw(_fused_tokens), draw(_tokens[MAX_TOKENS]))
     segment = draw(_fused_segments)
     documents = fused_documents(draw, tokens, len(case.ranks))
-    shortest = min((length for length in documents or () if length >= LEAST_FUSED), default=MOST_TOKENS)
-    dilation = min(1 + draw(_quarters), min(segment or MOST_TOKENS, shortest) // LEAST_FUSED)
+    shortest = min((length for length in documents or () if length >= MIN_FUSED), default=MAX_TOKENS)
+    dilation = min(1 + draw(_quarters), min(segment or MAX_TOKENS, shortest) // MIN_FUSED)
     window = draw(_fused_windows)
     window = None if window is None else dilation * window
     branches = [Branch(segment, dilation, draw(_quarters) % dilation, window=window)]
     if draw(_flags):
         branches.append(Branch())
     pattern = Pattern(tuple(branches), case.pattern.causal, documents)
-    bucket = None if case.bucket is None else max(case.bucket, LEAST_FUSED + draw(_sixteenths))
+    bucket = None if case.bucket is None else max(case.bucket, MIN_FUSED + draw(_sixteenths))
     tokens = tokens if documents is None else sum(documents)
     values, strided = ("flat", True) if draw(_eighths) == 7 else (case.values, case.strided)
     return replace(
@@ -236,7 +236,7 @@ def long_cases(draw: Draw, world: int) -> Case:
         world=world, group=None, tokens=tokens, order=draw(_orders), cuts=cuts, pattern=Pattern.dense(draw(_flags)),
         batch=1, heads=heads, kv_heads=kv_heads, head_dim=draw(st.sampled_from((1, 2, 4))), dtype=draw(_dtypes),
         scale=None, score_scale=1.0, values="normal", seed=draw(_seeds), exchange=draw(_exchanges),
-        bucket=draw(st.sampled_from((2 * MOST_TOKENS, 40, 3 * MOST_TOKENS))), kernel="math", lse="unused",
+        bucket=draw(st.sampled_from((2 * MAX_TOKENS, 40, 3 * MAX_TOKENS))), kernel="math", lse="unused",
         strided=False, measured=True,
     )  # fmt: skip
 

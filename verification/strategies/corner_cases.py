@@ -14,8 +14,8 @@ from verification.strategies.decoding import digits
 
 Draw = st.DrawFn
 
-MOST_TOKENS = 64  # of nearly all Cases
-_MOST_DEALT = 60  # tokens of `_dealt` on few ranks
+MAX_TOKENS = 64  # of nearly all Cases
+_MAX_DEALT = 60  # tokens of `_dealt` on few ranks
 _flags = st.booleans()
 _quarters = st.integers(0, 3)
 _eighths = st.integers(0, 7)
@@ -48,7 +48,7 @@ def _two_in_a_round(draw: Draw, case: Case) -> Case:
 
 
 def _masked_by_position(draw: Draw, case: Case) -> Case:
-    """Use three ranks or more, and one call with keys of several of them, in an order that only positions determine."""
+    """Use three ranks or more, one call with keys of several ranks, and an order known only by its positions."""
     branch = Branch(None if draw(_flags) else case.tokens, 1 + draw(_flags))
     return replace(
         case, order="hilbert" if draw(_flags) else "shuffled", cuts=None, exchange="direct", bucket=None,
@@ -61,9 +61,9 @@ def shifted(draw: Draw, case: Case) -> Case:
     rows move from head to head; few other Cases do. The grids span the whole sequence, so there are no documents."""
     heads, dilation = 3 + draw(_quarters) % 3, 5 + draw(_flags)
     return replace(
-        case, tokens=MOST_TOKENS - draw(_sixteenths), order="permuted", cuts=None, heads=heads, kv_heads=heads,
+        case, tokens=MAX_TOKENS - draw(_sixteenths), order="permuted", cuts=None, heads=heads, kv_heads=heads,
         pattern=Pattern((Branch(None, dilation, tuple(range(heads))),)),
-        bucket=None if case.bucket is None else max(case.bucket, MOST_TOKENS // 8),
+        bucket=None if case.bucket is None else max(case.bucket, MAX_TOKENS // 8),
     )  # fmt: skip
 
 
@@ -72,16 +72,16 @@ def _many_documents(draw: Draw, case: Case) -> Case:
     not adjacent. So a message has more ranges of rows than are copied one by one."""
     heads, length, rate = 3, 7 + draw(_quarters), 5 - len(case.ranks)
     branch = Branch(None, rate, tuple(head % rate for head in range(heads)))
-    documents = (*(length,) * (MOST_TOKENS // length), draw(_quarters))
+    documents = (*(length,) * (MAX_TOKENS // length), draw(_quarters))
     return replace(
         case, tokens=sum(documents), order="striped", cuts=None, heads=heads, kv_heads=heads,
         pattern=Pattern((branch,), case.pattern.causal, documents),
-        bucket=None if case.bucket is None else max(case.bucket, MOST_TOKENS),
+        bucket=None if case.bucket is None else max(case.bucket, MAX_TOKENS),
     )  # fmt: skip
 
 
 def _uneven(draw: Draw, case: Case) -> Case:
-    """Give each head one of two offsets. The heads of one offset are mostly no regular range, and so are listed."""
+    """Give each head one of two offsets. Heads of equal offset are rarely evenly spaced, so they are mostly listed."""
     branch = case.pattern.branches[0]
     heads, kv_heads = draw(_many_heads)
     offsets = digits(draw(st.integers(0, 2**heads - 1)), 2, heads)
@@ -107,7 +107,7 @@ def _nearly_equal_segments(draw: Draw, case: Case) -> Case:
     heads, rate, rows, folds = 2 + draw(_quarters), 2 + draw(_quarters), 1 + draw(_quarters), 2 + draw(_flags)
     segment = rows * rate
     branches = tuple(Branch(segment - draw(_flags), rate, 0, range(head, head + 1)) for head in range(heads))
-    size = max(1, min(len(case.ranks), MOST_TOKENS // (folds * segment)))
+    size = max(1, min(len(case.ranks), MAX_TOKENS // (folds * segment)))
     return replace(
         case, tokens=size * folds * segment, cuts=None, heads=heads, kv_heads=heads,
         pattern=Pattern(branches, case.pattern.causal),
@@ -133,7 +133,7 @@ def _dealt(draw: Draw, case: Case) -> Case:
     another order than the shard's."""
     stripes = HANDS * len(case.ranks)
     segment = stripes * draw(_twice)
-    count = draw(st.integers(2, max(2, _MOST_DEALT // segment)))
+    count = draw(st.integers(2, max(2, _MAX_DEALT // segment)))
     packed, causal = draw(_flags), case.pattern.causal
     branch, documents = (Branch(), (segment,) * count) if packed else (Branch(segment), None)
     return replace(

@@ -10,11 +10,11 @@ Item = TypeVar("Item")
 
 def permutation(index: int, items: Sequence[Item], size: int) -> tuple[Item, ...]:
     """Return the index-th arrangement (0 <= index < perm(len(items), size)) of `size` items; 0 keeps the order."""
-    remaining, chosen = list(items), []
+    remaining, picks = list(items), []
     for _ in range(size):
         index, pick = divmod(index, len(remaining))
-        chosen.append(remaining.pop(pick))
-    return tuple(chosen)
+        picks.append(remaining.pop(pick))
+    return tuple(picks)
 
 
 def head_range(index: int, heads: int) -> range | None:

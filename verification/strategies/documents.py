@@ -23,12 +23,12 @@ WAYS = ("edges", "cuts", "equal", "among")
 _ways = st.sampled_from((*(None,) * len(WAYS), *WAYS * 2))
 _numbers = st.integers(0, 2**24 - 1)  # with more bits Hypothesis mostly draws small numbers
 _empties = st.integers(0, 7)
-_MOST_EDGES = 6
+_MAX_EDGES = 6
 _AROUND = 6  # kinds of edges at the end of a shard: see `_at_cuts`
 _SHORT = 4  # upper limit of the lengths of documents beside a long one, exclusive
 _BEFORE = 4  # short documents before the long one
 # For fused kernels, which take calls of many keys: documents of equal length, which fold, mixed with others.
-MOST_FUSED = 128  # tokens of a Case for them
+MAX_FUSED = 128  # tokens of a Case for them
 _FUSED = (*(None,) * 6, (16,), (32,), (16, 32), (24,), (48, 16, 16), (17, 0), (40, 1), (16,), (16,), (32,))
 _fused = st.sampled_from(_FUSED)
 _window_ways = st.sampled_from((*(None,) * 5, "one", "all", "local"))
@@ -46,7 +46,7 @@ def documents_of(draw: st.DrawFn, tokens: int, ends: Sequence[int]) -> Documents
         return _with_empty(_repeated((1 + number % max(1, -(-tokens // 2)),), tokens), empty)
     if way == "among":
         return _with_empty(_among_short_ones(number, tokens), empty)
-    edges = _at_cuts(number, ends, tokens) if way == "cuts" else _digits(number, tokens + 1, _MOST_EDGES)
+    edges = _at_cuts(number, ends, tokens) if way == "cuts" else _digits(number, tokens + 1, _MAX_EDGES)
     return _with_empty(_between(edges, tokens), empty)
 
 
@@ -57,13 +57,13 @@ def packed(draw: st.DrawFn, case: Case) -> Documents:
 
 def fused_documents(draw: st.DrawFn, tokens: int, ranks: int) -> Documents:
     """Draw documents of about that many tokens. If they are equal, their number is a multiple of twice the number of
-    ranks (up to MOST_FUSED tokens), so that every rank has documents that fold."""
+    ranks (up to MAX_FUSED tokens), so that every rank has documents that fold."""
     lengths = draw(_fused)
     if lengths is None:
         return None
     unit = 2 * ranks * lengths[0]
-    if len(lengths) == 1 and unit <= MOST_FUSED:
-        tokens = -(-min(tokens, MOST_FUSED // unit * unit) // unit) * unit
+    if len(lengths) == 1 and unit <= MAX_FUSED:
+        tokens = -(-min(tokens, MAX_FUSED // unit * unit) // unit) * unit
     return _repeated(lengths, tokens)
 
 

@@ -45,11 +45,11 @@ def check_sharded(case: TrainingCase, expectation: StepExpectation, observations
     for number, part in enumerate(case.parts):
         counts = part.shards().counts
         for rank, observation in enumerate(observations):
-            seen = observation.parts[number]
-            if seen.token_counts != {counts[seen.index]}:
+            token_counts, expected = observation.parts[number].token_counts, counts[observation.parts[number].index]
+            if token_counts != {expected}:
                 raise WrongResult(
-                    f"sharded: on {_label(part, rank)} the model's modules had {sorted(seen.token_counts)} tokens of a "
-                    f"sequence of {case.tokens}; the layout gives the rank {counts[seen.index]}"
+                    f"sharded: on {_label(part, rank)} the model's modules had {sorted(token_counts)} tokens of a "
+                    f"sequence of {case.tokens}; the layout gives the rank {expected}"
                 )
     return {}
 
@@ -58,8 +58,8 @@ def check_quantity(
     quantity: str, case: TrainingCase, expectation: StepExpectation, observations: StepObservations,
     *, later: bool | None = None,
 ) -> Ratios:  # fmt: skip
-    """Check |seen - exact| <= allowed for all entries of a quantity on every rank. later: True selects the steps after
-    the first, False the first step, None all."""
+    """Check |actual - exact| <= allowed for all entries of a quantity on every rank. later: True selects the steps
+    after the first, False the first step, None all."""
     worst = 0.0
     for rank, observation in enumerate(observations):
         for name, actual, exact, allowed in _pairs(quantity, expectation, observation):
@@ -93,7 +93,7 @@ def deviations(expectation: StepExpectation, observations: StepObservations) -> 
 def _pairs(
     quantity: str, expectation: StepExpectation, observation: StepObservation
 ) -> Iterator[tuple[str, Array | None, Array | None, float]]:
-    """Yield (name, seen, exact, allowed) for each entry of a quantity that the rank has or must have."""
+    """Yield (name, actual, exact, allowed) for each entry of a quantity that the rank has or must have."""
     named, expected = getattr(observation, quantity), expectation.exact[quantity]
     for name in dict.fromkeys((*expected, *named)):
         exact = expected.get(name)
@@ -164,8 +164,9 @@ def check_bytes(case: TrainingCase, expectation: StepExpectation, observations: 
     return {}
 
 
-def _check_bytes_of(part: TrainingCase, sent: Array, rank: int, seen: PartObservation) -> None:
-    directions = (("sent", seen.sent, sent[seen.index]), ("received", seen.received, sent[:, seen.index]))
+def _check_bytes_of(part: TrainingCase, sent: Array, rank: int, observation: PartObservation) -> None:
+    index = observation.index
+    directions = (("sent", observation.sent, sent[index]), ("received", observation.received, sent[:, index]))
     for peer, (verb, recorded, expected_by_peer) in product(range(part.context), directions):
         expected = expected_by_peer[peer]
         actual = expected if recorded is None else recorded.get(peer, 0)

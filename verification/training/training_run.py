@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verification import runner
+from verification.experiments import on_gpus
 from verification.report.coverage import Coverage
 from verification.report.report import Report
 from verification.run.backends import PRELOAD, Backend, open_backend
-from verification.runner import Profile, RunPlan
+from verification.runner import Profile, RunPlan, explore
 from verification.search.experiment import Experiment
 from verification.search.search import Search
 from verification.training.dense.tolerance import FACTOR, THRESHOLD
@@ -43,8 +43,8 @@ def check_training(backend: Backend, case: TrainingCase) -> dict[str, float]:
     return check_step(case, expectation, backend.collect())
 
 
-def premise(case: TrainingCase) -> None:
-    """Raises ValueError for a TrainingCase whose results depend on rounding alone; none is drawn."""
+def validate_case(case: TrainingCase) -> None:
+    """Raise ValueError for a TrainingCase whose results depend on rounding alone; none is drawn."""
     if case.model.has_steps and case.dtype != "float64":
         raise ValueError(f"dtype is {case.dtype!r}; it must be 'float64' for a model whose norms may be steps")
 
@@ -56,7 +56,7 @@ TRAINING = Experiment(
     moved=lambda case, device: replace(case, device=device),
     record_of=lambda case: {"training": case.to_dict()},
     on_fewer=True,
-    premise=premise,
+    validate=validate_case,
 )
 
 
@@ -67,7 +67,7 @@ def run_training(plan: RunPlan, report: Report, backend: Backend | None = None) 
     report.coverage = Coverage(groups=TRAINING_GROUPS)
     report.say(f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
     deviations = Deviations(report)
-    experiment = runner.on_gpus(TRAINING) if backend.name == "nccl" else TRAINING
+    experiment = on_gpus(TRAINING) if backend.name == "nccl" else TRAINING
     try:
         with report:
             for world in plan.worlds:
@@ -75,7 +75,7 @@ def run_training(plan: RunPlan, report: Report, backend: Backend | None = None) 
                 examples, deviations.world = plan.examples_for(world), world
                 report.start_world(world, examples)
                 search = Search(experiment, backend, deviations, world, plan.profile.budget, plan.profile.remembers)
-                runner.explore(plan, report, search, examples)
+                explore(plan, report, search, examples)
                 report.end_world("training steps")
     except KeyboardInterrupt:
         report.interrupt()

@@ -19,7 +19,7 @@ from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 
 # Merge partial results when they hold this many times the bytes of an fp32 accumulator.
-MOST_PENDING = 2.0
+MAX_PENDING = 2.0
 
 
 class _PendingParts:
@@ -40,7 +40,7 @@ class _PendingParts:
     def add(self, part: Part) -> None:
         self._parts.append(part)
         self._bytes += part.out.nbytes
-        if self._bytes > MOST_PENDING * 4 * self._like.numel():
+        if self._bytes > MAX_PENDING * 4 * self._like.numel():
             self.materialize()
 
     def materialize(self) -> Accumulator | Sum:

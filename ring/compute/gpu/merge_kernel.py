@@ -28,7 +28,7 @@ from ring.compute.gpu.merge_table import Field, entries_of, places_of
 from ring.compute.gpu.partial_results import Part, is_aligned
 from ring.plan.ranges import Ints
 
-_MOST_ROW_STEP = 32  # most distance of a program's rows; a wider grid holds only some of them
+_MAX_ROW_STEP = 32  # most distance of a program's rows; a wider grid holds only some of them
 _ROWS, _WARPS = 32, 4  # rows, and warps, of a program
 _KINDS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -212,7 +212,7 @@ class _Launch:
     def __init__(self, job: Job) -> None:
         out, lse, parts = job.out, job.lse, job.parts
         batch, tokens, heads, dim = out.shape
-        row_step = min(_MOST_ROW_STEP, max((part.rows.step for part in parts if part.rows.index is None), default=1))
+        row_step = min(_MAX_ROW_STEP, max((part.rows.step for part in parts if part.rows.index is None), default=1))
         self.places = [places_of(part.rows, out.device) for part in parts if part.rows.index is not None]
         fp32 = sum(part.out.dtype == torch.float32 for part in parts)
         out_batch, out_row, out_head, _ = out.stride()

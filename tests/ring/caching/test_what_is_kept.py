@@ -18,12 +18,12 @@ from ring import Layout, ring_attention
 from ring.caching.bounded_cache import BoundedCache
 from ring.comm.call_order import MAX_CALLS, Calls
 from ring.comm.transport import SoloTransport
-from ring.compile_ops import traced
 from ring.consensus import CallSetting
+from ring.torch_compile import traced
 from verification.run.caches import bounded_caches, clear_caches, lru_caches
 
 RING = ("ring",)
-MOST_SETTINGS, MOST_ENTRIES, MOST_BYTES = 512, 8192, 2**30  # of any `BoundedCache`, of any functools cache, in bytes
+MAX_SETTINGS, MAX_ENTRIES, MAX_BYTES = 512, 8192, 2**30  # of any `BoundedCache`, of any functools cache, in bytes
 BOUNDED = [one for one in bounded_caches(RING) if not one[0].startswith("ring.compute.gpu.")]  # entries of one size
 DENSE = Branch()
 LONG, DOCUMENTS = 600, (3, 1) * 100 + (200,)
@@ -39,16 +39,16 @@ def _empty() -> Iterator[None]:
 def test_caches_are_bounded_by_number_and_by_bytes() -> None:
     assert "ring.plan.plan" in dict(BOUNDED)
     for name, cache in BOUNDED:
-        for number in range(MOST_SETTINGS + 1):
+        for number in range(MAX_SETTINGS + 1):
             cache.put(number, number)
-        assert len(cache) <= MOST_SETTINGS, name
+        assert len(cache) <= MAX_SETTINGS, name
         cache.clear()
         for number in range(2):
-            cache.put(number, number, MOST_BYTES)
+            cache.put(number, number, MAX_BYTES)
         assert len(cache) == 1, name
     sizes = {name: cache.cache_parameters()["maxsize"] for name, cache in lru_caches(RING)}
     assert "ring.layout.numbered_layout" in sizes
-    assert {name: most for name, most in sizes.items() if most is None or most > MOST_ENTRIES} == {}
+    assert {name: most for name, most in sizes.items() if most is None or most > MAX_ENTRIES} == {}
 
 
 def test_the_last_calls_of_a_group_are_known() -> None:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from reference.pattern import Pattern
 from ring import Layout, ring_attention
-from ring.compile_ops import traced
-from ring.custom_op import _prepared
+from ring.dispatcher_op import _prepared
+from ring.torch_compile import traced
 from tests.support.ranks import Ranks
 from verification.run.in_flight_calls import in_second_thread
 

@@ -96,7 +96,7 @@ def laid(x: torch.Tensor) -> torch.Tensor:
 
 
 # So many rows that the math kernel takes them in several blocks, the last of them a short one.
-MANY = 2 * math_kernel._LEAST_ROWS + 5
+MANY = 2 * math_kernel._MIN_ROWS + 5
 SQUARES = Size(keys=7), Size(share=3, queries=5, keys=5), Size(1, 1, 1, 1, 1, 1, 1), Size(2, 1, 1, 2, MANY, MANY, 2)
 OTHERS = (
     Size(), Size(share=3), Size(1, 1, 1, queries=1, keys=1), Size(queries=1, keys=33, dim=3),

@@ -105,7 +105,7 @@ def layout_of_segments(count: int, length: int, *owned: int) -> Layout:
     ("branch", "layout"),
     (
         (Branch(5), layout_of_segments(12, 5, 1, 4)),  # a rank has 4 queries of each, and the other 1 key
-        (Branch(10), layout_of_segments(6, 10, 9, 1)),  # 9 queries, of which LEAST_ROWS holds one time, and 7 more
+        (Branch(10), layout_of_segments(6, 10, 9, 1)),  # 9 queries, of which MIN_ROWS holds one time, and 7 more
         (Branch(6, 2), layout_of_segments(10, 6, 2, 4)),
         (Branch(None, 1, 0, range(0, 2)), layout_of_segments(12, 5, 1, 4)),  # two of three key/value heads
         (Branch(6), layout_of_segments(10, 6, 2, 2, 2)),  # folded over segments, and joined from two ranks

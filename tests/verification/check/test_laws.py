@@ -128,7 +128,7 @@ TEETH: list[tuple[str, Plant, Case, dict[str, Any], str]] = [
     (CALLS, says_less, plain(2), in_flight("skips", 1, 2), "the error does not name 'the backward of call"),
     (CALLS, ignores(Calls, "check_thread"), plain(2), in_flight("thread", 1, 1),
      "index 0 raised None after 2 steps|error does not name .calls on a group"),
-    (CALLS, ignores(Calls, "lock", nullcontext()), plain(2), in_flight("siege", 1, 1), "began while another"),
+    (CALLS, ignores(Calls, "lock", nullcontext()), plain(2), in_flight("overlaps", 1, 1), "began while another"),
     ("a broken-off call closes its group", ignores(Calls, "mark_broken"), plain(2), {"check": True},
      "must be refused"),
     (LIKE, forgets_the_pattern, plain(2), {"causal": True}, "out is"),

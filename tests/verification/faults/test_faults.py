@@ -16,9 +16,9 @@ from rich.console import Console
 
 from tests.support.plain_case import plain
 from verification.__main__ import main
-from verification.failures import MismatchedMessages, Outcome, RankCrash, RankState, VerificationFailure
+from verification.failures import MismatchedMessages, RankCrash, RankOutcome, RankState, VerificationFailure
 from verification.faults import fault_run
-from verification.faults.fault_experiment import MishandledFault, check_fault, check_whole, chosen, judge
+from verification.faults.fault_experiment import MishandledFault, check_fault, check_whole, fault_of, judge
 from verification.faults.inject import BY_NAME, KINDS, Fault, observe_with_fault
 from verification.report.report import Report
 from verification.run.backends import PRELOAD, GlooBackend, SimBackend
@@ -46,7 +46,7 @@ def test_a_fault_is_named_with_its_rank(gloo: GlooBackend, kind: str, changes: A
     assert check_fault(gloo, replace(CASE, **changes), how(kind, rank, post)) == {BY_NAME[kind].title: 0.0}
 
 
-def killed(detail: str, outcome: Outcome = "raised", rank: int = 1) -> RankCrash:
+def killed(detail: str, outcome: RankOutcome = "raised", rank: int = 1) -> RankCrash:
     """Describe ranks of which one died."""
     states = [RankState(i, "died" if i == rank else outcome, f"raised RuntimeError: {detail}") for i in range(3)]
     return RankCrash(f"rank {rank} was killed", states)
@@ -59,8 +59,12 @@ MISSED = "rank 0 must say that it missed index 1 of the group; it raised"
     "kind, failure, said",
     [
         ("raise", None, "an exception at post 0 of rank 1 was not found: every rank answered"),
-        ("raise", RankCrash("it"), "an exception at .* must be a rank error; found was a rank crash: it"),
-        ("kill", killed("", rank=2), "kill -9 at post 0 of rank 1 must be named with that rank; named was rank 2"),
+        ("raise", RankCrash("it"), "an exception at .* must be a rank error; got a rank crash: it"),
+        (
+            "kill",
+            killed("", rank=2),
+            "kill -9 at post 0 of rank 1 must be named with that rank; it names rank 2",
+        ),
         ("kill", killed("the message 'x' from rank 0 did not come"), MISSED),
         ("absent", killed("reset by peer"), MISSED),
         ("absent", killed("rank 0 did not come to the x"), MISSED),
@@ -78,9 +82,9 @@ def test_ranks_that_were_not_replaced_and_processes_that_are_left_over_are_found
     ranks, before = set(gloo.prepared().pids), descendants(os.getpid())
     check_whole(gloo, ranks, before, replaced=False)
     pid = min(ranks)
-    with pytest.raises(MishandledFault, match=rf"none of \[0, {pid}\] must be ranks still; \[{pid}\] are"):
+    with pytest.raises(MishandledFault, match=rf"none of \[0, {pid}\] must still be ranks; \[{pid}\] are"):
         check_whole(gloo, {pid, 0}, before, replaced=True)
-    with pytest.raises(MishandledFault, match="all of .* must be ranks still"):
+    with pytest.raises(MishandledFault, match="all of .* must still be ranks"):
         check_whole(gloo, {pid, 0}, before, replaced=False)
     with subprocess.Popen(["sleep", "3600"]) as left:
         with pytest.raises(MishandledFault, match=rf"the processes \[{left.pid}\] were left over"):
@@ -105,9 +109,9 @@ def test_a_mishandled_fault_is_saved_and_holds_once_it_is_mended(
 
 def test_the_numbers_choose_among_the_posts_that_there_are_in_processes() -> None:
     posts = [[1, 0, 2], [0, 0], [1]]  # the rank at index 1 sends nothing
-    assert chosen(how("kill", 0, 4), posts) == Fault("kill", 0, 1)
-    assert chosen(how("short", 0, 3, 5), posts) == Fault("short", 0, 2, 1)
-    assert chosen(how("raise", 3, 7), posts) == Fault("raise", 2, 0)
+    assert fault_of(how("kill", 0, 4), posts) == Fault("kill", 0, 1)
+    assert fault_of(how("short", 0, 3, 5), posts) == Fault("short", 0, 2, 1)
+    assert fault_of(how("raise", 3, 7), posts) == Fault("raise", 2, 0)
     with pytest.raises(ValueError, match="backend: got sim; allowed is"):
         check_fault(SimBackend(), CASE, how("kill"))
 

@@ -16,13 +16,13 @@ import pytest
 from tests.support.plain_case import plain
 from tests.support.printed import printed, recording, unbroken
 from verification.cli import mutants as command
+from verification.experiments import EXAMPLES
 from verification.failures import RankError
 from verification.mutants import experiments, search
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.defect import CannotPlant, Defect, Edit
 from verification.mutants.plant import preparation, substitute
 from verification.run.backends import SimBackend, Unavailable
-from verification.runner import EXAMPLES
 from verification.search.experiment import FoundFailure, ToolError
 
 BUDGET, ACCUMULATOR = "ring/default_bucket.py", "ring/compute/accumulator.py"
@@ -120,9 +120,11 @@ def test_outcomes_are_printed_and_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int, survivors: int
 ) -> None:
     outcomes = [
-        search.Outcome(d.name, d.provenance, True, ("gradients", "bytes sent")[n % 2], "wrong result", n + 1, 0.5, {})
+        search.DefectOutcome(
+            d.name, d.provenance, True, ("gradients", "bytes sent")[n % 2], "wrong result", n + 1, 0.5, {}
+        )
         if n < count - survivors
-        else search.Outcome(d.name, d.provenance, False, None, None, 8000, 99.9, None)
+        else search.DefectOutcome(d.name, d.provenance, False, None, None, 8000, 99.9, None)
         for n, d in enumerate(DEFECTS[:count])
     ]
     monkeypatch.setattr(command, "try_all", lambda *_: iter(outcomes))

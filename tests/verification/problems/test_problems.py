@@ -20,7 +20,7 @@ from verification.failures import WrongResult
 from verification.problems import links, long_problems
 from verification.problems.long_problems import Judgement, LongProblem
 from verification.report.report import Report
-from verification.run.rank import RunResult
+from verification.run.rank import CallResult
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -52,15 +52,15 @@ FINE = Judgement(300, dict.fromkeys(QUANTITIES, 0.5), (), 0.0, 0)
 @pytest.mark.parametrize("name", QUANTITIES)
 @pytest.mark.parametrize("whole", [True, False])
 def test_each_quantity_is_judged(monkeypatch: pytest.MonkeyPatch, name: str, whole: bool) -> None:
-    real, at = long_problems.attend, QUANTITIES.index(name)
+    real, at = long_problems.run_attention, QUANTITIES.index(name)
     if not whole:
         monkeypatch.setitem(long_problems.WHOLE, "cpu", 0)
 
-    def spoilt(*arguments: Any) -> RunResult:
+    def spoilt(*arguments: Any) -> CallResult:
         run: Any = real(*arguments)
         return replace(run, results=(*run.results[:at], run.results[at].detach() + 1.0, *run.results[at + 1 :]))
 
-    monkeypatch.setattr(long_problems, "attend", spoilt)
+    monkeypatch.setattr(long_problems, "run_attention", spoilt)
     seen = long_problems.judge(SoloTransport(), LongProblem(1, 300, "dense float32").case("cpu"))
     assert [other for other, ratio in seen.ratios.items() if ratio > 1] == [name]
     with pytest.raises(WrongResult, match=f"on rank 1: .*{name} of token"):

@@ -18,10 +18,10 @@ from verification.__main__ import main
 from verification.case import Case
 from verification.check.laws import LAWS, Law
 from verification.check.laws.refusal_cases import MISTAKES
+from verification.experiments import law_experiment
 from verification.replay import records, replay
 from verification.replay.registry import SavedExample
 from verification.run.backends import SimBackend, Unavailable
-from verification.runner import law_experiment
 from verification.search.experiment import case_record as as_json
 from verification.strategies.cases import cases
 
@@ -78,9 +78,9 @@ REFUSED: list[tuple[Any, str]] = [
     ({"law": LATER, "case": CAUSAL}, "must be an object with the fields law, case, how"),
     (law(LATER, {}, CAUSAL), "how must be an object with the fields position, got the fields"),
     (law(LATER, {"position": "1"}, CAUSAL), "position of how is '1'; it must be an integer from 0"),
-    (law(LATER, {"position": 1}), "is one of Cases with a causal pattern"),
+    (law(LATER, {"position": 1}), "applies only to Cases with a causal pattern"),
     (law(ANYWHERE, MOVED | {"order": "random"}), "order is 'random'; it must be one of"),
-    (law(ANYWHERE, MOVED, case(values="huge")), "any but 'huge'"),
+    (law(ANYWHERE, MOVED, case(values="huge")), "values other than 'huge'"),
     (law(PERMUTED, {"batch": [0], "kv_heads": [0]}), "kv_heads of how is [0]; it must be an order"),
     (law(PERMUTED, {"batch": [0], "kv_heads": [0, 2, 1]}, SPLIT), "must leave the heads of every"),
     (law(POISONED, {"token": 12, "tensor": "v", "infinite": False}), "token of how is 12;"),
@@ -91,7 +91,7 @@ REFUSED: list[tuple[Any, str]] = [
     (law(LIKE, {}), "how is {}; it must be an object with some of the fields"),
     (law(LIKE, {"causal": 1}), "causal of how is 1; it must be True or False"),
     (law(LIKE, {"shifted": 0}), "shifted of how is 0; that branch must have one offset, and a"),
-    (law(GROWTH, {"shift": 1}), "is one of Cases with dtype 'bfloat16'"),
+    (law(GROWTH, {"shift": 1}), "applies only to Cases with dtype 'bfloat16'"),
     (ordered(members=[0, 1, 2]), "members of how is [0, 1, 2]; it must be some ranks"),
     (ordered(members=[2, 0]), "members of how is [2, 0]; it must be ascending"),
     (ordered(groups=[0, 1]), "they must be of 1 to 4 calls, groups numbers up to 0"),
@@ -104,7 +104,7 @@ REFUSED: list[tuple[Any, str]] = [
     (fault(case(), kind="burn"), "kind is 'burn'; it must be"),
     (fault(case(), post=-1), "post is -1; it must be"),
     (fault(case(), more=1), "how must be an object with the fields kind, rank, post, send"),
-    (fault(as_json(plain(2, pattern=Pattern((Branch(6),))))), "case is one whose ranks send nothing"),
+    (fault(as_json(plain(2, pattern=Pattern((Branch(6),))))), "the ranks of case send no messages"),
     (CALL | {"peer": 3}, "peer is 3; it must be package.module:adapter, or one of "),
     (CALL | {"peer": "no.such:peer"}, "no.such:peer cannot be imported"),
     (STEP | {"step_peer": 3}, "step_peer is 3; it must be package.module:adapter, or one of "),
@@ -120,7 +120,7 @@ def test_what_is_no_counter_example_is_refused(record: Any, said: str) -> None:
 
 
 def test_what_needs_processes_is_not_replayed_in_a_simulation() -> None:
-    with pytest.raises(Unavailable, match="argument --backend: faults are struck into ranks on gloo; got SimBackend"):
+    with pytest.raises(Unavailable, match="argument --backend: faults need ranks on gloo; got SimBackend"):
         records.parse(fault(case())).prepare(SimBackend())
     for record in (CALL, STEP):
         with pytest.raises(Unavailable, match="argument --backend: a peer needs torch.distributed, on gloo; got sim"):
@@ -131,7 +131,7 @@ def test_what_needs_processes_is_not_replayed_in_a_simulation() -> None:
     "content",
     ["", "{", "[" * 100_000, "\x00", "1" * 5000, "7",
      *(json.dumps(case(**x)) for x in ({"kernel": "x" * 10**5}, {"cuts": [10**5 * "1"]}, {"y" * 10**5: 1})),
-     " " * replay.MOST_BYTES + json.dumps(case())],
+     " " * replay.MAX_BYTES + json.dumps(case())],
     ids=range(10),
 )  # fmt: skip
 def test_a_refusal_is_one_short_line(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +141,7 @@ def test_a_refusal_is_one_short_line(content: str, tmp_path: Path, capsys: pytes
     error = capsys.readouterr().err
     assert f"argument FILE: cannot read a counter-example from {file}: " in error
     assert error.count("\n") == 1 and len(error) < 1000
-    assert ("more than 1048576 bytes" in error) == (len(content) > replay.MOST_BYTES)
+    assert ("more than 1048576 bytes" in error) == (len(content) > replay.MAX_BYTES)
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)

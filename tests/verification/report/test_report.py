@@ -25,7 +25,7 @@ from verification.report import progress, provenance
 from verification.report.counter_example import CounterExample, save_record
 from verification.report.coverage import FEATURES, GROUPS, Coverage
 from verification.report.report import Report
-from verification.report.run_result import DTYPES
+from verification.report.run_record import DTYPES
 from verification.report.summary import LINES
 from verification.report.text import command_lines, json_lines
 

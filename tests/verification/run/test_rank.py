@@ -21,11 +21,12 @@ from verification.case import AGAIN
 from verification.check import properties
 from verification.check.expectation import expect
 from verification.check.laws.streams import STREAMS_DO_NOT_MATTER, check_streams
+from verification.check.workspace_limits import WorkspaceLimits, limits
 from verification.run import rank as execute
 from verification.run.backends import GlooBackend, SimBackend
 from verification.run.layouts import strided_copy
-from verification.run.memory_meter import Meter, Workspace, WorkspaceLimits, limits
-from verification.run.rank import RunResult, observe, repeats
+from verification.run.memory_meter import Meter, Workspace
+from verification.run.rank import CallResult, observe, repeats
 from verification.run.second_run import ALIGNMENT, another_default_device, in_one_storage
 from verification.runner import PROFILES, RunPlan, laws_on
 
@@ -96,7 +97,7 @@ def test_the_default_device_is_another_only_inside_and_nothing_is_kept() -> None
 
 def test_what_the_second_run_did_not_give_is_not_compared() -> None:
     x, y = torch.ones(2), torch.zeros(2)
-    run = RunResult((x, None, x, x, x), ("a",), ("b",), ("c",), ("d",), 8, 9)
+    run = CallResult((x, None, x, x, x), ("a",), ("b",), ("c",), ("d",), 8, 9)
     less: dict[str, Any] = {"results": (x, None, None, None, None), "sent_backward": None, "buffer_backward": None}
     assert repeats(run, run) and repeats(run, replace(run, **less))
     for name, other in (

@@ -21,6 +21,7 @@ from tests.support.planted import plant_receive_first, plant_wrong_result
 from tests.support.printed import printed, recording
 from verification import runner
 from verification.case import Case
+from verification.experiments import EXAMPLES, check_case
 from verification.failures import RankError, RankHang, WrongResult
 from verification.mutants.catalogue import by_name
 from verification.mutants.plant import preparation
@@ -58,7 +59,7 @@ def test_what_goes_wrong_is_found_named_and_shrunk(
     """Found on gloo, shrunk in a simulation that has the same defect; a hang's least Case has the whole timeout."""
     with closing(GlooBackend(3.0, plant)) as backend, closing(SimBackend(3.0, plant)) as simulation:
         backend.start(world)
-        search = Search(runner.EXAMPLES, backend, Report(Console(quiet=True)), world, 120.0, shrink_backend=simulation)
+        search = Search(EXAMPLES, backend, Report(Console(quiet=True)), world, 120.0, shrink_backend=simulation)
         found, *others = search.explore(150, 1)
     assert found.failure.kind == kind and re.search(said, str(found.failure), re.DOTALL), str(found.failure)
     assert found.backend == "gloo" and found.subject == replace(found.subject, **shrunk)
@@ -80,7 +81,7 @@ def search_with(ranks: GlooBackend, fails: Any, report: Report | None = None, **
     report = Report(Console(quiet=True)) if report is None else report
     report.start_world(3, 40)
     shrinks = changes.pop("shrinks_hangs", True)
-    return Search(replace(runner.EXAMPLES, check=check, **changes), ranks, report, 3, shrinks_hangs=shrinks)
+    return Search(replace(EXAMPLES, check=check, **changes), ranks, report, 3, shrinks_hangs=shrinks)
 
 
 def test_each_kind_of_failure_is_reported_and_what_fails_like_it_counted(ranks: GlooBackend) -> None:
@@ -133,7 +134,7 @@ LEAST = plain(3, tokens=1, heads=1, kv_heads=1, head_dim=1, kernel="auto")
         (lambda case: case.cuts is not None, {}, replace(LEAST, group=(0, 2), cuts=(0, 1, 1))),
         (lambda case: case.pattern.documents is not None and case.bucket == 2, {},
          replace(LEAST, bucket=2, pattern=Pattern.dense(documents=(1,)))),
-        (lambda case: True, {"premise": None}, CROWDED),  # nobody says what may be drawn
+        (lambda case: True, {"validate": None}, CROWDED),  # nobody says what may be drawn
     ],
 )  # fmt: skip
 def test_what_a_failure_does_not_need_is_left_out(ranks: GlooBackend, fails: Any, changes: Any, left: Case) -> None:
@@ -199,7 +200,7 @@ HANG = RankHang("no answer")
 )
 def test_what_the_simulation_knows_of_a_cause(prepare: Any, case: Case, failure: Any, said: str | None) -> None:
     with closing(SimBackend(prepare=prepare)) as simulation:
-        cause = cause_in(simulation, runner.EXAMPLES, case, failure)
+        cause = cause_in(simulation, EXAMPLES, case, failure)
     assert cause is None if said is None else re.fullmatch(said, str(cause), re.DOTALL), cause
 
 
@@ -209,10 +210,10 @@ def test_the_cause_of_a_wrong_result_on_gloo_is_in_its_report(ranks: GlooBackend
     def wrong_on_gloo(backend: Any, case: Case) -> dict[str, float]:
         if backend is ranks:  # as a race that is always lost there
             raise WrongResult("values: out is 3e-41")
-        return runner.check_case(backend, case)
+        return check_case(backend, case)
 
     drawn = st.integers(4, 12).map(lambda tokens: plain(3, tokens=tokens, group=(0, 2)))
-    experiment = replace(runner.EXAMPLES, check=wrong_on_gloo, draw=lambda world: drawn, premise=None)
+    experiment = replace(EXAMPLES, check=wrong_on_gloo, draw=lambda world: drawn, validate=None)
     with closing(SimBackend(prepare=hasty)) as simulation:
         search = Search(experiment, ranks, Report(Console(quiet=True)), 3, shrink_backend=simulation)
         (found,) = search.explore(5, 1)

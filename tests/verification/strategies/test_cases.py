@@ -17,14 +17,14 @@ from tests.support.plain_case import plain
 from verification.case import Case
 from verification.check.laws import LAWS, Law
 from verification.check.supported import check_supported
+from verification.experiments import law_experiment
 from verification.report.coverage import FEATURES, Coverage
 from verification.run.layouts import layout_of
-from verification.runner import law_experiment
 from verification.strategies.cases import cases
-from verification.strategies.corner_cases import MOST_TOKENS, RARE
+from verification.strategies.corner_cases import MAX_TOKENS, RARE
 from verification.strategies.decoding import digits, head_range, permutation
 from verification.strategies.documents import (
-    MOST_FUSED,
+    MAX_FUSED,
     WAYS,
     Documents,
     documents_of,
@@ -81,10 +81,10 @@ def test_every_feature_is_reached_by_valid_cases() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 def test_laws_draw_what_they_are_about(law: Law) -> None:
-    subjects, premise = draw_many(law.draw(3), 200), law_experiment(law).premise
-    assert premise is not None
+    subjects, validate = draw_many(law.draw(3), 200), law_experiment(law).validate
+    assert validate is not None
     for subject in subjects:
-        premise(subject)
+        validate(subject)
     counts = counts_of([case for case, _ in subjects])
     assert [name for name in LAW_FEATURES.get(law.name, ()) if not counts[name]] == []
 
@@ -101,7 +101,7 @@ def test_rare_cases_are_supported_on_the_ranks_that_they_are_for(number: int) ->
         for case in draw_many(made(world), 30):
             if fewest <= len(case.ranks) <= most:
                 check_supported(case)
-                assert case.tokens <= 2 * MOST_TOKENS
+                assert case.tokens <= 2 * MAX_TOKENS
 
 
 @pytest.mark.parametrize("world", (1, 2, 8))
@@ -128,14 +128,14 @@ def test_decoders_reach_everything_once(count: int, data: st.DataObject) -> None
     assert len({digits(i, 3, count) for i in range(3**count)}) == 3**count
 
 
-@given(st.data(), st.integers(1, 300), st.integers(1, MOST_FUSED), st.integers(1, 8))
+@given(st.data(), st.integers(1, 300), st.integers(1, MAX_FUSED), st.integers(1, 8))
 @settings(QUIET, max_examples=400)
 def test_documents_add_up(data: st.DataObject, tokens: int, fused_tokens: int, ranks: int) -> None:
     """Cases for fused kernels have about so many tokens."""
     found = data.draw(drawn_documents(tokens, (tokens // 3, tokens // 2)))
     assert found is None or (sum(found) == tokens and min(found) >= 0)
     found = data.draw(st.composite(fused_documents)(fused_tokens, ranks))
-    assert found is None or (min(found) >= 0 and 0 < sum(found) <= MOST_FUSED)
+    assert found is None or (min(found) >= 0 and 0 < sum(found) <= MAX_FUSED)
 
 
 def test_windows_and_documents_of_every_kind_are_reached() -> None:

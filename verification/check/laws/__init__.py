@@ -1,4 +1,4 @@
-"""The laws between Cases, each in a module with its strategy, its check and its premise."""
+"""The laws between Cases, each in a module with its strategy, its check and its precondition."""
 
 from __future__ import annotations
 

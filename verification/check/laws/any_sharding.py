@@ -29,13 +29,13 @@ def check_anywhere(backend: Backend, case: Case, how: How) -> float:
     other = changed(case, how)
     backend.submit(observe, case, None, False)
     first = expect(case)
-    seen = backend.collect()
+    observations = backend.collect()
     backend.submit(observe, other, None, False)
     second = expect(other)
-    also_seen = backend.collect()
+    other_observations = backend.collect()
     worst = 0.0
     for name in compared(case):
-        a, b = assemble(case, seen, name), assemble(other, also_seen, name)
+        a, b = assemble(case, observations, name), assemble(other, other_observations, name)
         worst = max(worst, worst_ratio(name, a, b, first.bound[name] + second.bound[name], how))
     return worst
 
@@ -44,5 +44,5 @@ SAME_ANYWHERE = Law(
     "same on any ranks, layout, exchange", _draw, check_anywhere,
     lambda case, how: check_supported(replace(case, **how)),  # a Case validates the other fields itself
     how=dict.fromkeys(("group", "order", "cuts", "exchange"), anything) | {"bucket": bounded}, share=0.04,
-    cases=TAME | {"gradients that do not go by the rank: lse other than 'apart'": lambda case: case.lse != "apart"},
+    cases=TAME | {"gradients that do not depend on the rank: lse other than 'apart'": lambda case: case.lse != "apart"},
 )  # fmt: skip

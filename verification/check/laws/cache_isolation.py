@@ -22,11 +22,11 @@ from ring.comm.transport import RecordingTransport, Transport
 from verification.case import EXCHANGES, ORDERS, Case
 from verification.check import properties
 from verification.check.expectation import expect
-from verification.check.laws.law import MOST_INTEGER, How, Law, Rule, anything, bounded, changed, flag
+from verification.check.laws.law import MAX_INTEGER, How, Law, Rule, anything, bounded, changed, flag
 from verification.check.supported import check_supported
 from verification.failures import WrongResult
 from verification.run.backends import Backend
-from verification.run.rank import attend, observe, shards, whole_tensors
+from verification.run.rank import observe, run_attention, shards, whole_tensors
 from verification.strategies.cases import cases, fused
 
 # --- calls that differ in one thing -----------------------------------------------------------------------------------
@@ -58,8 +58,8 @@ def draw_changes(draw: st.DrawFn, case: Case) -> How:
         changes["kv_heads"] = draw(st.sampled_from(divisors))
     if shifted:
         changes["shifted"] = draw(st.sampled_from(shifted))
-    chosen = draw(st.lists(st.sampled_from(sorted(changes)), min_size=1, max_size=5, unique=True))
-    return {name: changes[name] for name in chosen}
+    names = draw(st.lists(st.sampled_from(sorted(changes)), min_size=1, max_size=5, unique=True))
+    return {name: changes[name] for name in names}
 
 
 def with_change(case: Case, name: str, value: Any) -> Case:
@@ -154,11 +154,11 @@ CHANGES: dict[str, Rule] = dict.fromkeys(
     "bucket": bounded,
     "kv_heads": bounded,
     "documents": lambda case, name, value: value is None or validators.integers(name, value),
-    "window": lambda case, name, value: value is None or validators.integer(name, value, 0, MOST_INTEGER),
+    "window": lambda case, name, value: value is None or validators.integer(name, value, 0, MAX_INTEGER),
 }
 
 
-def _premise(case: Case, how: How) -> None:
+def _precondition(case: Case, how: How) -> None:
     for name, value in how.items():
         check_supported(with_change(case, name, value))
 
@@ -173,7 +173,7 @@ def check_neighbours(backend: Backend, case: Case, how: How) -> float:
 
 
 NO_CALL_TAKES_ANOTHER = Law(
-    "no call takes another for its like", _draw_neighbours, check_neighbours, _premise, how=CHANGES, some=True,
+    "no call takes another for its like", _draw_neighbours, check_neighbours, _precondition, how=CHANGES, some=True,
     share=0.12,
 )  # fmt: skip
 
@@ -220,9 +220,9 @@ def find_leaks(transport: Transport, case: Case) -> tuple[list[str], list[str]]:
     with measure(RecordingTransport(transport)) as idle, measure(tracker) as meter:
         storages, peak = _run(tracker, case)
     altered = [name for name, read in _STATE.items() if read() != before[name] and not (shared and name in _SHARED)]
-    altered += ["the measure of another transport, over which nobody calls"] * (idle.bytes > 0)
+    altered += ["the buffer meter of an idle transport"] * (idle.bytes > 0)
     if (meter.held, meter.bytes) != (0, peak):
-        altered.append(f"a measure: after calls of at most {peak} bytes it has {meter.held}, at most {meter.bytes}")
+        altered.append(f"the buffer meter: {meter.held} bytes, peak {meter.bytes}; must be 0, peak {peak}")
     # On GPUs a sent buffer may stay in memory until its messages are known to be complete.
     alive = [] if case.device == "cuda" else [name for name, storage in storages if not storage.expired()]
     return altered, list(dict.fromkeys(alive))
@@ -235,7 +235,7 @@ def _run(tracker: _BufferTracker, case: Case) -> tuple[list[tuple[str, StorageWe
         return inner if isinstance(inner, _BufferTracker) else _BufferTracker(inner)
 
     inputs = tuple(x.clone() for x in shards(case, tracker.rank, whole_tensors(case)))
-    run = attend(tracker, case, inputs, record=record)
+    run = run_attention(tracker, case, inputs, record=record)
     named = zip(("q", "k", "v", "dout", "dlse", "out", "lse", "dq", "dk", "dv"), (*inputs, *run.results), strict=True)
     storages = [(name, StorageWeakRef(x.untyped_storage())) for name, x in named if x is not None]
     return storages + tracker.buffers, max(run.buffer_forward or 0, run.buffer_backward or 0)

@@ -18,7 +18,7 @@ from verification.case import Case
 from verification.check.checks import assemble
 from verification.check.expectation import counts_of, kernel_of
 from verification.check.laws.law import How, Law, flag
-from verification.check.oracle_agreement import largest
+from verification.check.worst_entry import worst_entry
 from verification.failures import WrongResult
 from verification.run.backends import Backend, observe_on
 from verification.run.rank import InputEdit
@@ -45,13 +45,13 @@ def check_equal_values(backend: Backend, case: Case, how: How) -> float:
     out = assemble(case, observe_on(backend, case, edit, False), "out")  # (B, n, H, D)
     value = edit.apply(case.tensors())[2].double().numpy()  # (B, n, Hk, D)
     value = np.repeat(value, case.heads // case.kv_heads, axis=2)
-    seen = multiplicity(case.pattern, case.heads, case.tokens).sum(2)
-    sees = seen.T[None, :, :, None] > 0  # (1, n, H, 1)
+    key_counts = multiplicity(case.pattern, case.heads, case.tokens).sum(2)
+    sees = key_counts.T[None, :, :, None] > 0  # (1, n, H, 1)
     value = np.where(sees, value, 0.0)
     error = np.abs(out - value) / np.where(sees, np.abs(value), 1.0)
     worst = float(error.max(initial=0.0) / allowed)
     if not worst <= 1.0:
-        where = largest(error)
+        where = worst_entry(error)
         raise WrongResult(
             f"out at {where} is {out[where]}; it must be {value[where]}, since all values of that head are equal (0 "
             f"where a row sees nothing): an error of {worst:.3g} times what rounding allows"

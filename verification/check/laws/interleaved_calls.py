@@ -20,13 +20,13 @@ from verification.strategies.cases import cases
 #   skips     omits a step and begins the next one on the same group: another order, or a missing backward
 #   repeats   runs a backward once more
 #   thread    runs a forward in a second thread, while the first one waits
-#   siege     a second thread begins a forward during a call
-MISTAKES = ("skips", "repeats", "thread", "siege")
-MOST_CALLS = 4
+#   overlaps  a second thread begins a forward during a call
+DEVIATIONS = ("skips", "repeats", "thread", "overlaps")
+MAX_CALLS = 4
 
 
-class Divergence(NamedTuple):
-    """Deviation of one rank. kind: one of MISTAKES. culprit: index of the rank. at: index of the step in the order."""
+class Deviation(NamedTuple):
+    """Deviation of one rank. kind: one of DEVIATIONS. culprit: index of the rank. at: index of the step."""
 
     kind: str
     culprit: int
@@ -70,7 +70,7 @@ class Schedule(NamedTuple):
         """Return True if this step and the next one on the same group are both backwards."""
         return self.order[at].direction == self.after(at).direction == "backward"
 
-    def programs(self, deviation: Divergence | None) -> list[list[FlightStep]]:
+    def programs(self, deviation: Deviation | None) -> list[list[FlightStep]]:
         """Return the steps of each rank. Nothing follows the step at which a deviation shows."""
         if deviation is None:
             return [self._part(rank, self.order) for rank in range(self.ranks)]
@@ -80,11 +80,11 @@ class Schedule(NamedTuple):
             "skips": ([step], [after]),
             "repeats": ([step, after], [step, step]),
             "thread": ([step], [replace(step, way="second thread")]),
-            "siege": ([step, self.last(step)], [replace(step, way="besieged")]),
+            "overlaps": ([step, self.last(step)], [replace(step, way="contested")]),
         }[kind]
         return [self._part(rank, (*before, *(deviant if rank == culprit else normal))) for rank in range(self.ranks)]
 
-    def afterwards(self, deviation: Divergence | None) -> list[FlightStep]:
+    def afterwards(self, deviation: Deviation | None) -> list[FlightStep]:
         """Return the final calls, and the backwards that did not complete on all ranks."""
         last = range(len(self.groups), len(self.calls))
         steps = [FlightStep(direction, call) for call in last for direction in DIRECTIONS]
@@ -97,8 +97,8 @@ class Schedule(NamedTuple):
         return [step for step in steps if rank in self.on(self.group_of(step))]
 
     def deviations(self) -> list[tuple[str, int]]:
-        """Return the deviations (kind, place in the order) that other ranks can detect."""
-        return [(kind, at) for kind in MISTAKES for at in range(len(self.order)) if self._detectable(kind, at)]
+        """Return the deviations (kind, index in the order) that other ranks can detect."""
+        return [(kind, at) for kind in DEVIATIONS for at in range(len(self.order)) if self._detectable(kind, at)]
 
     def _detectable(self, kind: str, at: int) -> bool:
         step, after = self.order[at], self.after(at)
@@ -110,7 +110,7 @@ class Schedule(NamedTuple):
             return step.direction == "backward" and step.call != after.call
         if kind == "skips" and step.direction == after.direction == "forward":
             return self.calls[step.call].name != self.calls[after.call].name
-        return kind == "siege" or step.call != after.call
+        return kind == "overlaps" or step.call != after.call
 
 
 # --- strategy ---------------------------------------------------------------------------------------------------------
@@ -124,22 +124,22 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     if case.group is None and ranks > 1 and draw(st.booleans()):
         bits = draw(st.integers(1, 2**ranks - 2))
         members = tuple(rank for rank in range(ranks) if bits >> rank & 1)
-    count = draw(st.integers(2, MOST_CALLS))
+    count = draw(st.integers(2, MAX_CALLS))
     groups = tuple(draw(st.integers(0, 1)) if members else 0 for _ in range(count))
     names = tuple(draw(st.sampled_from((None, f"layer {number}", f"Schicht ä{number}"))) for number in range(count))
     schedule = Schedule(ranks, members, groups, names, _order(draw, count))
-    deviation: Divergence | None = None
+    deviation: Deviation | None = None
     possible = schedule.deviations()
     if possible and draw(st.integers(0, 3)) > 0:
-        kinds = sorted({kind for kind, _ in possible}, key=MISTAKES.index)
+        kinds = sorted({kind for kind, _ in possible}, key=DEVIATIONS.index)
         worst = any(kind == "skips" and schedule.backwards_at(at) for kind, at in possible)
         kind = draw(st.sampled_from([*kinds, *3 * ["skips"]] if worst else kinds))
-        places = [at for other, at in possible if other == kind]
-        confused = [at for at in places if kind == "skips" and schedule.backwards_at(at)]
+        indices = [at for other, at in possible if other == kind]
+        confused = [at for at in indices if kind == "skips" and schedule.backwards_at(at)]
         # Confused backwards are the rarest deviation, and the worst.
-        at: int = draw(st.sampled_from([*places, *3 * confused]))
+        at: int = draw(st.sampled_from([*indices, *3 * confused]))
         culprit = draw(st.sampled_from(schedule.on(schedule.group_of(schedule.order[at]))))
-        deviation = Divergence(kind, culprit, at)
+        deviation = Deviation(kind, culprit, at)
     return case, {
         "members": None if members is None else list(members),
         "groups": list(groups),
@@ -170,11 +170,11 @@ def _order(draw: st.DrawFn, count: int) -> tuple[FlightStep, ...]:
     return tuple(steps)
 
 
-def _read(case: Case, how: How) -> tuple[Schedule, Divergence | None]:
+def _read(case: Case, how: How) -> tuple[Schedule, Deviation | None]:
     members = None if how["members"] is None else tuple(how["members"])
     order = tuple(FlightStep(direction, call) for direction, call in how["order"])
     schedule = Schedule(len(case.ranks), members, tuple(how["groups"]), tuple(how["names"]), order)
-    return schedule, None if how["deviation"] is None else Divergence(*how["deviation"])
+    return schedule, None if how["deviation"] is None else Deviation(*how["deviation"])
 
 
 # --- check ------------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def _check_numbers(schedule: Schedule, results: Sequence[ProgramResult]) -> None
 
 def _check_error(
     schedule: Schedule,
-    deviation: Divergence,
+    deviation: Deviation,
     programs: Sequence[Sequence[FlightStep]],
     concerned: Sequence[ProgramResult],
 ) -> None:
@@ -226,10 +226,10 @@ def _check_error(
     assert begun is not None
     other = next(index for index in schedule.on(group) if index != deviation.culprit)
     deviating = list(programs[deviation.culprit])
-    if deviation.kind == "siege":
+    if deviation.kind == "overlaps":
         deviating.append(schedule.last(deviating[-1]))
     texts = [_where(schedule, program, begun) for program in (deviating, programs[other])]
-    if deviation.kind in ("thread", "siege"):
+    if deviation.kind in ("thread", "overlaps"):
         texts = ["calls on a group must come from one thread: got " + texts[0].removeprefix("the forward of ")]
     for text in texts:
         if text not in errors[0][1]:
@@ -281,11 +281,11 @@ def _steps(case: Case, name: str, value: Any) -> None:
         begun += [call] * (direction == "forward")
 
 
-def _premise(case: Case, how: How) -> None:
+def _precondition(case: Case, how: How) -> None:
     groups, most = how["groups"], 0 if how["members"] is None else 1
-    if not 1 <= len(groups) <= MOST_CALLS or max(groups) > most or len(how["names"]) != len(groups):
+    if not 1 <= len(groups) <= MAX_CALLS or max(groups) > most or len(how["names"]) != len(groups):
         raise ValueError(
-            f"groups and names of how are {groups} and {how['names']}; they must be of 1 to {MOST_CALLS} calls, groups "
+            f"groups and names of how are {groups} and {how['names']}; they must be of 1 to {MAX_CALLS} calls, groups "
             f"numbers up to {most}"
         )
     if max((call for _, call in how["order"]), default=0) >= len(groups):
@@ -302,7 +302,7 @@ def _premise(case: Case, how: How) -> None:
 
 
 CALLS_ARE_NOT_CONFUSED = Law(
-    "calls are not confused", _draw, check_orders, _premise, share=0.1,
+    "calls are not confused", _draw, check_orders, _precondition, share=0.1,
     how={
         "members": _members,
         "groups": lambda case, name, value: validators.integers(name, value),

@@ -23,12 +23,12 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
 
 def check_later(backend: Backend, case: Case, how: How) -> float:
     """Tokens after a position change no output up to it in a causal pattern, bit for bit."""
-    seen = observe_on(backend, case, None, False)
+    observations = observe_on(backend, case, None, False)
     edited = observe_on(backend, case, InputEdit("after", how["position"]), False)
     upto = how["position"] + 1
     for name in ("out", "lse") if case.lse != "unused" else ("out",):
         axis = 2 if name == "lse" else 1
-        a, b = (assemble(case, x, name).take(range(upto), axis) for x in (seen, edited))
+        a, b = (assemble(case, x, name).take(range(upto), axis) for x in (observations, edited))
         same_numbers(name, a, b, f"when the tokens after position {how['position']} change")
     return 0.0
 

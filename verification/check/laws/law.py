@@ -16,29 +16,29 @@ from hypothesis import strategies as st
 
 from reference import validators
 from verification.case import Case
-from verification.check.oracle_agreement import largest
+from verification.check.worst_entry import worst_entry
 from verification.failures import WrongResult
 from verification.run.backends import Backend
 
 How = dict[str, Any]
 Rule = Callable[[Case, str, Any], object]  # validates a field of `how` (name, value): raises ValueError
-MOST_INTEGER = 2**40  # tokens that a plan can count: the limit of buckets and of the integers of patterns
+MAX_INTEGER = 2**40  # tokens that a plan can count: the limit of buckets and of the integers of patterns
 
 
 @dataclass(frozen=True)
 class Law:
     """A metamorphic law.
 
-    draw     a strategy of (Case, how), by world size
-    how      a rule for each field of `how`; with `some`, fields may be missing. None: see `premise`
-    cases    conditions on the Case, as words and predicates
-    premise  raises ValueError for conditions on several fields
+    draw          a strategy of (Case, how), by world size
+    how           a rule for each field of `how`; with `some`, fields may be missing. None: see `precondition`
+    cases         conditions on the Case, as words and predicates
+    precondition  raises ValueError for conditions on several fields
     """
 
     name: str
     draw: Callable[[int], st.SearchStrategy[tuple[Case, How]]]
     check: Callable[[Backend, Case, How], float]
-    premise: Callable[[Case, Any], None] = lambda case, how: None
+    precondition: Callable[[Case, Any], None] = lambda case, how: None
     _: KW_ONLY
     how: Mapping[str, Rule] | None = None
     some: bool = False
@@ -64,8 +64,8 @@ class Law:
                 self.how[name](case, f"{name} of how", value)
         for condition, holds in self.cases.items():
             if not holds(case):
-                raise ValueError(f"the law {self.name!r} is one of Cases with {condition}; this Case is another one")
-        self.premise(case, how)
+                raise ValueError(f"the law {self.name!r} applies only to Cases with {condition}")
+        self.precondition(case, how)
 
 
 def flag(case: Case, name: str, value: Any) -> None:
@@ -74,12 +74,12 @@ def flag(case: Case, name: str, value: Any) -> None:
 
 
 def anything(case: Case, name: str, value: Any) -> None:
-    """Rule: any value; the Case or the law's premise validates it."""
+    """Rule: any value; the Case or the law's precondition validates it."""
 
 
 def bounded(case: Case, name: str, value: Any) -> None:
     """Rule: an integer that a plan can count."""
-    validators.at_most(name, value, MOST_INTEGER)
+    validators.at_most(name, value, MAX_INTEGER)
 
 
 def token(case: Case, name: str, value: Any) -> None:
@@ -91,14 +91,14 @@ def ascending(name: str, value: Any, limit: int) -> tuple[int, ...]:
     """Validate distinct numbers of range(limit) in ascending order."""
     numbers = validators.integers(name, value)
     if list(numbers) != sorted(set(numbers)) or any(number >= limit for number in numbers):
-        raise ValueError(f"{name} is {list(value)}; it must be ascending numbers of range({limit})")
+        raise ValueError(f"{name} is {list(value)}; it must be ascending, distinct integers below {limit}")
     return numbers
 
 
 # --- Cases that laws change -------------------------------------------------------------------------------------------
 
 
-TAME = {"values that do not overflow in one order of a sum alone: any but 'huge'": lambda case: case.values != "huge"}
+TAME = {"values other than 'huge', whose sums overflow in some orders only": lambda case: case.values != "huge"}
 
 
 def without_overflow(case: Case) -> Case:
@@ -120,7 +120,7 @@ def worst_ratio(name: str, a: np.ndarray, b: np.ndarray, allowed: np.ndarray, ho
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.where(a == b, 0.0, np.abs(a - b) / allowed)  # equal infinities differ by nothing
     if not (ratio <= 1.0).all():
-        where = largest(ratio)
+        where = worst_entry(ratio)
         raise WrongResult(
             f"{name} at {where} is {a[where]} for the Case and {b[where]} with {how}: "
             f"{ratio[where]:.3g} times the sum of their bounds {allowed[where]:.3g}"

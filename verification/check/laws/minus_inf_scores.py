@@ -29,7 +29,7 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = without_overflow(draw(cases(world)))
     if draw(st.sampled_from((False, True, True))):  # fused kernels treat such rows in their own way
         case = fused(draw, replace(case, kernel="auto"))
-    if case.scale == 0.0:  # 0 times -inf is no score
+    if case.scale == 0.0:  # 0 times -inf is NaN
         case = replace(case, scale=None)
     by_rank = [list(map(int, positions)) for positions in case.shards().positions]
     tokens = list(range(case.tokens))
@@ -57,10 +57,10 @@ def check_no_weight(backend: Backend, case: Case, how: How) -> float:
     counted[np.ix_(how["heads"], how["hidden"])] = False
     unhidden = InputEdit("hide", sign).apply(case.tensors())  # finite: no key is hidden
     expectation = evaluate(replace(inputs_of(case, unhidden), counted=counted), arithmetic_of(case))
-    seen = [replace(rank, dq=rank.dq.copy()) for rank in observe_on(backend, case, edit, False)]
-    for dq in (expectation.exact["dq"], expectation.bound["dq"], *(rank.dq for rank in seen)):
+    observations = [replace(rank, dq=rank.dq.copy()) for rank in observe_on(backend, case, edit, False)]
+    for dq in (expectation.exact["dq"], expectation.bound["dq"], *(rank.dq for rank in observations)):
         dq[..., 0] = 0.0
-    by_check = [checks.CHECKS[name](case, expectation, seen) for name in _CHECKS]
+    by_check = [checks.CHECKS[name](case, expectation, observations) for name in _CHECKS]
     return max((ratio for ratios in by_check for ratio in ratios.values()), default=0.0)
 
 
@@ -70,5 +70,5 @@ NO_SCORE_NO_WEIGHT = Law(
         "hidden": lambda case, name, value: ascending(name, value, case.tokens),
         "heads": lambda case, name, value: ascending(name, value, case.kv_heads),
     },
-    cases=TAME | {"another scale than 0, since 0 times -inf is no score": lambda case: case.scale != 0.0},
+    cases=TAME | {"a scale other than 0, since 0 times -inf is NaN": lambda case: case.scale != 0.0},
 )  # fmt: skip

@@ -41,11 +41,11 @@ def check_poisoned(backend: Backend, case: Case, how: How) -> float:
     edit = InputEdit("poison", int(how["infinite"]), positions=(token,), name=how["tensor"])
     after = observe_on(backend, case, edit, False)
     clean, out = assemble(case, before, "out"), assemble(case, after, "out")
-    seen = multiplicity(case.pattern, case.heads, case.tokens)[:share] > 0  # (query heads of kv head 0, N, N)
-    sees = seen[:, :, token]
+    visible = multiplicity(case.pattern, case.heads, case.tokens)[:share] > 0  # (query heads of kv head 0, N, N)
+    sees = visible[:, :, token]
     if how["tensor"] == "q":  # reaches one row of query head 0, if that row sees anything
         sees = np.zeros_like(sees)
-        sees[0, token] = seen[0, token].any()
+        sees[0, token] = visible[0, token].any()
     missed = sees.T & np.isfinite(out[0, :, :share, 0])
     if missed.any():
         row, head = np.argwhere(missed)[0]
@@ -56,26 +56,26 @@ def check_poisoned(backend: Backend, case: Case, how: How) -> float:
     same_numbers("out", clean[1:], out[1:], "of other batches, once batch 0 is not finite")
     same_numbers("out", clean[:, :, share:], out[:, :, share:], "of other heads, once head 0 is not finite")
     for name in ("dq", "dk", "dv") if case.device == "cpu" else ():  # fused kernels on GPUs do not promise it
-        _check_gradient(name, assemble(case, before, name), assemble(case, after, name), case, how, seen, sees.T)
+        _check_gradient(name, assemble(case, before, name), assemble(case, after, name), case, how, visible, sees.T)
     return 0.0
 
 
 def _check_gradient(
-    name: str, clean: Array, grads: Array, case: Case, how: How, seen: NDArray[np.bool_], spoiled: NDArray[np.bool_]
+    name: str, clean: Array, grads: Array, case: Case, how: How, visible: NDArray[np.bool_], spoiled: NDArray[np.bool_]
 ) -> None:
     """Gradients of non-finite rows, and of all keys that these rows see, are not finite, since weights or their
-    derivatives are not. seen: (query heads of kv head 0, N, N); spoiled: (N, the same heads).
+    derivatives are not. visible: (query heads of kv head 0, N, N); spoiled: (N, the same heads).
 
     The values' gradients are weights times dout: they depend on scores, not on values.
     """
-    share = seen.shape[0] if name == "dq" else 1
+    share = visible.shape[0] if name == "dq" else 1
     when = "once head 0 of batch 0 is not finite"
     same_numbers(name, clean[1:], grads[1:], f"of other batches, {when}")
     same_numbers(name, clean[:, :, share:], grads[:, :, share:], f"of other heads, {when}")
     through = case.lse in ("unused", "returned", "differentiated")  # on every rank, by the output
     if not through or (name, how["tensor"]) == ("dv", "v"):
         return
-    reached = spoiled if name == "dq" else np.einsum("nh,hnk->k", spoiled, seen)[:, None]  # (N, query heads or 1)
+    reached = spoiled if name == "dq" else np.einsum("nh,hnk->k", spoiled, visible)[:, None]  # (N, query heads or 1)
     missed = reached[..., None] & np.isfinite(grads[0, :, :share])  # (N, heads, D)
     if missed.any():
         token, head, dim = (int(i) for i in np.argwhere(missed)[0])
@@ -85,17 +85,17 @@ def _check_gradient(
         )
 
 
-def _premise(case: Case, how: How) -> None:
+def _precondition(case: Case, how: How) -> None:
     if how["infinite"] and how["tensor"] != "v":
-        raise ValueError("infinite of how is True; with another tensor than 'v' it must be False")
+        raise ValueError("infinite of how is True; it must be False for tensors other than 'v'")
 
 
 NON_FINITE_PROPAGATES = Law(
-    "NaN and inf propagate", _draw, check_poisoned, _premise, share=0.05,
+    "NaN and inf propagate", _draw, check_poisoned, _precondition, share=0.05,
     how={"token": token, "infinite": flag,
          "tensor": lambda case, name, value: validators.choice(name, value, ("q", "k", "v"))},
     cases={
-        "vectors that lie alike when one component is changed: not both 'flat' and strided":
+        "values other than 'flat', or not strided: a change of one component would change the strides":
             lambda case: case.values != "flat" or not case.strided
     },
 )  # fmt: skip

@@ -42,9 +42,9 @@ def permuted(pattern: Pattern, order: tuple[int, ...]) -> Pattern | None:
         served = [new for new, offset in enumerate(offsets) if offset is not None]
         if served != list(range(served[0], served[-1] + 1)):
             return None
-        chosen = tuple(offset for offset in offsets if offset is not None)
+        present = tuple(offset for offset in offsets if offset is not None)
         heads = None if branch.heads is None else range(served[0], served[-1] + 1)
-        offset = chosen if isinstance(branch.offset, tuple) else branch.offset
+        offset = present if isinstance(branch.offset, tuple) else branch.offset
         branches.append(replace(branch, offset=offset, heads=heads))
     return replace(pattern, branches=tuple(branches))
 
@@ -56,11 +56,11 @@ def check_permuted(backend: Backend, case: Case, how: How) -> float:
     heads = list(head_order(case, tuple(kv)))
     pattern = permuted(case.pattern, tuple(heads))
     assert pattern is not None
-    seen, bound, worst = observe_on(backend, case, None, False), expect(case).bound, 0.0
+    observations, bound, worst = observe_on(backend, case, None, False), expect(case).bound, 0.0
     edit = InputEdit("permute", order=tuple(batch), head_order=tuple(heads), kv_order=tuple(kv))
-    also_seen = observe_on(backend, replace(case, pattern=pattern), edit, False)
+    other_observations = observe_on(backend, replace(case, pattern=pattern), edit, False)
     for name in compared(case):
-        a, b = assemble(case, seen, name), assemble(case, also_seen, name)
+        a, b = assemble(case, observations, name), assemble(case, other_observations, name)
         order = kv if name in ("dk", "dv") else heads
         a, allowed = (x[batch][:, order] if name == "lse" else x[batch][:, :, order] for x in (a, 2 * bound[name]))
         worst = max(worst, worst_ratio(name, a, b, allowed, how))
@@ -72,13 +72,13 @@ def _check_order(name: str, value: Any, size: int) -> None:
         raise ValueError(f"{name} is {value!r}; it must be an order of range({size})")
 
 
-def _premise(case: Case, how: How) -> None:
+def _precondition(case: Case, how: How) -> None:
     if permuted(case.pattern, head_order(case, tuple(how["kv_heads"]))) is None:
         raise ValueError(f"kv_heads of how is {how['kv_heads']}; it must leave the heads of every branch a range")
 
 
 BATCHES_AND_HEADS_PERMUTE = Law(
-    "batches and heads permute", _draw, check_permuted, _premise, share=0.02,
+    "batches and heads permute", _draw, check_permuted, _precondition, share=0.02,
     how={
         "batch": lambda case, name, value: _check_order(name, value, case.batch),
         "kv_heads": lambda case, name, value: _check_order(name, value, case.kv_heads),

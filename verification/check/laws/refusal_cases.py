@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ring import Layout, Transport, ring_attention
-from ring.compile_ops import traced
+from ring.torch_compile import traced
 from verification.case import Case
 from verification.run.group_argument import mesh_of_two_dimensions, user_group
 from verification.run.layouts import layout_of

@@ -113,7 +113,7 @@ def _pairs(case: Case, name: str, value: Any) -> None:
             raise ValueError(f"the index that makes {mistake!r} is {culprit}; it must be {allowed}")
 
 
-def _premise(case: Case, how: How) -> None:
+def _precondition(case: Case, how: How) -> None:
     if how["new_group"] and case.group is not None:
         raise ValueError(f"group is {case.group}; with new_group it must be None")
     if how["without_page"] is not None:
@@ -123,6 +123,6 @@ def _premise(case: Case, how: How) -> None:
 
 
 WRONG_CALLS_REFUSED = Law(
-    "wrong calls refused everywhere", _draw, check_refused, _premise, share=0.13,
+    "wrong calls refused everywhere", _draw, check_refused, _precondition, share=0.13,
     how={"mistakes": _pairs, "compiled": flag, "new_group": flag, "without_page": anything},
 )  # fmt: skip

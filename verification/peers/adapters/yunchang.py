@@ -47,8 +47,8 @@ def groups(ulysses: int, world: int) -> tuple[Any, Any]:
 def variant(name: str, ring: Ring) -> Peer:
     def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | None) -> Result:
         ulysses = all_to_all_ranks(case) if name == "basic" else 1
-        chosen = importlib.import_module("yunchang.globals").PROCESS_GROUP
-        chosen.ULYSSES_PG, chosen.RING_PG = groups(ulysses, case.world)
+        process_group = importlib.import_module("yunchang.globals").PROCESS_GROUP
+        process_group.ULYSSES_PG, process_group.RING_PG = groups(ulysses, case.world)
         attention: Any = importlib.import_module("yunchang").LongContextAttention(ring_impl_type=name)
         options = {"causal": case.pattern.causal, "window_size": window_size(case), "softmax_scale": case.scale}
         out: Tensor = attention(q, k, v, **options)

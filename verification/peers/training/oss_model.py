@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from ring.nn.frameworks import fairscale
 from verification.training.inputs import optimiser_settings
 from verification.training.rank.ring_model import LanguageModel
-from verification.training.rank.wrapping import Unwrapped
+from verification.training.rank.wrapping import TrainableModel
 from verification.training.training_case import TrainingCase
 
 
-class Sharded(Unwrapped):
+class Sharded(TrainableModel):
     """Wrapped by `ring.nn.frameworks.fairscale`."""
 
     def __init__(self, model: LanguageModel, case: TrainingCase) -> None:

@@ -19,7 +19,7 @@ from ring.nn import ContextParallel
 from ring.nn.frameworks import deepspeed
 from verification.training.inputs import optimiser_settings
 from verification.training.rank.ring_model import LanguageModel
-from verification.training.rank.wrapping import Unwrapped
+from verification.training.rank.wrapping import TrainableModel
 from verification.training.training_case import TrainingCase
 
 # Silence DeepSpeed's messages for every new engine and step.
@@ -29,7 +29,7 @@ warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWa
 HALF = {"bf16": {"enabled": True}, "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
 
 
-class Zero(Unwrapped):
+class Zero(TrainableModel):
     """ZeRO of that stage. One call reduces gradients, clips and steps: it is made at the end of backward."""
 
     def __init__(self, stage: int, model: LanguageModel, case: TrainingCase) -> None:

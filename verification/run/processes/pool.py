@@ -59,7 +59,7 @@ class RankSet(Protocol):
     def is_dead(self, rank: int) -> bool: ...
     def exit_code(self, rank: int) -> int | None: ...
     def stacks(self, ranks: Collection[int]) -> dict[int, str]: ...
-    def could_run(self, ranks: Collection[int]) -> bool: ...
+    def any_runnable(self, ranks: Collection[int]) -> bool: ...
     def end(self) -> None: ...
 
 
@@ -127,7 +127,7 @@ class Pool:
     @property
     def pids(self) -> tuple[int, ...]:
         """Process identifiers, in rank order."""
-        return self._live().pids
+        return self._open_ranks().pids
 
     def run(self, function: Callable[..., T], *args: Any, timeout: float | None = None) -> list[T]:
         """Submit a call and collect its results."""
@@ -141,7 +141,7 @@ class Pool:
 
         Raises ValueError for a function of `__main__`, PoolError on a closed pool, errors of pickle before it sends.
         """
-        ranks = self._live()
+        ranks = self._open_ranks()
         if getattr(function, "__module__", None) == "__main__":
             raise ValueError(
                 f"function: got {function!r} of __main__; allowed are functions of a module ranks can import"
@@ -165,7 +165,7 @@ class Pool:
         Raises RankCrash, RankError, MismatchedMessages or RankHang, after replacing the ranks; ValueError for a ticket
         that was already collected or discarded, PoolError on a closed pool.
         """
-        ranks = self._live()
+        ranks = self._open_ranks()
         if ticket != self._under_way:
             raise ValueError(f"ticket: got {ticket}, which is not under way; allowed is {self._under_way}")
         timeout = self.timeout if timeout is None else timeout
@@ -198,7 +198,7 @@ class Pool:
             self._under_way = self._ranks = None
             self._end_ranks()
 
-    def _live(self) -> RankSet:
+    def _open_ranks(self) -> RankSet:
         if self._ranks is None:
             raise PoolError("the pool is closed")
         return self._ranks
@@ -248,7 +248,7 @@ def _await_answers(ranks: RankSet, ticket: Ticket, timeout: float) -> _PoolCall:
         events = ranks.events(max(0.0, deadline - time.monotonic()))
         if not events:
             call.waited = time.monotonic() - began
-            if call.raised or time.monotonic() > last or not ranks.could_run(call.waiting):
+            if call.raised or time.monotonic() > last or not ranks.any_runnable(call.waiting):
                 break
             deadline = time.monotonic() + timeout / 4
         for rank, dead in events:

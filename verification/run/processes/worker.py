@@ -143,7 +143,7 @@ class Ranks:
                     break
         return {rank: dump.decode(errors="replace") for rank, dump in dumps.items()}
 
-    def could_run(self, ranks: Collection[int]) -> bool:
+    def any_runnable(self, ranks: Collection[int]) -> bool:
         """True if any of these ranks computes, or would if it had a processor, in a few samples of their threads."""
         for _ in range(LOOKS):
             if any(is_runnable(self.pids[rank]) for rank in ranks):

@@ -55,7 +55,7 @@ class Scheduler:
         for rank, function in enumerate(functions):
             self._batons[rank].acquire()
             name = f"simulated rank {rank}"
-            self._threads.append(threading.Thread(target=self._live, args=(rank, function), name=name, daemon=True))
+            self._threads.append(threading.Thread(target=self._run_rank, args=(rank, function), name=name, daemon=True))
         for thread in self._threads:
             thread.start()
         self._batons[self._pick()].release()
@@ -84,7 +84,7 @@ class Scheduler:
             self._blocked.remove(rank)
             self._runnable.append(rank)
 
-    def _live(self, rank: int, function: Callable[[], Any]) -> None:
+    def _run_rank(self, rank: int, function: Callable[[], Any]) -> None:
         self._batons[rank].acquire()
         try:
             if not self._abandoned:
@@ -106,10 +106,10 @@ class Scheduler:
 
     def _pass_on(self, rank: int) -> None:
         if self._runnable:
-            chosen = self._pick()
-            if chosen == rank:
+            next_rank = self._pick()
+            if next_rank == rank:
                 return
-            self._batons[chosen].release()
+            self._batons[next_rank].release()
         else:
             self._give_up()
         self._batons[rank].acquire()

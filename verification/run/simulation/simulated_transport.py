@@ -178,7 +178,7 @@ class Network:
         """Return the transports of the group of these ranks, which is made once."""
         return self._shared.network(tuple(self.members[rank] for rank in ranks)).transports
 
-    def lost(self) -> str | None:
+    def unreceived(self) -> str | None:
         """Describe a buffered message that nobody received: a later receive would take it."""
         for (source, target), ends in self._sends.items():
             for end in ends:

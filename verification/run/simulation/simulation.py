@@ -70,7 +70,7 @@ class Simulation:
         Raises Deadlock, BrokenContract, MismatchedMessages or, for any other exception of a rank, RankError.
         """
 
-        def live(transport: SimulatedTransport) -> T:
+        def run_rank(transport: SimulatedTransport) -> T:
             answer = function(transport)
             for group in (self._whole, *self._groups.values()):
                 if transport.rank in group.members:
@@ -79,13 +79,13 @@ class Simulation:
 
         scheduler = self.scheduler
         scheduler.on_stuck = self._describe_stuck
-        scheduler.run([lambda t=transport: live(t) for transport in self._whole.transports])  # type: ignore[misc]
+        scheduler.run([lambda t=transport: run_rank(t) for transport in self._whole.transports])  # type: ignore[misc]
         if scheduler.stuck or any(error is not None for error in scheduler.errors):
             raise self._failure()
         for group in (self._whole, *self._groups.values()):
-            lost = group.lost()
-            if lost is not None:
-                raise MismatchedMessages(lost, [RankState(name, "answered", "had answered") for name in self.names])
+            error = group.unreceived()
+            if error is not None:
+                raise MismatchedMessages(error, [RankState(name, "answered", "had answered") for name in self.names])
         return scheduler.outcomes
 
     def network(self, members: tuple[int, ...]) -> Network:
@@ -131,14 +131,14 @@ class Simulation:
 
     def _chain(self) -> str:
         """Describe the chain of waiting ranks, from a stuck one until it closes, or ends at one that had answered."""
-        rank, seen = self.scheduler.stuck[0], []
-        while rank in self.scheduler.stuck and rank not in seen:
-            seen.append(rank)
+        rank, chain = self.scheduler.stuck[0], []
+        while rank in self.scheduler.stuck and rank not in chain:
+            chain.append(rank)
             rank = self._awaited(rank)[0][0]
-        if rank in seen:
-            seen = [*seen[seen.index(rank) :], rank]
-            return " waits for ".join(self.label(r) for r in seen)
-        return " waits for ".join(self.label(r) for r in [*seen, rank]) + ", which had answered"
+        if rank in chain:
+            chain = [*chain[chain.index(rank) :], rank]
+            return " waits for ".join(self.label(r) for r in chain)
+        return " waits for ".join(self.label(r) for r in [*chain, rank]) + ", which had answered"
 
 
 def _headline(error: BaseException) -> str:
@@ -150,7 +150,7 @@ def _headline(error: BaseException) -> str:
 
 def _stack(frame: Any) -> str:
     """Format the innermost frames of the rank's function, without those of the simulation itself."""
-    begin = Scheduler._live.__code__  # the frame that calls the rank's function
+    begin = Scheduler._run_rank.__code__  # the frame that calls the rank's function
     called = takewhile(lambda entry: entry[0].f_code is not begin, traceback.walk_stack(frame))
     inner = traceback.StackSummary.extract(called, limit=4 * _FRAMES)
     inner.reverse()

@@ -87,25 +87,25 @@ class Orders:
     timeout: float
 
 
-def listen(place: Address, store: Store) -> tuple[socket.socket, str]:
+def listen(address: Address, store: Store) -> tuple[socket.socket, str]:
     """Open rank 0's listening socket. Also returns the secret word that proves an agent to be of this run."""
     # Use the address by which this machine reaches the store: the others can reach that one.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((place.host, place.port))
-        address = probe.getsockname()[0]
-    listener = socket.create_server((address, 0), backlog=place.world_size)
+        probe.connect((address.host, address.port))
+        host = probe.getsockname()[0]
+    listener = socket.create_server((host, 0), backlog=address.world_size)
     word = secrets.token_hex(16)
-    store.set(_ADDRESS, f"{address} {listener.getsockname()[1]} {word}")
+    store.set(_ADDRESS, f"{host} {listener.getsockname()[1]} {word}")
     return listener, word
 
 
-def connect(place: Address, store: Store) -> Connection:
+def connect(address: Address, store: Store) -> Connection:
     """Connect to rank 0, and introduce this agent."""
-    address, port, word = store.get(_ADDRESS).decode().split()
-    connection = adopt(socket.create_connection((address, int(port)), timeout=JOIN_TIMEOUT))
+    host, port, word = store.get(_ADDRESS).decode().split()
+    connection = adopt(socket.create_connection((host, int(port)), timeout=JOIN_TIMEOUT))
     connection.send_bytes(word.encode())
     gpus = torch.cuda.device_count()
-    connection.send(Hello(place.rank, os.getpid(), socket.gethostname(), gpus, place.local_rank))
+    connection.send(Hello(address.rank, os.getpid(), socket.gethostname(), gpus, address.local_rank))
     return connection
 
 
@@ -129,8 +129,8 @@ class Agent:
     question; a message of a rank has its generation.
     """
 
-    def __init__(self, place: Address, control: Connection, timeout: float) -> None:
-        self._place, self._control, self._timeout = place, control, timeout + SILENCE
+    def __init__(self, address: Address, control: Connection, timeout: float) -> None:
+        self._address, self._control, self._timeout = address, control, timeout + SILENCE
         self._ranks: Ranks | None = None
         self._watched = False
         self._generation = 0
@@ -139,7 +139,7 @@ class Agent:
         """Serve rank 0; return the exit status for this process. Raises RankZeroLost."""
         bell, rings = os.pipe()
         os.set_blocking(rings, False)
-        if self._place.rank:  # the agent of rank 0 does not run in the main thread
+        if self._address.rank:  # the agent of rank 0 does not run in the main thread
             signal.set_wakeup_fd(rings, warn_on_full_buffer=False)
             signal.signal(signal.SIGTERM, lambda *_: None)  # the wakeup pipe suffices; interrupt no message
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends this process
@@ -178,8 +178,8 @@ class Agent:
             self._send("reply", number, self._start(argument))
         elif what == "stacks":
             self._send("reply", number, self._ranks.stacks([0])[0] if self._ranks else "")
-        elif what == "could run":
-            self._send("reply", number, self._ranks is not None and self._ranks.could_run([0]))
+        elif what == "any runnable":
+            self._send("reply", number, self._ranks is not None and self._ranks.any_runnable([0]))
         elif what in ("end", "ping"):
             if what == "end":
                 self._end()
@@ -195,8 +195,8 @@ class Agent:
         self._end()
         self._generation = orders.generation
         member = Membership(
-            self._place.rank, orders.world_size, orders.rendezvous, orders.preload, orders.joined_by,
-            gpu=self._place.local_rank, one_machine=orders.one_machine,
+            self._address.rank, orders.world_size, orders.rendezvous, orders.preload, orders.joined_by,
+            gpu=self._address.local_rank, one_machine=orders.one_machine,
         )  # fmt: skip
         self._ranks = Ranks([member], orders.timeout)
         try:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from verification.failures import name_ranks
-from verification.protocols import Example
+from verification.protocols import CaseLike
 from verification.run.backends import PRELOAD, GlooBackend, Preparation, SimBackend, Task, Unavailable
 from verification.run.processes.pool import START_TIMEOUT, Pool, PoolError, RankSet
 from verification.run.processes.rendezvous import Rendezvous
@@ -31,10 +31,11 @@ class AgentRanks:
         self.pids: tuple[int, ...] = ()
 
     def start(self) -> None:
-        agents, place = self._agents, self._agents.place
+        agents, address = self._agents, self._agents.address
         agents.renew()
         agents.ask_all(self._all, "ping", None, SILENCE)  # the start of a rank may take long, a ping may not
-        rendezvous = Rendezvous(host=place.host, port=place.port, prefix=f"verification/generation {agents.generation}")
+        prefix = f"verification/generation {agents.generation}"
+        rendezvous = Rendezvous(host=address.host, port=address.port, prefix=prefix)
         orders = Orders(
             agents.generation, self.world_size, rendezvous, PRELOAD, self._joined_by, agents.one_machine, self._timeout
         )  # fmt: skip
@@ -82,14 +83,14 @@ class AgentRanks:
         """Return the stacks of these ranks. Raises AgentLost for an agent that does not answer."""
         return self._agents.ask_all(ranks, "stacks", None, max(SILENCE, STACK_TIMEOUT + SLACK)) if ranks else {}
 
-    def could_run(self, ranks: Collection[int]) -> bool:
+    def any_runnable(self, ranks: Collection[int]) -> bool:
         """True if any of these ranks is runnable. Raises AgentLost for an agent that does not answer.
 
         Always False on GPUs: a process that waits for a GPU spins, and would look as if it computed.
         """
         if self._joined_by == "nccl":
             return False
-        return any(self._agents.ask_all(ranks, "could run", None, max(SILENCE, LOOKS * LOOK_EVERY + SLACK)).values())
+        return any(self._agents.ask_all(ranks, "any runnable", None, max(SILENCE, LOOKS * LOOK_EVERY + SLACK)).values())
 
     def end(self) -> None:
         if not self._agents.ending:  # otherwise they are ending already, or cannot be reached
@@ -114,7 +115,7 @@ class ShrinkBackend(SimBackend):
         super().__init__(prepare=prepare)
         self._agents = agents
 
-    def submit(self, task: Task, case: Example, *arguments: Any) -> None:
+    def submit(self, task: Task, case: CaseLike, *arguments: Any) -> None:
         self._agents.raise_pending()
         super().submit(task, case, *arguments)
 
@@ -126,11 +127,11 @@ class TorchrunBackend(GlooBackend):
         super().__init__(timeout, prepare)
         self.name = name
         self.agents = agents
-        self.last: Example | dict[str, Any] | None = None  # submitted last: a Case, or the record of another problem
+        self.last: CaseLike | dict[str, Any] | None = None  # submitted last: a Case, or the record of another problem
 
     def start(self, world: int) -> None:
         """Have so many ranks ready; a healthy pool of that size is reused."""
-        started = self.agents.place.world_size
+        started = self.agents.address.world_size
         if world > started:
             raise Unavailable(f"{world} ranks are needed, torchrun started {started}: --nproc-per-node={world}")
         if self.name == "nccl":
@@ -146,7 +147,7 @@ class TorchrunBackend(GlooBackend):
             except PoolError as error:
                 raise Unavailable(f"the {counted(world, 'rank')} could not be started: {error}") from error
 
-    def submit(self, task: Task, case: Example, *arguments: Any) -> None:
+    def submit(self, task: Task, case: CaseLike, *arguments: Any) -> None:
         self.last = case
         super().submit(task, case, *arguments)
 

@@ -44,14 +44,14 @@ class AgentLost(BaseException):
 class Agents:
     """Rank 0's end of the connections to all agents, its own among them."""
 
-    def __init__(self, place: Address, timeout: float) -> None:
+    def __init__(self, address: Address, timeout: float) -> None:
         """Wait until all agents are connected. Raises Unavailable naming those that are not within a minute.
         timeout: of the agent of this process (`agents.Agent`)."""
-        self.place = place
+        self.address = address
         self.generation = 0
         self.ending = False
         self.loss: AgentLost | None = None
-        self.answers: list[deque[tuple[int, int, bytes]]] = [deque() for _ in range(place.world_size)]
+        self.answers: list[deque[tuple[int, int, bytes]]] = [deque() for _ in range(address.world_size)]
         self.exits: dict[int, int | None] = {}
         self._replies: dict[int, dict[int, Any]] = {}
         self._questions = 0
@@ -59,11 +59,11 @@ class Agents:
         self._terminated = False  # torchrun sent SIGTERM
         self._interrupted = False  # SIGINT came, and `raise_pending` has not raised it yet
         self._bell, self._rings = os.pipe()
-        self._store = place.store()
-        listener, word = listen(place, self._store)
+        self._store = address.store()
+        listener, word = listen(address, self._store)
         threading.Thread(target=self._serve_own, args=(timeout,), daemon=True).start()
         self._connections: dict[int, Connection] = {}
-        self._sending = [threading.Lock() for _ in range(place.world_size)]  # by rank
+        self._sending = [threading.Lock() for _ in range(address.world_size)]  # by rank
         self._parted = threading.Event()
         self.hellos: dict[int, Hello] = {}
         try:
@@ -74,7 +74,7 @@ class Agents:
 
     def _serve_own(self, timeout: float) -> None:
         with suppress(RankZeroLost):  # this process ends, too, and reports the reason itself
-            Agent(self.place, connect(self.place, self._store), timeout).serve()
+            Agent(self.address, connect(self.address, self._store), timeout).serve()
 
     def _beat(self) -> None:
         """Send each agent a sign of life every second, unless another message is being sent to it."""
@@ -89,12 +89,12 @@ class Agents:
 
     def _welcome(self, listener: socket.socket, word: str) -> None:
         deadline = time.monotonic() + JOIN_TIMEOUT
-        while len(self.hellos) < self.place.world_size:
+        while len(self.hellos) < self.address.world_size:
             listener.settimeout(max(0.1, deadline - time.monotonic()))
             try:
                 end, _ = listener.accept()
             except TimeoutError as error:
-                missing = set(range(self.place.world_size)) - set(self.hellos)
+                missing = set(range(self.address.world_size)) - set(self.hellos)
                 raise Unavailable(f"{name_ranks(sorted(missing))} did not come in {JOIN_TIMEOUT:.0f} s") from error
             connection = adopt(end)
             with suppress(EOFError, OSError):

@@ -69,8 +69,8 @@ def train_densely(case: TrainingCase, rounded: Rounded = exact, stored: Rounded 
 def mean_loss(logits: Tensor, batch: GlobalBatch) -> Tensor:
     """Mean of -log softmax at the label over all labelled tokens: (); 0, with zero gradients, if there are none."""
     labelled = batch.labels != IGNORED
-    chosen = logits.gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0]  # (data, accumulation, batch, n)
-    losses = logits.logsumexp(-1) - chosen
+    label_logits = logits.gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0]  # (data, accumulation, batch, n)
+    losses = logits.logsumexp(-1) - label_logits
     return (losses * labelled).sum() / max(1, batch.labelled)
 
 

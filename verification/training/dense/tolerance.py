@@ -5,11 +5,11 @@ the smallest defect, which every run records (`verification.training.error_histo
 
 In lower precisions the effect of rounding is estimated. The dense computation is repeated DRAWS times, with every
 rounded number changed by up to its last bit, forward and backward. The allowed deviation is FACTOR times the root mean
-square of the largest deviation, plus FACTOR times the last bit of the quantity's largest entry: a small entry, or 0,
-may be what remains of large numbers that cancel.
+square of the largest deviation, plus FACTOR times the last bit of the quantity's largest entry, since a small entry
+may be the difference of large numbers.
 
 Models with norms that may be steps (`Model.has_steps`) get the larger of both in fp64. A layer norm multiplies a small
-change by up to 1 / sqrt(eps), and several in sequence have made 4e-9 of the last bit.
+change by up to 1 / sqrt(eps), and several in sequence have amplified the last bit to 4e-9.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Allowed = dict[str, dict[str, float]]  # by quantity and name
 
 
 def allowed_deviations(case: TrainingCase, exact: TrainingResult) -> Allowed:
-    """Largest allowed |seen - exact| by quantity and name; 0 if a whole quantity is 0."""
+    """Largest allowed |actual - exact| by quantity and name; 0 if a whole quantity is 0."""
     quantities, fp64 = exact.quantities(), case.dtype == "float64"
     threshold = {quantity: THRESHOLD * largest(named) if fp64 else 0.0 for quantity, named in quantities.items()}
     if fp64 and not case.model.has_steps:

@@ -16,7 +16,7 @@ from verification.training.rank.losses import LOSSES
 from verification.training.rank.meshes import handle_of, mesh_of
 from verification.training.rank.resume import resume
 from verification.training.rank.ring_model import Inner, LanguageModel, ring_inner
-from verification.training.rank.wrapping import Unwrapped, Wrap, wrapped
+from verification.training.rank.wrapping import TrainableModel, Wrap, wrapped
 from verification.training.step_observation import Array, PartObservation, StepObservation
 from verification.training.training_case import TrainingCase
 
@@ -26,7 +26,7 @@ def train_on_rank(
 ) -> StepObservation:
     """Task: train a few steps on this rank. transport: over all ranks; only its rank is used. inner: the attention of a
     "sdpa" model. wrap: the wrapper, by default the Case's."""
-    seen = StepObservation(*case.coordinates(transport.rank))
+    observation = StepObservation(*case.coordinates(transport.rank))
     run, first = None, 0
     for part in case.parts:
         data_rank, index = part.coordinates(transport.rank)
@@ -38,26 +38,27 @@ def train_on_rank(
             first = resume(before, run, first)
         for step in range(first, first + part.steps):
             batches = batches_of_step(case, part, context, data_rank, step)
-            train_one_step(part, run, context, batches, step, seen)
+            train_one_step(part, run, context, batches, step, observation)
         first += part.steps
-        seen.parts.append(_part_observation(context, index, counter, run))
+        observation.parts.append(_part_observation(context, index, counter, run.graphs.runs))
     assert run is not None
-    seen.parameters.update(_to_arrays(run.parameters()))
+    observation.parameters.update(_to_arrays(run.parameters()))
     if case.spoilt is not None:
-        seen.wrongly_clipped = run.wrongly_clipped(float(case.spoilt))
-    return seen
+        observation.wrongly_clipped = run.wrongly_clipped(float(case.spoilt))
+    return observation
 
 
 def train_one_step(
-    case: TrainingCase, run: Unwrapped, context: ContextParallel, batches: list[Batch], step: int, seen: StepObservation
-) -> None:
-    losses = take_gradients(case, run, context, batches, seen if step == 0 else None)
+    case: TrainingCase, run: TrainableModel, context: ContextParallel, batches: list[Batch], step: int,
+    observation: StepObservation,
+) -> None:  # fmt: skip
+    losses = take_gradients(case, run, context, batches, observation if step == 0 else None)
     if step == 0:
-        seen.gradients.update(_to_arrays(run.gradients()))
-    seen.losses[f"step {step + 1}"] = to_numpy(losses)
+        observation.gradients.update(_to_arrays(run.gradients()))
+    observation.losses[f"step {step + 1}"] = to_numpy(losses)
     norm = run.step()
     if norm is not None:
-        seen.norms[f"step {step + 1}"] = to_numpy(norm)
+        observation.norms[f"step {step + 1}"] = to_numpy(norm)
 
 
 def batches_of_step(
@@ -78,9 +79,10 @@ def batches_of_step(
 
 
 def take_gradients(
-    case: TrainingCase, run: Unwrapped, context: ContextParallel, batches: list[Batch], seen: StepObservation | None
-) -> Tensor:
-    """Run forward and backward of all micro-batches; return the loss of the step. seen: records the first step."""
+    case: TrainingCase, run: TrainableModel, context: ContextParallel, batches: list[Batch],
+    observation: StepObservation | None,
+) -> Tensor:  # fmt: skip
+    """Run forward and backward of all micro-batches; return the loss of the step. observation: of the first step."""
     mesh = mesh_of(case)
     loss_of = LOSSES[case.loss]
     labelled = None  # a single micro-batch counts its own labels
@@ -93,10 +95,10 @@ def take_gradients(
             loss = loss_of.mean(logits, labels_of(batch), mesh, labelled)
             run.backward(loss * loss_of.part)
         losses.append(loss.detach())
-        if seen is not None:
-            _note_batch(seen, batch)
+        if observation is not None:
+            _note_batch(observation, batch)
             if number == 0:
-                seen.logits["first micro-batch"] = to_numpy(gather(context, logits.detach()))
+                observation.logits["first micro-batch"] = to_numpy(gather(context, logits.detach()))
     run.end_of_backward()
     return sum(losses[1:], losses[0])
 
@@ -138,10 +140,10 @@ class TokenCounts:
                 self.counts.add(x.shape[1])
 
 
-def _note_batch(seen: StepObservation, batch: Batch) -> None:
-    seen.tokens.append(batch.tokens.cpu().numpy())
-    seen.labels.append(labels_of(batch).cpu().numpy())
-    seen.positions.append(batch.positions.cpu().numpy())
+def _note_batch(observation: StepObservation, batch: Batch) -> None:
+    observation.tokens.append(batch.tokens.cpu().numpy())
+    observation.labels.append(labels_of(batch).cpu().numpy())
+    observation.positions.append(batch.positions.cpu().numpy())
 
 
 def _to_arrays(named: dict[str, Tensor]) -> dict[str, Array]:
@@ -149,12 +151,12 @@ def _to_arrays(named: dict[str, Tensor]) -> dict[str, Array]:
     return {name: to_numpy(x).copy() for name, x in named.items()}
 
 
-def _part_observation(context: ContextParallel, index: int, counter: TokenCounts, run: Unwrapped) -> PartObservation:
-    seen = PartObservation(index, counter.counts, graph_runs=run.graphs.runs)
+def _part_observation(context: ContextParallel, index: int, counter: TokenCounts, graph_runs: int) -> PartObservation:
+    observation = PartObservation(index, counter.counts, graph_runs=graph_runs)
     if isinstance(context.transport, RecordingTransport):
-        seen.sent = _bytes_by_peer(context.transport.sent)
-        seen.received = _bytes_by_peer(context.transport.received)
-    return seen
+        observation.sent = _bytes_by_peer(context.transport.sent)
+        observation.received = _bytes_by_peer(context.transport.received)
+    return observation
 
 
 def _bytes_by_peer(messages: list[tuple[int, int, str]]) -> dict[int, int]:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ring.nn.frameworks import checkpoint
-from verification.training.rank.wrapping import Unwrapped
+from verification.training.rank.wrapping import TrainableModel
 
 
-def resume(before: Unwrapped, after: Unwrapped, step: int) -> int:
+def resume(before: TrainableModel, after: TrainableModel, step: int) -> int:
     """Save the state of `before` and load it into `after`, which is new. Collective. Returns the number of steps done,
     as the checkpoint has it."""
     with shared_folder() as folder:

@@ -27,8 +27,8 @@ from verification.training.training_case import TrainingCase
 RECOMPUTED = "_checkpoint_wrapped_module."  # in parameter names of checkpointed layers
 
 
-class Unwrapped:
-    """The plain model; `ring.nn.average_gradients` averages its gradients."""
+class TrainableModel:
+    """A model with its optimiser. Without a wrapper, `ring.nn.average_gradients` averages its gradients."""
 
     def __init__(self, model: LanguageModel, case: TrainingCase) -> None:
         self.case, self.mesh = case, mesh_of(case)
@@ -93,13 +93,13 @@ class Unwrapped:
         """Parameters clipped otherwise than by torch when all gradients of the first are `number`, NaN or infinite. A
         norm of NaN makes all gradients NaN; an infinite norm makes finite ones 0."""
         wrong = []
-        for place, x in enumerate(self.named.values()):
-            x.grad = torch.full_like(x, 1.0 if place else number)
+        for index, x in enumerate(self.named.values()):
+            x.grad = torch.full_like(x, 1.0 if index else number)
         norm = self.clip(1.0)
-        for place, (name, x) in enumerate(self.named.items()):
+        for index, (name, x) in enumerate(self.named.items()):
             assert x.grad is not None
             grad = unsharded(x.grad)
-            right = grad.isnan() if math.isnan(number) or not place else grad == 0.0  # infinity times 0 is NaN
+            right = grad.isnan() if math.isnan(number) or not index else grad == 0.0  # infinity times 0 is NaN
             wrong += [] if bool(right.all()) else [name]
         return wrong if norm.isfinite().item() is False else [*wrong, "the norm"]
 
@@ -111,7 +111,7 @@ class Unwrapped:
         return norm
 
 
-class Ddp(Unwrapped):
+class Ddp(TrainableModel):
     """DistributedDataParallel over all ranks."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -125,7 +125,7 @@ class Ddp(Unwrapped):
         """Do nothing: the last backward has averaged the gradients."""
 
 
-class Fsdp(Unwrapped):
+class Fsdp(TrainableModel):
     """fully_shard of each layer and of the model, over all ranks."""
 
     replicate = False
@@ -175,10 +175,10 @@ def unsharded(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
 
-Wrap = Callable[[LanguageModel, TrainingCase], Unwrapped]
-_BY_NAME = {"none": Unwrapped, "ddp": Ddp, "fsdp2": Fsdp, "hsdp2": HybridFsdp}
+Wrap = Callable[[LanguageModel, TrainingCase], TrainableModel]
+_BY_NAME = {"none": TrainableModel, "ddp": Ddp, "fsdp2": Fsdp, "hsdp2": HybridFsdp}
 
 
-def wrapped(model: LanguageModel, case: TrainingCase) -> Unwrapped:
+def wrapped(model: LanguageModel, case: TrainingCase) -> TrainableModel:
     """Wrap the model with the Case's wrapper."""
     return _BY_NAME[case.wrapper](model, case)

@@ -27,7 +27,7 @@ from ring.strided_view import batched
 
 def portioned(tile: Tile, most: int, monkeypatch: pytest.MonkeyPatch, gpu: bool = True, name: str = "cudnn") -> Any:
     """In portions of so many bytes, of a call with batch 3 and head dim 8."""
-    monkeypatch.setattr(kernels, "MOST_WORKSPACE", most)
+    monkeypatch.setattr(kernels, "MAX_WORKSPACE", most)
     whole: Any = SimpleNamespace(is_cuda=gpu, shape=(3, 1000, 1000, 8))
     return kernels.portions(name, tile, whole)
 

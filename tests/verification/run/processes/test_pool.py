@@ -266,7 +266,7 @@ def test_a_death_is_noticed_at_once_and_named(ranks: Ranks, tmp_path: Path, worl
 def test_a_death_between_calls_is_not_laid_to_the_next_call(ranks: Ranks) -> None:
     pool = ranks(2)
     os.kill(pool.pids[0], signal.SIGKILL)
-    until(lambda: any(died for _, died in pool._live().events(0)))
+    until(lambda: any(died for _, died in pool._open_ranks().events(0)))
     failure = failure_of(RankCrash, pool, total, 0.0)
     assert failure.ranks("died") == (0,) and "dead before the call: rank 0" in failure.headline
 

@@ -14,12 +14,12 @@ from reference.pattern import Pattern
 from ring.comm.transport import Message, Outgoing, Pending
 from tests.support.plain_case import plain
 from tests.support.planted import plant, plant_receive_first
+from verification.experiments import check_case
 from verification.failures import BrokenContract, Deadlock, MismatchedMessages, RankError, RankFailure, RankHang
 from verification.run.backends import SimBackend
 from verification.run.simulation.scheduler import POLICIES
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
-from verification.runner import check_case
 
 pytestmark = pytest.mark.ranks
 

@@ -22,9 +22,9 @@ from ring import Layout, ring_attention
 from ring.comm.group import transport_over
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import RecordingTransport
-from ring.compile_ops import NO_GROUP, pattern_from_text, pattern_to_text, traced
 from ring.nn import ContextParallel, RingAttention
 from ring.nn.frameworks import recompute
+from ring.torch_compile import NO_GROUP, pattern_from_text, pattern_to_text, traced
 from tests.support.attention_cases import PACKED, PATTERNS, inputs, plain
 from tests.support.nn_ranks import said
 from tests.support.ranks import Ranks

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from ring import Layout, Pattern, Transport, ring_attention
 from ring.comm.group import transport_over
 from ring.comm.transport import RecordingTransport
-from ring.compile_ops import pattern_from_text, pattern_to_text
-from ring.custom_op import _prepared
+from ring.dispatcher_op import _prepared
+from ring.torch_compile import pattern_from_text, pattern_to_text
 from tests.support.attention_cases import PATTERNS, inputs, plain
 from tests.support.drawn_patterns import patterns
 from tests.support.ranks import Ranks

@@ -48,7 +48,7 @@ def _run_latest(q: Tensor, k: Tensor, v: Tensor, prepared: int) -> tuple[Tensor,
 
 
 # Do not use `torch.library.custom_op`: its wrappers add dozens of Python calls. `ring.attention` differentiates, and
-# compiled graphs have operators of their own (`ring.compile_ops`).
+# compiled graphs have operators of their own (`ring.torch_compile`).
 if not hasattr(torch.ops.ring, "attention"):
     _library = torch.library.Library("ring", "FRAGMENT")
     _library.define("attention(Tensor q, Tensor k, Tensor v, int prepared) -> (Tensor, Tensor)")
