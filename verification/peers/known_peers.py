@@ -36,8 +36,10 @@ def selected(name: str, among: Mapping[str, Any] = KNOWN) -> list[str]:
         return names
     if ":" in name and all(part.isidentifier() for part in name.replace(":", ".", 1).split(".")):
         return [name]
+    is_module = all(part.isidentifier() for part in name.split("."))
+    hint = f"; for a Peer in your module {name} write {name}:NAME, as {name}:adapter" if is_module else ""
     raise Refused(
-        f"argument NAME: {name!r} is no peer; it must be one of {', '.join(among)}, or package.module:adapter"
+        f"argument NAME: {name!r} is no peer{hint}; it must be package.module:adapter, or one of {', '.join(among)}"
     )
 
 
@@ -53,7 +55,9 @@ def load(name: str) -> Peer:
     try:
         peer = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # importing a user's module may raise anything
-        raise Refused(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        hint = f"; run this in the folder that has {absent}, or install it" if absent == module.split(".")[0] else ""
+        raise Refused(f"{name} cannot be imported: {type(error).__name__}: {error}{hint}") from error
     if not isinstance(peer, Peer):
         raise Refused(f"{name} is {peer!r}; it must be a verification.peers.Peer")
     return peer

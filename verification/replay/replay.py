@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 from verification import runner
@@ -14,6 +15,15 @@ MOST_BYTES = 2**20  # of a file; runs save some kilobytes
 _SHOWN = 500  # characters of an error, which may quote the file
 
 
+def _refuse_torchrun(record: object, file: Path, backend: Backend) -> None:
+    """Raise ValueError with the command for problems of ranks that torchrun starts: links and long sequences."""
+    problem = next((record[name] for name in ("links", "long") if isinstance(record, dict) and name in record), None)
+    if isinstance(problem, dict):
+        words = ["torchrun", f"--nproc-per-node={problem.get('world')}", "-m", "verification.cli.validate"]
+        words += ["--backend", "nccl" if backend.name == "nccl" else "gloo", "--replay", str(file)]
+        raise ValueError(f"it is a problem of ranks that torchrun starts; write {shlex.join(words)}")
+
+
 def replay(file: Path, report: Report, backend: Backend, argument: str = "FILE") -> Report:
     """Replay a saved counter-example, report the result, and close the backend. argument: that named the file.
 
@@ -23,7 +33,9 @@ def replay(file: Path, report: Report, backend: Backend, argument: str = "FILE")
             content = stream.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES} bytes; a counter-example has at most that many")
-        saved = parse(json.loads(content.decode()))
+        record = json.loads(content.decode())
+        _refuse_torchrun(record, file, backend)
+        saved = parse(record)
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: too deeply nested lists
         reason = " ".join(str(error).split())
         reason = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN]}..."
