@@ -33,7 +33,10 @@ def replay(file: Path, report: Report, backend: Backend, argument: str = "FILE")
             content = stream.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES} bytes; a counter-example has at most that many")
-        record = json.loads(content.decode())
+        try:
+            record = json.loads(content.decode())
+        except ValueError as error:
+            raise ValueError(f"it is not JSON: {error}") from error
         _refuse_torchrun(record, file, backend)
         saved = parse(record)
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: too deeply nested lists
