@@ -66,7 +66,7 @@ class Layout:
     """
 
     n: int
-    cuts: tuple[int, ...]
+    cuts: tuple[int, ...] = ()
     runs: tuple[Run, ...] | None = None  # canonical for the order; None: see `listed`
     listed: np.ndarray | None = field(repr=False, default=None)  # (n,) int64
     number: int = field(init=False, repr=False)  # of this object, in this process
@@ -189,8 +189,8 @@ class Layout:
     def __post_init__(self) -> None:
         fields: list[object] = [self.n, self.cuts, self.runs, self.listed]
         if not isinstance(fields[1], tuple) or fields[2] is fields[3]:  # Layout("zigzag", n, p), Layout(n, p)
-            order = fields[0] if isinstance(fields[0], str) else "contiguous"
-            got = [x for x in fields if x is not None]
+            order = next((name for name in ("zigzag", "striped", "hilbert") if name == fields[0]), "contiguous")
+            got = [x for x in fields if isinstance(x, np.ndarray) or x not in (None, ())]
             raise ValueError(f"cuts and an order must be given, got {got}; write Layout.{order}(tokens, ranks)")
         if self.runs is not None:
             object.__setattr__(self, "runs", _merge_runs(self.runs))

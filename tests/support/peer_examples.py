@@ -89,4 +89,5 @@ claims_raise = replace(sound, claims=lambda case: case.tokens // 0)  # type: ign
 claims_other_world = replace(sound, claims=then(world=lambda case: 2))
 claims_unsettled = replace(sound, claims=then(tokens=lambda case: case.tokens + 1))
 claims_nothing = replace(sound, claims=lambda case: None)
+returns_none = replace(sound, attend=lambda *given: None)  # type: ignore[arg-type]
 returns_list = replace(sound, attend=lambda *given: [plain(*given)])  # type: ignore[arg-type]

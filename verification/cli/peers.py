@@ -178,7 +178,8 @@ def _run(kind: Kind, outcome: PeerOutcome, plan: RunPlan, console: Console, opti
     backend = GlooBackend(kind.timeout, partial(kind.prepare, name), (*kind.preload, *getattr(peer, "preload", ())))
     try:
         with report:
-            for world in _worlds(peer, plan, options):
+            worlds = _worlds(peer, plan, options)
+            for number, world in enumerate(worlds, 1):
                 backend.start(world)
                 examples = plan.examples_for(world)
                 report.start_world(world, examples)
@@ -189,6 +190,7 @@ def _run(kind: Kind, outcome: PeerOutcome, plan: RunPlan, console: Console, opti
                     raise Refused(f"{name} supports none of the Cases drawn on {counted(world, 'rank')}")
                 report.end_world(name)
                 if failures:
+                    report.not_run(worlds[number:], "fewer ranks have a counter-example")
                     break
     finally:
         backend.close()

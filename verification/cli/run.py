@@ -17,6 +17,7 @@ from verification.problems import real_size
 from verification.report.report import Report
 from verification.run.backends import BACKENDS, MAX_RANKS, Unavailable
 
+FEW = 3  # titles in one line of an error
 HELP = "draw examples and check them"
 ABOUT = """\
 Draws examples for each world size and checks every property on each of them.
@@ -87,12 +88,16 @@ def title_of(name: str) -> str:
     matches = [title for title in titles if name.lower() in title.lower()]
     if name in titles or len(matches) == 1:
         return name if name in titles else matches[0]
-    if matches:
+    if 0 < len(matches) <= FEW:
         raise Unavailable(f"argument --only: {name!r} may be {' or '.join(map(repr, matches))}")
-    close = get_close_matches(name.lower(), [title.lower() for title in titles], n=3, cutoff=0.5)
-    near = [title for title in titles if title.lower() in close]
-    hint = f", close to it: {' or '.join(map(repr, near))}" if near else ""
-    raise Unavailable(f"argument --only: {name!r} is no property or law; it must be one of --list{hint}")
+    close = get_close_matches(name.lower(), [title.lower() for title in titles], n=FEW, cutoff=0.5)
+    near = " or ".join(repr(title) for title in titles if title.lower() in close)
+    reason = f"is a part of {len(matches)} titles" if matches else "is no property or law"
+    listed = "".join(f"\n    {title}" for title in titles)
+    hint = f", close to it: {near}" if near else ""
+    raise Unavailable(
+        f"argument --only: {name!r} {reason}{hint}; it must be one of these, or a unique part of one:{listed}"
+    )
 
 
 def plan_of(

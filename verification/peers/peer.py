@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -71,6 +72,22 @@ class Peer:
     def version(self) -> str | None:
         """Version of the installed distribution; None if there is none."""
         return version_of(self.package)
+
+
+def outputs_of(result: Any, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """Return out and lse of what `attend` returned. shape: of out. Raises ValueError, which is a counter-example, since
+    it may depend on the Case."""
+    out, lse = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    batch, tokens, heads, _ = shape
+    for name, value, required in (("out", out, tuple(shape)), ("lse", lse, (batch, heads, tokens))):
+        if isinstance(value, Tensor) and value.shape != required:
+            raise ValueError(f"attend returned {name} of shape {tuple(value.shape)}; it must be {required}")
+        if not isinstance(value, Tensor) and (name == "out" or value is not None):
+            got = "None" if value is None else type(value).__name__
+            raise ValueError(
+                f"attend returned {got} as {name}; it must be a tensor of shape {required}: return out, or (out, lse)"
+            )
+    return out, lse
 
 
 def version_of(package: str | None) -> str | None:

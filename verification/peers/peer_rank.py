@@ -11,44 +11,33 @@ from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import SoloTransport, Transport
 from verification.case import Case
 from verification.peers.known_peers import ready
-from verification.peers.peer import Peer
+from verification.peers.peer import Peer, outputs_of
 from verification.run.observation import Observation
 from verification.run.rank import CallResult, Tensors, layout_answers, observation_of, shards, whole_tensors
 
 prepare = ready  # called in new ranks before an example: imports do not count towards its timeout
 
 
-def observe_peer(transport: Transport, case: Case, name: str) -> Observation | str:
-    """Run the peer's forward and backward twice. Returns a message if the adapter returned something malformed."""
+def observe_peer(transport: Transport, case: Case, name: str) -> Observation:
+    """Run the peer's forward and backward twice."""
     peer, inputs = ready(name), shards(case, transport.rank, whole_tensors(case))
     copy = [x.clone() for x in inputs]
-    run = run_peer(peer, transport, case, inputs)
-    if isinstance(run, str):
-        return run
-    rerun = run_peer(peer, transport, case, inputs)
-    layout = layout_answers(case, transport.rank)
-    return rerun if isinstance(rerun, str) else observation_of(layout, inputs, copy, run, rerun)
+    run, rerun = (run_peer(peer, transport, case, inputs) for _ in range(2))
+    return observation_of(layout_answers(case, transport.rank), inputs, copy, run, rerun)
 
 
-def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> CallResult | str:
-    """Run forward and backward once. Raises ValueError for a wrong shape or a missing gradient: these may depend on the
-    Case, so they are counter-examples, not faults of the adapter."""
-    if not isinstance(transport, (ProcessGroupTransport, SoloTransport)):
-        return "a peer communicates by torch.distributed, which is not simulated; run it on gloo"
+def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> CallResult:
+    """Run forward and backward once. Raises ValueError for a malformed result or a missing gradient: these may depend
+    on the Case, so they are counter-examples."""
+    assert isinstance(transport, (ProcessGroupTransport, SoloTransport)), "a peer needs torch.distributed"
     *leaves, dout, dlse = inputs
     q, k, v = (x.detach().requires_grad_() for x in leaves)
     result = peer.attend(q, k, v, case, transport.group if isinstance(transport, ProcessGroupTransport) else None)
-    out, lse = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    for name, value in (("out", out), ("lse", lse)):
-        if not isinstance(value, Tensor) and (name == "out" or value is not None):
-            return f"attend returned {type(value).__name__} as {name}; it must be a tensor, or the pair (out, lse)"
+    out, lse = outputs_of(result, dout.shape)
     if case.lse == "unused":
         lse = None
     elif lse is None:
-        return f'attend returned no lse, and the claim has lse {case.lse!r}; it must be "unused" then'
-    for name, value, like in (("out", out, dout), ("lse", lse, dlse)):
-        if value is not None and value.shape != like.shape:
-            raise ValueError(f"attend returned {name} of shape {tuple(value.shape)}; it must be {tuple(like.shape)}")
+        raise ValueError(f'attend returned no lse, and the claim has lse {case.lse!r}; it must be "unused" then')
     outputs, incoming = [out], [dout]
     if lse is not None and case.through_lse:
         outputs, incoming = ([lse], [dlse]) if case.lse == "alone" else ([out, lse], [dout, dlse])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ring.comm.transport import Transport
 from ring.nn import ContextParallel
 from verification.case import Case
-from verification.peers.peer import Peer, version_of
+from verification.peers.peer import Peer, outputs_of, version_of
 from verification.training.rank.meshes import mesh_of
 from verification.training.rank.rank_step import train_on_rank
 from verification.training.step_observation import StepObservation
@@ -84,10 +84,7 @@ class PeerAttention(nn.Module):
         part = next(part for part in self.case.parts if part.context == context.world_size)
         group = None if part.world == 1 else mesh_of(part)["context"].get_group()
         result = self.peer.attend(q, k, v, call_of(part, part.coordinates(dist.get_rank())[0]), group)
-        out = result[0] if isinstance(result, tuple) else result
-        if out.shape != q.shape:
-            raise ValueError(f"attend returned out of shape {tuple(out.shape)}; it must be {tuple(q.shape)}")
-        return out.transpose(1, 2)
+        return outputs_of(result, q.shape)[0].transpose(1, 2)
 
 
 def call_of(case: TrainingCase, data_rank: int = 0) -> Case:
