@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from functools import cached_property
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks at it once, when it is imported
@@ -25,12 +26,16 @@ MODULES = (  # public: every class and function without an underscore
     "ring.nn.frameworks.parallel_style", "ring.nn.frameworks.recompute", "ring.nn.frameworks.transformers",
     "verification.peers.claims",
 )  # fmt: skip
+OPTIONAL = ("deepspeed", "fairscale", "transformers")
 PROPERTIES = (property, cached_property)
 
 
 def _public() -> Iterator[tuple[str, Any]]:
     """Yield public classes and functions by name, and the methods and properties of these classes."""
     for name in (*PACKAGES, *MODULES):
+        package = name.rpartition(".")[2]
+        if package in OPTIONAL and find_spec(package) is None:
+            continue  # an optional extra, which scripts/test installs
         module = import_module(name)
         for key in getattr(module, "__all__", vars(module)):
             x = getattr(module, key)
