@@ -16,9 +16,15 @@ MIN_ROWS = 16  # query rows that a call may take, however small the bucket
 
 @dataclass(frozen=True)
 class CallLimits:
-    """Limits in key/value tokens: `bucket`, and `own` for folded calls on the rank's own keys.
+    """Limits of one kernel call, in key/value tokens.
 
-    Raises ValueError unless all are integers >= 1 and own is at least the bucket.
+    Args:
+        bucket: tokens of a call on received keys, or on a single segment; >= 1.
+        own: tokens of a folded call on the rank's own keys; at least the bucket.
+        kv_heads: number of key/value heads, >= 1.
+
+    Raises:
+        ValueError: a field has any other value.
     """
 
     bucket: int
@@ -31,15 +37,29 @@ class CallLimits:
         validators.integer("kv_heads", self.kv_heads, 1)
 
     def keys(self, own: bool, folds: int) -> int:
-        """Most key/value tokens of all folds together. own: True for keys of the rank's own shard."""
+        """Return the most key/value tokens of all folds together.
+
+        Args:
+            own: True for keys of the rank's own shard.
+            folds: number of segments in the call.
+        """
         return self.own if own and folds > 1 else self.bucket
 
     def rows(self, own: bool, folds: int) -> int:
-        """Most query rows of all folds together: as many as keys, so that the output of a call is bounded as well."""
+        """Return the most query rows of all folds together: as many as keys, which bounds the output of a call as well.
+
+        Args:
+            own: True for keys of the rank's own shard.
+            folds: number of segments in the call.
+        """
         return max(self.keys(own, folds), MIN_ROWS)
 
     def key_vectors(self, own: bool, folds: int) -> int:
-        """Most tokens times key/value heads: the same for a call on query heads with different rows as for one on all
-        key/value heads of the same rows.
+        """Return the most tokens times key/value heads: the same for a call on query heads with different rows as for
+        one on all key/value heads of the same rows.
+
+        Args:
+            own: True for keys of the rank's own shard.
+            folds: number of segments in the call.
         """
         return self.keys(own, folds) * self.kv_heads

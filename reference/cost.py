@@ -34,10 +34,16 @@ _UNBOUNDED = 1 << 60  # slots
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """One problem. `positions`: the global positions of each rank, together a permutation of range(n).
+    """One problem: a pattern over a sharded sequence. Sums are accumulated in fp64 for fp64 and in fp32 otherwise.
 
-    itemsize: bytes of the working type (8, 4 or 2). Sums are accumulated in fp64 for fp64 and in fp32 otherwise.
-    Raises ValueError for positions, heads, itemsize or sizes that are invalid or inconsistent.
+    Args:
+        pattern: the attention mask.
+        positions: int64 global positions of each rank, together a permutation of range(n).
+        batch, heads, kv_heads, head_dim: sizes of the tensors; heads is a multiple of kv_heads.
+        itemsize: bytes of the working type: 8, 4 or 2.
+
+    Raises:
+        ValueError: positions, heads, itemsize or sizes are invalid or inconsistent.
     """
 
     pattern: Pattern
@@ -65,29 +71,37 @@ class Setting:
 
     @property
     def world(self) -> int:
+        """Number of ranks, p."""
         return len(self.positions)
 
     @property
     def accumulator_itemsize(self) -> int:
+        """Bytes of the accumulator's type."""
         return 8 if self.itemsize == 8 else 4
 
     def slot_bytes(self, narrow: bool = False) -> tuple[int, int]:
-        """Bytes of (a key and a value vector in the working type, their gradients in the accumulator's type). narrow:
-        gradients in the working type too."""
+        """Return the bytes of a key and a value vector, working type, and of their gradients, accumulator's type.
+
+        Args:
+            narrow: True for gradients in the working type too.
+        """
         elements = 2 * self.batch * self.head_dim
         return elements * self.itemsize, elements * (self.itemsize if narrow else self.accumulator_itemsize)
 
     @cached_property
     def counts(self) -> Ints:
-        return np.array([x.size for x in self.positions], np.int64)  # (p,)
+        """Number of tokens of each rank, (p,)."""
+        return np.array([x.size for x in self.positions], np.int64)
 
     @cached_property
     def rows(self) -> Ints:
-        return np.concatenate(self.positions)  # (n,) global positions, shard after shard
+        """Global positions, shard after shard, (n,)."""
+        return np.concatenate(self.positions)
 
     @cached_property
     def owner(self) -> Ints:
-        return np.repeat(np.arange(self.world), self.counts)  # (n,)
+        """Rank of each of `rows`, (n,)."""
+        return np.repeat(np.arange(self.world), self.counts)
 
     @cached_property
     def needs(self) -> tuple[Need, ...]:
@@ -125,25 +139,39 @@ class Setting:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes sent from rank [i] to rank [j], each (p, p) with a zero diagonal."""
+    """Bytes sent from rank [i] to rank [j], each (p, p) with a zero diagonal.
 
-    forward: Ints  # keys and values
-    backward_kv: Ints  # keys and values once more
-    backward_gradients: Ints  # their gradients, in the accumulator's type unless they are narrow
+    Args:
+        forward: keys and values.
+        backward_kv: keys and values once more.
+        backward_gradients: their gradients, in the accumulator's type unless they are narrow.
+    """
+
+    forward: Ints
+    backward_kv: Ints
+    backward_gradients: Ints
 
     @property
     def backward(self) -> Ints:
+        """Bytes of the whole backward, (p, p)."""
         return self.backward_kv + self.backward_gradients
 
 
 def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
-    """Bytes sent from rank to rank, for any bucket. narrow: gradients return in the working type, as those of
-    `direct` do between GPUs.
+    """Return the bytes sent from rank to rank, for any bucket.
 
     direct  d receives from s the slots that it needs; their gradients go the same way back.
     ring    a slot goes r -> r+1 `travel` times. Its gradient starts at the first rank visited, follows it for
             travel - 1 hops, and the last of them returns it to its owner: `travel` messages as well.
     gather  every shard, all rows and heads, to every other rank; its gradients back from every other rank.
+
+    Args:
+        setting: the problem.
+        exchange: "ring", "direct" or "gather".
+        narrow: True if gradients return in the working type, as those of `direct` do between GPUs.
+
+    Raises:
+        ValueError: the exchange is unknown.
     """
     p, ranks = setting.world, np.arange(setting.world)
     if known(exchange) == "ring":
@@ -164,30 +192,46 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
 
 
 def known(exchange: str) -> str:
+    """Return the exchange, after validation.
+
+    Args:
+        exchange: a name.
+
+    Raises:
+        ValueError: it is none of EXCHANGES.
+    """
     return validators.choice("exchange", exchange, EXCHANGES)
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """Bytes of communication buffers per rank, each (p,)."""
+    """Bytes of communication buffers per rank, each (p,).
 
-    receive: Ints  # keys and values received, working type
-    send: Ints  # own keys and values that are sent, working type
-    gradients: Ints  # gradients of the received keys and values, in the type in which they are sent; backward only
-    returned: Ints  # gradients that are returned to their owner, in the same type
+    Args:
+        receive: keys and values received, working type.
+        send: own keys and values that are sent, working type.
+        gradients: gradients of the received keys and values, in the type in which they are sent; backward only.
+        returned: gradients that are returned to their owner, in the same type.
+    """
+
+    receive: Ints
+    send: Ints
+    gradients: Ints
+    returned: Ints
 
     @property
     def forward(self) -> Ints:
+        """Bytes of all buffers of the forward, (p,)."""
         return self.receive + self.send
 
     @property
     def backward(self) -> Ints:
+        """Bytes of all buffers of the backward, (p,)."""
         return self.forward + self.gradients + self.returned
 
 
 def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False) -> Buffers:
-    """Bytes of every communication buffer that an exchange allocates; bucket in tokens. All are 0 for one rank.
-    narrow: as in `sent`.
+    """Return the bytes of every communication buffer that an exchange allocates. All are 0 for one rank.
 
     With cap = bucket * Hk slots, most = cap + W - 1, v(s, t) = slots of s with travel >= t, e(s, t) = those
     with travel == t, n_r = rows of rank r; in slots of rank d:
@@ -202,6 +246,15 @@ def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False) 
     Forward: the receive buffers (two, so that one fills while the other is used; one for gather) and the send buffer,
     in the working type. Backward: the same again, plus as many gradient buffers as receive buffers and `returned`, in
     the type in which gradients are sent.
+
+    Args:
+        setting: the problem.
+        exchange: "ring", "direct" or "gather".
+        bucket: in tokens, at least 1.
+        narrow: True if gradients return in the working type, as those of `direct` do between GPUs.
+
+    Raises:
+        ValueError: the exchange is unknown, or the bucket less than 1.
     """
     receive, send, returned = _buffer_slots(setting, exchange, bucket)
     copies = 1 if exchange == "gather" else 2
@@ -245,11 +298,18 @@ def _by_distance(setting: Setting) -> Ints:
 
 
 def rounds(setting: Setting, bucket: int) -> list[tuple[list[int], bool]]:
-    """The rounds of `direct`, the same on every rank: (distances served, whether the round is cut in chunks).
+    """Return the rounds of `direct`, the same on every rank: (distances served, True if the round is cut in chunks).
 
     At distance t rank d takes from rank (d - t) mod p. Distances at which no rank needs a slot are skipped; others
     are grouped in order while the sum of their largest messages fits the bucket. A distance that exceeds the
     bucket alone is cut: the row that starts at slot x of a message belongs to chunk x // cap.
+
+    Args:
+        setting: the problem.
+        bucket: in tokens, at least 1.
+
+    Raises:
+        ValueError: the bucket is less than 1.
     """
     groups: list[tuple[list[int], bool]] = []
     cap, filled = _cap(setting, bucket), _UNBOUNDED  # filled: slots of the last group; unbounded before the first
@@ -265,14 +325,21 @@ def rounds(setting: Setting, bucket: int) -> list[tuple[list[int], bool]]:
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations of the matrix products per rank, two for a multiplication and addition."""
+    """Floating-point operations of the matrix products per rank, two for a multiplication and addition.
 
-    pairs: tuple[int, ...]  # (query head, query, key) triples that the rank's rows see, with multiplicity
-    forward: tuple[int, ...]  # 2 products: S, O; 4*B*D per pair
-    backward: tuple[int, ...]  # 5 products: S again, dP, dV, dQ, dK
+    Args:
+        pairs: (query head, query, key) triples that the rank's rows see, with multiplicity.
+        forward: 2 products: S, O; 4*B*D per pair.
+        backward: 5 products: S again, dP, dV, dQ, dK.
+    """
+
+    pairs: tuple[int, ...]
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
 
     @property
     def total(self) -> int:
+        """Operations of all ranks, forward and backward."""
         return sum(self.forward) + sum(self.backward)
 
     @property
@@ -283,6 +350,11 @@ class Flops:
 
 
 def flops(setting: Setting) -> Flops:
+    """Return the operations of forward and backward on each rank.
+
+    Args:
+        setting: the problem.
+    """
     before = np.zeros(setting.rows.size + 1, np.int64)  # cumulative pairs, so that those of a shard are a difference
     for need in setting.needs:
         before[1:] += np.cumsum(need.pairs)
@@ -294,14 +366,25 @@ def flops(setting: Setting) -> Flops:
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes of memory per rank without communication buffers, each (p,)."""
+    """Bytes of memory per rank without communication buffers, each (p,).
 
-    shards: Ints  # q, k, v, out in the working type; lse in the accumulator's
-    accumulator: Ints  # out and lse, accumulator's type; forward
-    gradients: Ints  # dq, dk, dv summed in the accumulator's type; backward
+    Args:
+        shards: q, k, v, out in the working type; lse in the accumulator's.
+        accumulator: out and lse, accumulator's type; forward.
+        gradients: dq, dk, dv summed in the accumulator's type; backward.
+    """
+
+    shards: Ints
+    accumulator: Ints
+    gradients: Ints
 
 
 def resident(setting: Setting) -> Resident:
+    """Return the bytes of memory on each rank without communication buffers.
+
+    Args:
+        setting: the problem.
+    """
     rows, wide = setting.batch * setting.counts, setting.accumulator_itemsize
     lse = rows * setting.heads  # elements
     q, kv = lse * setting.head_dim, rows * setting.kv_heads * setting.head_dim

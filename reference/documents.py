@@ -88,9 +88,15 @@ def begins(documents: Documents, positions: torch.Tensor) -> torch.Tensor:
 
 
 def documents_from_cu_seqlens(cu_seqlens: Sequence[int] | np.ndarray | torch.Tensor, n: int) -> tuple[int, ...]:
-    """Lengths of the documents that begin at cu_seqlens[:-1] and end at cu_seqlens[1:], as in flash attention.
+    """Return the lengths of documents that begin at cu_seqlens[:-1] and end at cu_seqlens[1:], as in flash attention.
 
-    Raises ValueError unless cu_seqlens are ascending integers from 0 to n (equal neighbours: an empty document)."""
+    Args:
+        cu_seqlens: ascending integers from 0 to n; equal neighbours are an empty document.
+        n: number of tokens.
+
+    Raises:
+        ValueError: cu_seqlens are no such integers.
+    """
     edges = _integers("cu_seqlens", cu_seqlens)
     if not len(edges) or edges[0] != 0 or edges[-1] != n:
         raise ValueError(f"cu_seqlens must go from 0 to the number of tokens, {n}, got {first_few(edges.tolist())}")
@@ -102,10 +108,14 @@ def documents_from_cu_seqlens(cu_seqlens: Sequence[int] | np.ndarray | torch.Ten
 
 
 def documents_from_positions(positions: Sequence[int] | np.ndarray | torch.Tensor) -> tuple[int, ...]:
-    """Lengths of documents from the position of every token within its document, 0, 1, 2, ...: (N,), or (1, N) as
-    collators that flatten a batch return them.
+    """Return the lengths of documents from the position of every token within its document, 0, 1, 2, ...
 
-    Raises ValueError for a position that is neither 0 nor the previous one plus 1."""
+    Args:
+        positions: (N,) integers, or (1, N) as collators that flatten a batch return them.
+
+    Raises:
+        ValueError: a position is neither 0 nor the previous one plus 1.
+    """
     if isinstance(positions, (np.ndarray, torch.Tensor)) and positions.ndim == 2 and len(positions) == 1:
         positions = positions[0]
     entries = _integers("positions", positions)

@@ -38,15 +38,16 @@ BLOCK = {"cpu": 2**19, "cuda": 2**24}
 class Inputs:
     """Attention of R queries to N keys, and gradients of sum(dout * out) + sum(dlse * lse).
 
-    q, dout  (B, R, H, D)
-    k, v     (B, N, Hk, D)
-    dlse     (B, H, R), or None for zeros: the bounds then leave it out
-    pattern  the mask; key j is at position j
-    scale    factor on q . k
-    rows     (R,) ascending positions of the queries; None: those of the keys, R = N
-    counted  (Hk, N) bool, False for keys that are treated as if no branch selected them; None: all True
+    All tensors are fp64 and finite, NumPy arrays or torch tensors on one device.
 
-    All fp64 and finite, NumPy arrays or torch tensors on one device.
+    Args:
+        q, dout: (B, R, H, D).
+        k, v: (B, N, Hk, D); query head h reads head h // (H / Hk).
+        dlse: (B, H, R), or None for zeros: the bounds then leave it out.
+        pattern: the mask; key j is at position j.
+        scale: factor on q . k.
+        rows: (R,) ascending positions of the queries; None: those of the keys, R = N.
+        counted: (Hk, N) bool, False for keys that are treated as if no branch selected them; None: all True.
     """
 
     q: Array
@@ -61,23 +62,31 @@ class Inputs:
 
     @property
     def heads(self) -> int:
+        """Number of query heads, H."""
         return self.q.shape[2]
 
     @property
     def kv_heads(self) -> int:
+        """Number of key/value heads, Hk."""
         return self.k.shape[2]
 
 
 @dataclass(frozen=True, eq=False)
 class Expectation:
-    """Exact results of `inputs`, and bounds on the error of an implementation.
-
-    exact, bound: fp64 arrays by quantity: out, dq (B, R, H, D); dk, dv (B, N, Hk, D); lse (B, H, R).
+    """Exact results of some inputs, and bounds on the error of an implementation.
 
     Where nothing is selected, out and gradients are 0, lse is -inf and the bound is 0. An infinite bound guarantees
-    nothing. dead_rows (H, R), dead_keys (Hk, N): rows that see no key, keys that no row sees.
+    nothing.
 
-    Raises ValueError, at construction, for a bound that is NaN.
+    Args:
+        inputs: the problem.
+        exact: fp64 arrays by quantity: "out", "dq" (B, R, H, D); "dk", "dv" (B, N, Hk, D); "lse" (B, H, R).
+        bound: of the error of each entry, in the same form.
+        dead_rows: (H, R) True for rows that see no key.
+        dead_keys: (Hk, N) True for keys that no row sees.
+
+    Raises:
+        ValueError: a bound is NaN.
     """
 
     inputs: Inputs
@@ -91,9 +100,14 @@ class Expectation:
 
 
 def evaluate(inputs: Inputs, r: Arithmetic) -> Expectation:
-    """Exact results, and bounds for an implementation with the arithmetic r; 0.4 ms for 24 tokens, 4 heads of 16.
+    """Return exact results and bounds; 0.4 ms for 24 tokens, 4 heads of 16. `reference.bounds` derives the bounds.
 
-    Raises ValueError if the documents of the pattern do not add up to N.
+    Args:
+        inputs: the problem.
+        r: arithmetic of the implementation that is bounded.
+
+    Raises:
+        ValueError: the documents of the pattern do not add up to N, or the pattern does not fit the heads.
     """
     q, k = inputs.q, inputs.k
     batch, queries, heads, dim = q.shape

@@ -36,7 +36,9 @@ def attention(
     NaN and inf propagate by IEEE arithmetic: a zero weight times NaN is NaN.
 
     Args:
-        q, k, v: (B, Nq, Hq, D), and twice (B, Nk, Hk, D). Query head h uses key/value head h // (Hq / Hk).
+        q, k, v: (B, Nq, Hq, D), and twice (B, Nk, Hk, D): tokens before heads, unlike torch's own attention, which
+            cannot always be seen. Query head h uses key/value head h // (Hq / Hk).
+        pattern: the attention mask.
         q_positions, k_positions: int64 >= 0, (Nq,) and (Nk,), in the whole sequence, also with packed documents.
             Default 0, 1, ...; the tokens must then be the whole sequence.
         scale: default D ** -0.5.
@@ -61,12 +63,24 @@ def gradients(
     scale: float | None = None,
     weights: str = "attached",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of sum(dout * out) + sum(dlse * lse): dq (B, Nq, Hq, D), dk and dv (B, Nk, Hk, D), all fp64.
+    """Return dq (B, Nq, Hq, D), dk and dv (B, Nk, Hk, D), all fp64: gradients of sum(dout * out) + sum(dlse * lse).
 
-    dout (B, Nq, Hq, D), dlse (B, Hq, Nq) or None for zeros; other arguments and errors as for `attention`.
-    weights="detached" treats LongNet's mixture weights (shares of the softmax denominator) as constants, as
-    torchscale does, for comparison: it is not the gradient of `attention`. With O_b the output of branch b
-    alone, D_b = rowsum(dO * O_b) and dS = sum_b M_b * e^{s - lse} * (dO V^T - D_b + dlse)."""
+    weights="detached" is for comparison with torchscale: it is not the gradient of `attention`. With O_b the output of
+    branch b alone, D_b = rowsum(dO * O_b) and dS = sum_b M_b * e^{s - lse} * (dO V^T - D_b + dlse).
+
+    Args:
+        q, k, v: (B, Nq, Hq, D), and twice (B, Nk, Hk, D). Query head h uses key/value head h // (Hq / Hk).
+        pattern: the attention mask.
+        dout: (B, Nq, Hq, D).
+        dlse: (B, Hq, Nq), or None for zeros.
+        q_positions, k_positions: int64 >= 0, (Nq,) and (Nk,), in the whole sequence, also with packed documents.
+            Default 0, 1, ...; the tokens must then be the whole sequence.
+        scale: default D ** -0.5.
+        weights: "detached" treats LongNet's mixture weights (shares of the softmax denominator) as constants.
+
+    Raises:
+        ValueError: shapes, positions or pattern are inconsistent, or weights has another value.
+    """
     if weights not in ("attached", "detached"):
         raise ValueError(f"weights must be 'attached' or 'detached', got {weights!r}")
     return _Problem(q, k, v, pattern, q_positions, k_positions, scale).gradients(dout, dlse, weights)
@@ -85,7 +99,20 @@ def attention_and_gradients(
     k_positions: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return out, lse, dq, dk, dv of `attention` and `gradients`, which share the softmax if it is one block."""
+    """Return out, lse, dq, dk, dv of `attention` and `gradients`, which share the softmax if it is one block.
+
+    Args:
+        q, k, v: (B, Nq, Hq, D), and twice (B, Nk, Hk, D). Query head h uses key/value head h // (Hq / Hk).
+        pattern: the attention mask.
+        dout: (B, Nq, Hq, D).
+        dlse: (B, Hq, Nq), or None for zeros.
+        q_positions, k_positions: int64 >= 0, (Nq,) and (Nk,), in the whole sequence, also with packed documents.
+            Default 0, 1, ...; the tokens must then be the whole sequence.
+        scale: default D ** -0.5.
+
+    Raises:
+        ValueError: shapes, positions or pattern are inconsistent.
+    """
     x = _Problem(q, k, v, pattern, q_positions, k_positions, scale)
     return (*x.attention(), *x.gradients(dout, dlse, "attached"))
 
@@ -104,22 +131,18 @@ class _Problem:
         scale: float | None,
     ) -> None:
         check_pattern(pattern)
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[::3] != k.shape[::3] or not q.shape[3]:
-            raise ValueError(f"q must be (B, Nq, Hq, D), k and v both (B, Nk, Hk, D), D >= 1; got {shapes}")
-        if not k.shape[2] or q.shape[2] % k.shape[2]:
-            raise ValueError(f"query heads must be a multiple of the key/value heads; got {shapes}")
-        if q_positions is None and k_positions is None and q.shape[1] != k.shape[1]:
-            raise ValueError(f"queries and keys differ in number and have no positions; got {shapes}")
-        pattern.validate(q.shape[2])
-        for x, positions in ((q, q_positions), (k, k_positions)):
-            if positions is None:
-                pattern.validate_tokens(x.shape[1])
+        arguments = pattern, q_positions, k_positions
+        try:
+            self.q_positions, self.k_positions = _checked_positions(q, k, v, *arguments)
+        except ValueError as error:
+            try:
+                _checked_positions(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *arguments)
+            except (ValueError, IndexError):
+                raise error from None
+            raise ValueError(f"{error}; heads first? Write q.transpose(1, 2), and so for k and v") from None
         self.pattern, self.group = pattern, q.shape[2] // k.shape[2]
         self._cached: tuple[slice, tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
         self.scale = q.shape[3] ** -0.5 if scale is None else scale
-        self.q_positions = _positions("q_positions", q_positions, q)
-        self.k_positions = _positions("k_positions", k_positions, k)
         self.q, self.k, self.v = (t.double().transpose(1, 2) for t in (q, k, v))  # (B, H, N, D)
         if self.group > 1:
             self.k, self.v = (t.repeat_interleave(self.group, dim=1) for t in (self.k, self.v))
@@ -194,6 +217,24 @@ class _Problem:
         batch, heads, keys, dim = x.shape
         x = x.reshape(batch, heads // self.group, self.group, keys, dim).sum(2)
         return x.transpose(1, 2).contiguous()
+
+
+def _checked_positions(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, q_positions: Tensor | None, k_positions: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the positions of queries and keys. Raises ValueError unless the arguments fit each other."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[::3] != k.shape[::3] or not q.shape[3]:
+        raise ValueError(f"q must be (B, Nq, Hq, D), k and v both (B, Nk, Hk, D), D >= 1; got {shapes}")
+    if not k.shape[2] or q.shape[2] % k.shape[2]:
+        raise ValueError(f"query heads must be a multiple of the key/value heads; got {shapes}")
+    if q_positions is None and k_positions is None and q.shape[1] != k.shape[1]:
+        raise ValueError(f"queries and keys differ in number and have no positions; got {shapes}")
+    pattern.validate(q.shape[2])
+    for x, positions in ((q, q_positions), (k, k_positions)):
+        if positions is None:
+            pattern.validate_tokens(x.shape[1])
+    return _positions("q_positions", q_positions, q), _positions("k_positions", k_positions, k)
 
 
 def _positions(name: str, positions: Tensor | None, x: Tensor) -> Tensor:

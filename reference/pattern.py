@@ -62,13 +62,16 @@ def _fields(what: str, data: object, names: set[str]) -> Mapping[str, Any]:
 class Branch:
     """One dilated branch.
 
-    segment_length: w >= 1 in tokens, or None for one segment that holds every position.
-    dilation_rate:  r >= 1.
-    offset:         0 <= o < r; one int for all heads that the branch serves, or one per such head, in order.
-    heads:          contiguous range of query heads that the branch serves; None for all of them.
-    window:         >= 0: largest distance of a key before its query or, unless the pattern is causal, behind it; None:
-                    no limit. (A model's sliding window of s keys is window s - 1.)
-    Raises ValueError, at construction, for anything else.
+    Args:
+        segment_length: w >= 1 in tokens, or None for one segment that holds every position.
+        dilation_rate: r >= 1.
+        offset: 0 <= o < r; one int for all heads that the branch serves, or one per such head, in order.
+        heads: contiguous range of query heads that the branch serves; None for all of them.
+        window: >= 0: largest distance of a key before its query or, unless the pattern is causal, behind it; None: no
+            limit. (A model's sliding window of s keys is window s - 1.)
+
+    Raises:
+        ValueError: a field has any other value.
     """
 
     segment_length: int | None = None
@@ -99,9 +102,14 @@ class Branch:
                 raise ValueError(f"offset must be one int or one for {required}, got {self.offset!r}")
 
     def offsets(self, num_heads: int) -> tuple[int | None, ...]:
-        """The offset of each of `num_heads` query heads; None for a head that the branch does not serve.
+        """Return the offset of each query head; None for a head that the branch does not serve.
 
-        Raises ValueError where the branch's heads or offsets do not fit that many query heads."""
+        Args:
+            num_heads: number of query heads.
+
+        Raises:
+            ValueError: the branch's heads or offsets do not fit that many query heads.
+        """
         _integer("num_heads", num_heads, 1)
         served = self.heads if self.heads is not None else range(num_heads)
         if served.stop > num_heads:
@@ -130,12 +138,16 @@ _OFFSET_RULES: dict[str, Callable[[int, int, int], int | tuple[int, ...]]] = {
 class Pattern:
     """One or more branches whose pairs are counted with multiplicity under one softmax; optionally causal.
 
-    branches:  at least one `Branch` (a list is turned into a tuple, so that every pattern hashes).
-    causal:    True keeps only the pairs whose key position is <= the query position.
-    documents: lengths >= 0 of the consecutive documents that a sequence is packed from; their sum must be its number of
-               tokens. None: the sequence is one document, of any length. (`reference.documents` converts cu_seqlens
-               and position ids.)
-    Raises ValueError, at construction, for anything else."""
+    Args:
+        branches: at least one `Branch` (a list is turned into a tuple, so that every pattern hashes).
+        causal: True keeps only the pairs whose key position is <= the query position.
+        documents: lengths >= 0 of the consecutive documents that a sequence is packed from; their sum must be its
+            number of tokens. None: the sequence is one document, of any length. (`reference.documents` converts
+            cu_seqlens and position ids.)
+
+    Raises:
+        ValueError: a field has any other value.
+    """
 
     branches: tuple[Branch, ...]
     causal: bool = False
@@ -168,7 +180,16 @@ class Pattern:
     def dense(
         cls, causal: bool = False, documents: tuple[int, ...] | None = None, window: int | None = None
     ) -> "Pattern":
-        """Plain attention: one branch, one segment, every position, every head. window: as for `Branch`."""
+        """Plain attention: one branch, one segment, every position, every head.
+
+        Args:
+            causal: True keeps only the pairs whose key position is <= the query position.
+            documents: lengths of the documents that the sequence is packed from; None: one document.
+            window: largest distance in tokens of a key before its query or, unless causal, behind it; None: no limit.
+
+        Raises:
+            ValueError: an argument has any other value.
+        """
         return cls((Branch(window=window),), causal, documents)
 
     @classmethod
@@ -181,10 +202,20 @@ class Pattern:
         offsets: str = "paper",
         documents: tuple[int, ...] | None = None,
     ) -> "Pattern":
-        """LongNet: every branch (segment_lengths[i], dilation_rates[i]) serves all `heads` query heads.
+        """LongNet: every branch (segment_lengths[i], dilation_rates[i]) serves all query heads (arXiv 2307.02486, 2.2).
 
-        offsets: "paper" h mod r; "torchscale" h // ceil(heads / r); "fkodom" i mod r for all heads of branch
-        i, as in dilated-attention-pytorch. Raises ValueError for lists of unequal lengths or an unknown rule."""
+        Args:
+            segment_lengths: w of each branch, in tokens; None for one segment that holds every position.
+            dilation_rates: r of each branch.
+            heads: number of query heads.
+            causal: True keeps only the pairs whose key position is <= the query position.
+            offsets: rule for the offset of head h: "paper" h mod r; "torchscale" h // ceil(heads / r); "fkodom" i mod r
+                for all heads of branch i, as in dilated-attention-pytorch.
+            documents: lengths of the documents that the sequence is packed from; None: one document.
+
+        Raises:
+            ValueError: the lists have unequal lengths, the rule is unknown, or an entry is out of range.
+        """
         _integer("heads", heads, 1)
         if offsets not in _OFFSET_RULES:
             raise ValueError(f"offsets must be one of {sorted(_OFFSET_RULES)}, got {offsets!r}")
@@ -204,7 +235,17 @@ class Pattern:
         """Each head belongs to one branch: branch i serves the i-th group of heads, all with offset i mod r.
 
         With G groups the first `heads` mod G of them get one head more, as in dilated-attention-pytorch.
-        Raises ValueError for lists of unequal lengths or fewer heads than groups."""
+
+        Args:
+            segment_lengths: w of each branch, in tokens; None for one segment that holds every position.
+            dilation_rates: r of each branch.
+            heads: number of query heads, at least one for each branch.
+            causal: True keeps only the pairs whose key position is <= the query position.
+            documents: lengths of the documents that the sequence is packed from; None: one document.
+
+        Raises:
+            ValueError: the lists have unequal lengths, there are fewer heads than groups, or an entry is out of range.
+        """
         _integer("heads", heads, 1)
         pairs = _branch_sizes(segment_lengths, dilation_rates)
         if heads < len(pairs):
@@ -216,12 +257,26 @@ class Pattern:
         return cls(tuple(branches), causal, documents)
 
     def validate(self, num_heads: int) -> None:
-        """Raise ValueError if the heads or offsets of a branch do not fit `num_heads` query heads."""
+        """Validate the number of query heads.
+
+        Args:
+            num_heads: number of query heads.
+
+        Raises:
+            ValueError: the heads or offsets of a branch do not fit it.
+        """
         for branch in self.branches:
             branch.offsets(num_heads)
 
     def validate_tokens(self, tokens: int) -> None:
-        """Raise ValueError if the documents do not add up to `tokens`, those of the whole sequence."""
+        """Validate the number of tokens.
+
+        Args:
+            tokens: of the whole sequence.
+
+        Raises:
+            ValueError: the documents do not add up to it.
+        """
         check_tokens(self.packed, tokens)
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,9 +298,14 @@ class Pattern:
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> "Pattern":
-        """Inverse of `to_dict`, also for older data without documents or windows.
+        """Make the pattern of `to_dict`, also from older data without documents or windows.
 
-        Raises ValueError for an unknown or missing field, or a wrong value."""
+        Args:
+            d: JSON data.
+
+        Raises:
+            ValueError: a field is unknown or missing, or has a wrong value.
+        """
         complete = {"documents": None, **d} if isinstance(d, Mapping) else d
         data = _fields("pattern", complete, {"branches", "causal", "documents"})
         if not isinstance(data["branches"], (list, tuple)):

@@ -25,9 +25,10 @@ MIN_BUCKET_ON_GPUS = 65536
 class Shards:
     """One division of the positions 0 .. n - 1 among p ranks.
 
-    positions  positions of each rank in local order: (counts[rank],) each
-    place      index of each position in the concatenated shards: (n,)
-    holder     rank of each position: (n,)
+    Args:
+        positions: of each rank in local order, (counts[rank],) int64 each.
+        place: index of each position in the concatenated shards, (n,).
+        holder: rank of each position, (n,).
     """
 
     positions: tuple[Ints, ...]
@@ -36,6 +37,7 @@ class Shards:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
+        """Number of tokens of each rank."""
         return tuple(len(part) for part in self.positions)
 
 
@@ -43,8 +45,7 @@ class Shards:
 def shards(
     order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int = 0, documents: tuple[int, ...] | None = None
 ) -> Shards:
-    """Shards of p ranks. cuts: p + 1 offsets into the order; None: the order's own. seed: for "shuffled", "permuted",
-    "swapped". documents: lengths of consecutive documents, n in all, for orders "by document"; None: one document.
+    """Return the shards of p ranks.
 
     contiguous  position x belongs to the greatest rank r for which r n / p, rounded down, is <= x
     zigzag      the same for 2 p chunks; rank r has the r-th from the front and the r-th from the back
@@ -61,7 +62,17 @@ def shards(
     contiguous by document, zigzag by document: each document is divided separately. In zigzag order documents of less
     than 2 p tokens stay whole; each, the longest first, goes to the rank that has the fewest tokens so far.
 
-    The first three, and those by document, keep a rank's positions ascending. Raises ValueError for any other order.
+    The first three, and those by document, keep a rank's positions ascending.
+
+    Args:
+        order: one of these.
+        n, p: numbers of tokens and of ranks.
+        cuts: p + 1 offsets into the order; None: the order's own.
+        seed: for "shuffled", "permuted", "swapped".
+        documents: lengths of consecutive documents, n in all, for orders "by document"; None: one document.
+
+    Raises:
+        ValueError: the order is unknown.
     """
     positions = np.arange(n)
     listings = {
@@ -92,14 +103,23 @@ def shards(
 
 
 def shuffled(n: int, seed: int) -> Ints:
-    """A permutation of range(n), determined by the seed."""
+    """Return a permutation of range(n).
+
+    Args:
+        n: number of positions.
+        seed: determines the permutation.
+    """
     permutation: Ints = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).numpy()
     return permutation
 
 
 def permuted(n: int, p: int, seed: int) -> Ints:
-    """range(n), cut into min(n, 2 p) ranges in a permuted order; the seed determines cuts and order. A rank may hold
-    several ranges, later ones first."""
+    """Return range(n), cut into min(n, 2 p) ranges in a permuted order. A rank may hold several, later ones first.
+
+    Args:
+        n, p: numbers of positions and of ranks.
+        seed: determines cuts and order.
+    """
     generator = torch.Generator().manual_seed(seed)
     count = min(n, 2 * p)
     inner = torch.randperm(n - 1, generator=generator)[: count - 1].sort().values.numpy() + 1
@@ -108,8 +128,13 @@ def permuted(n: int, p: int, seed: int) -> Ints:
 
 
 def swapped(n: int, seed: int) -> Ints:
-    """range(n) with one to three pairs of positions swapped, adjacent or apart; the seed determines which. A check of a
-    few entries takes it for range(n)."""
+    """Return range(n) with one to three pairs of positions swapped, adjacent or apart. A check of few entries takes it
+    for range(n).
+
+    Args:
+        n: number of positions.
+        seed: determines the pairs.
+    """
     generator = torch.Generator().manual_seed(seed)
     ordered = np.arange(n)
     for _ in range(1 + seed % 3):
@@ -120,11 +145,17 @@ def swapped(n: int, seed: int) -> Ints:
 
 
 def default_bucket(largest: int, heads: int, kv_heads: int, itemsize: int, device: str = "cpu") -> int:
-    """Default tokens of a bucket. largest: tokens of the largest shard; itemsize: bytes of the working type.
+    """Return the default tokens of a bucket.
 
     A token of a bucket takes two receive buffers, for keys and values in the working type, and three gradient buffers
     in the accumulator's type, which has 8 bytes for fp64 and 4 for others. The bucket has as many tokens as fit into a
     tenth of the queries, outputs, keys and values of the largest shard, but at least MIN_BUCKET, and on GPUs 64 Ki.
+
+    Args:
+        largest: tokens of the largest shard.
+        heads, kv_heads: numbers of query and of key/value heads.
+        itemsize: bytes of the working type.
+        device: "cpu" or "cuda".
     """
     accumulator = 8 if itemsize == 8 else 4
     shard = largest * (2 * heads + 2 * kv_heads) * itemsize

@@ -49,33 +49,50 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A permutation of the positions 0 .. n - 1, n up to 2^40, and its division among `world_size` ranks.
+    """A permutation of the positions 0 .. n - 1 and its division among `world_size` ranks.
 
     Make one with `contiguous`, `zigzag`, `striped`, `hilbert`, `balanced` or `from_cuts`. Layouts are hashable, and
     equal if they have the same order, both as runs or both listed, and the same cuts.
+
+    Args:
+        n: number of tokens, up to 2^40.
+        cuts: world size + 1 non-decreasing offsets into the order, from 0 to n.
+        runs: the order as arithmetic runs; None: see `listed`.
+        listed: the order as positions, (n,) int64; None: see `runs`.
+
+    Raises:
+        ValueError: no order is given, or cuts are no tuple. The class methods raise it for numbers of tokens or ranks
+            out of range, the others for a rank out of range.
     """
 
     n: int
-    cuts: tuple[int, ...]
+    cuts: tuple[int, ...] = ()
     runs: tuple[Run, ...] | None = None  # canonical for the order; None: see `listed`
     listed: np.ndarray | None = field(repr=False, default=None)  # (n,) int64
     number: int = field(init=False, repr=False)  # of this object, in this process
 
     @classmethod
     def contiguous(cls, n: int, p: int) -> Layout:
-        """Rank r holds the positions r n / p to (r + 1) n / p."""
+        """Rank r holds the positions r n / p to (r + 1) n / p.
+
+        Args:
+            n, p: numbers of tokens, 0 to 2^40, and of ranks, at least 1.
+        """
         _check_sizes(n, p)
         return cls(n, _even_cuts(n, p), (Run(0, 1, n),) if n else ())
 
     @classmethod
     def zigzag(cls, n: int, p: int, documents: Sequence[int] | None = None) -> Layout:
-        """Rank r holds the chunks r and 2 p - 1 - r of 2 p equal ones, which gives all ranks equal causal work.
+        """Rank r holds the chunks r and 2 p - 1 - r of 2 p equal ones: equal causal work (Llama 3, arXiv 2407.21783).
 
-        documents: lengths of consecutive documents, as in `Pattern`. Each is divided separately, so that all ranks have
-        equal work of each, and need keys of each. Documents of fewer than 2 p tokens stay whole: the longest first,
-        each goes to the rank with the fewest tokens so far.
+        Args:
+            n, p: numbers of tokens, 0 to 2^40, and of ranks, at least 1.
+            documents: lengths of consecutive documents, as in `Pattern`; None: one document. Each is divided alone,
+                so that all ranks have equal work of each, and need keys of each. Documents of fewer than 2 p tokens
+                stay whole: the longest first, each goes to the rank with the fewest tokens so far.
 
-        Raises ValueError for lengths that do not add up to n.
+        Raises:
+            ValueError: the lengths do not add up to n.
         """
         _check_sizes(n, p)
         lengths = checked_documents(documents)
@@ -90,7 +107,11 @@ class Layout:
 
     @classmethod
     def striped(cls, n: int, p: int) -> Layout:
-        """Rank r holds the positions r, r + p, r + 2 p, ... (striped attention, arXiv 2311.09431)."""
+        """Rank r holds the positions r, r + p, r + 2 p, ... (striped attention, arXiv 2311.09431).
+
+        Args:
+            n, p: numbers of tokens, 0 to 2^40, and of ranks, at least 1.
+        """
         _check_sizes(n, p)
         counts = [len(range(r, n, p)) for r in range(p)]
         return cls(n, _cuts(counts), tuple(Run(r, p, counts[r]) for r in range(p) if counts[r]))
@@ -99,6 +120,9 @@ class Layout:
     def hilbert(cls, n: int, p: int) -> Layout:
         """Ranks hold equal shares of the order in which a Hilbert curve visits the positions, which are laid out row by
         row on the smallest square of side 2^k that holds them.
+
+        Args:
+            n, p: numbers of tokens, 0 to 2^40, and of ranks, at least 1.
         """
         _check_sizes(n, p)
         order = _hilbert_curve(n)
@@ -108,11 +132,15 @@ class Layout:
     def balanced(cls, pattern: Pattern, n: int, p: int, heads: int | None = None) -> Layout:
         """Ranks have nearly equal work for this pattern, whatever the lengths of its documents. Documents stay whole
         where possible, since a document within one rank sends nothing: see `ring.balance`.
+        Deterministic: every rank computes the same, without a message. Takes time linear in n.
 
-        heads: query heads, where the pattern does not imply their number. Deterministic: every rank computes the same,
-        without a message. Takes time linear in n.
+        Args:
+            pattern: the attention mask; its documents, if any, add up to n.
+            n, p: numbers of tokens, 0 to 2^28, and of ranks, at least 1.
+            heads: number of query heads; None: the number that the pattern implies.
 
-        Raises ValueError for n > 2^28, documents that do not add up to n, or a pattern that does not fit the heads.
+        Raises:
+            ValueError: the documents do not add up to n, or the pattern does not fit the heads.
         """
         _check_sizes(n, p)
         if n > MAX_BALANCED:
@@ -131,9 +159,14 @@ class Layout:
 
     @classmethod
     def from_cuts(cls, order: Sequence[int] | range | np.ndarray | torch.Tensor, cuts: Sequence[int]) -> Layout:
-        """Any permutation of range(n), cut at any p + 1 ascending offsets from 0 to n. Equal offsets make empty shards.
+        """Ranks hold the parts of any order, cut at any offsets.
 
-        Raises ValueError if `order` is not a permutation or `cuts` are not such offsets.
+        Args:
+            order: a permutation of range(n): integers, n up to 2^40.
+            cuts: p + 1 non-decreasing offsets from 0 to n. Equal offsets make empty shards.
+
+        Raises:
+            ValueError: `order` is not a permutation, or `cuts` are not such offsets.
         """
         if isinstance(order, range) and order == range(max(order.stop, 0)):  # the identity, without listing it
             n = max(order.stop, 0)
@@ -156,8 +189,8 @@ class Layout:
     def __post_init__(self) -> None:
         fields: list[object] = [self.n, self.cuts, self.runs, self.listed]
         if not isinstance(fields[1], tuple) or fields[2] is fields[3]:  # Layout("zigzag", n, p), Layout(n, p)
-            order = fields[0] if isinstance(fields[0], str) else "contiguous"
-            got = [x for x in fields if x is not None]
+            order = next((name for name in ("zigzag", "striped", "hilbert") if name == fields[0]), "contiguous")
+            got = [x for x in fields if isinstance(x, np.ndarray) or x not in (None, ())]
             raise ValueError(f"cuts and an order must be given, got {got}; write Layout.{order}(tokens, ranks)")
         if self.runs is not None:
             object.__setattr__(self, "runs", _merge_runs(self.runs))
@@ -169,6 +202,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return len(self.cuts) - 1
 
     @property
@@ -177,7 +211,11 @@ class Layout:
         return tuple(b - a for a, b in pairwise(self.cuts))
 
     def shard_runs(self, rank: int) -> list[Run]:
-        """The runs that `rank` holds, in local order. Only for an order stored as runs."""
+        """Return the runs that a rank holds, in local order. Only for an order stored as runs.
+
+        Args:
+            rank: 0 to world_size - 1.
+        """
         self._check_rank(rank)
         assert self.runs is not None
         first, last, offset, shard = self.cuts[rank], self.cuts[rank + 1], 0, []
@@ -189,23 +227,38 @@ class Layout:
         return shard
 
     def positions(self, rank: int) -> torch.Tensor:
-        """Global positions that `rank` holds, in local order: (counts[rank],) int64. ValueError for a bad rank."""
+        """Return the global positions that a rank holds, in local order: (counts[rank],) int64, on the CPU.
+
+        Args:
+            rank: 0 to world_size - 1.
+        """
         self._check_rank(rank)
         return torch.from_numpy(self._order[self.cuts[rank] : self.cuts[rank + 1]].copy())
 
     def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
-        """Return the rows of x that `rank` holds. x has length n along `dim`, the result length counts[rank].
+        """Return the rows of a whole tensor that a rank holds: a new tensor, with length counts[rank] along `dim`.
 
-        Raises ValueError for any other length or a bad rank.
+        Args:
+            x: any shape, dtype and device, with length n along `dim`.
+            rank: 0 to world_size - 1.
+            dim: dimension of the tokens.
+
+        Raises:
+            ValueError: x has another length.
         """
         if x.shape[dim] != self.n:
             raise ValueError(f"x must have {self.n} tokens along dim {dim}, got shape {tuple(x.shape)}")
         return x.index_select(dim, self.positions(rank).to(x.device))
 
     def unshard(self, shards: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
-        """Return the whole tensor from the shards of all ranks, in rank order: the inverse of `shard`.
+        """Return the whole tensor, with length n along `dim`, from the shards of all ranks: the inverse of `shard`.
 
-        Raises ValueError if the shards do not have `counts` tokens along `dim`.
+        Args:
+            shards: by rank, with `counts` tokens along `dim`.
+            dim: dimension of the tokens.
+
+        Raises:
+            ValueError: the number of shards, or of their tokens, is not the layout's.
         """
         lengths = tuple(shard.shape[dim] for shard in shards)
         if lengths != self.counts:

@@ -1,4 +1,4 @@
-"""What an installed copy offers: one version, types, commands; and what scripts say where there is none."""
+"""Contents of an installed copy: one version, types, commands; and the errors of scripts without one."""
 
 import importlib
 import re

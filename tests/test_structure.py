@@ -31,7 +31,7 @@ ROAD = (
     "verification.cli", "verification.__main__",
 )  # fmt: skip
 NO_BEGINNINGS = (
-    "As", "How", "Likewise", "Of", "That", "Their", "Those", "What", "Where", "Whether", "Which", "Who", "Whom",
+    "As", "By", "How", "Likewise", "Of", "That", "Their", "Those", "What", "Where", "Whether", "Which", "Who", "Whom",
     "Whose",
 )  # fmt: skip
 
@@ -91,9 +91,10 @@ def test_the_ring_takes_patterns_alone_from_the_reference() -> None:
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     refused = []
-    for module, path in files().items():
+    for path in [path for folder in (*PACKAGES, "scripts", "tests") for path in (ROOT / folder).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             docstring = ast.get_docstring(node) if isinstance(node, documented) else None
             if docstring and docstring.split()[0].strip("`,:") in NO_BEGINNINGS:
-                refused.append(f"{module}, line {getattr(node, 'lineno', 1)}: {docstring.splitlines()[0]}")
+                line = getattr(node, "lineno", 1)
+                refused.append(f"{path.relative_to(ROOT)}, line {line}: {docstring.splitlines()[0]}")
     assert refused == []

@@ -66,8 +66,12 @@ def _run_once(plan: RunPlan, report: Report, backend: Backend | None, shrink_bac
         if side_by_side:
             _run_side_by_side(plan, report)
         with report:
-            for world in () if side_by_side else plan.worlds:
-                run_world(plan, report, backend, shrink_backend, world)
+            for number, world in enumerate(() if side_by_side else plan.worlds, 1):
+                try:
+                    run_world(plan, report, backend, shrink_backend, world)
+                except BaseException as error:
+                    report.not_run(plan.worlds[number:], error)
+                    raise
             if plan.real_size:
                 run_real_size(plan, report, backend)
     finally:
@@ -136,6 +140,9 @@ def _run_side_by_side(plan: RunPlan, report: Report) -> None:
                 if isinstance(answer, BaseException):
                     raise answer
                 records[process.world] = _record(answer)
+    except BaseException as error:
+        report.not_run(waiting, error)
+        raise
     finally:
         for process in running.values():
             process.process.terminate()
@@ -173,7 +180,7 @@ def _run_alone(connection: Connection, plan: RunPlan, world: int, width: int, ve
     signal.signal(signal.SIGALRM, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
     Thread(target=end_with_the_parent, daemon=True).start()
-    report = Report(Console(width=width, force_terminal=False), verbose=verbose)
+    report = Report(Console(width=width, force_terminal=False, emoji=False), verbose=verbose)
     answer: Any
     try:
         _run_world(plan, report, world)

@@ -10,6 +10,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def rate(done: int, seconds: float) -> str:
+    """`12/s`, or `3.4 s each` below one per second."""
+    per_second = done / max(1e-9, seconds)
+    return f"{seconds / done:.1f} s each" if 0 < per_second < 1 else f"{per_second:.0f}/s"
+
+
 def misfits(unknown: Iterable[str], missing: Iterable[str]) -> str:
     """List unknown and missing fields: `unknown field a, missing fields b, c`."""
     kinds = (("unknown", list(unknown)), ("missing", list(missing)))

@@ -100,33 +100,52 @@ class Consensus(Protocol):
     calls: Calls
 
     def all_equal(self, payload: bytes) -> bool:
-        """Return True if all ranks passed the same bytes. Collective; equal lengths, divisible by 8.
+        """Return True if all ranks passed the same bytes. Collective.
 
-        Raises MissingRanks if another rank does not come within the group's timeout.
+        Args:
+            payload: of one length on all ranks, divisible by 8.
+
+        Raises:
+            MissingRanks: another rank does not come within the group's timeout.
         """
         ...
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks in rank order. Collective; equal lengths."""
+        """Return the payloads of all ranks in rank order. Collective.
+
+        Args:
+            payload: of one length on all ranks.
+        """
         ...
 
 
 @runtime_checkable
 class Transport(Consensus, Protocol):
-    """The ranks of one group, seen from one of them."""
+    """The ranks of one group, seen from one of them: `rank` of `world_size`. `calls` numbers this rank's calls."""
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Start a batch of messages; an empty batch is allowed."""
+        """Return the posted batch of messages, to wait for; it may be empty.
+
+        Args:
+            sends, receives: messages to, and from, other ranks.
+        """
         ...
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
-        """Prepare for a call, before its buffers are allocated. key: the kind of call, the same on every rank.
-        outgoing: lists the messages of such a call.
+        """Prepare for a call, before its buffers are allocated.
+
+        Args:
+            key: the kind of call, the same on every rank.
+            outgoing: lists the messages of such a call.
         """
         ...
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate an uninitialised buffer, valid until the call ends."""
+        """Return an uninitialised buffer, valid until the call ends.
+
+        Args:
+            name, shape, dtype, device: of the buffer; `Outgoing.buffer` is its name.
+        """
         ...
 
 

@@ -11,7 +11,7 @@ _counters: list[Counter[str]] = []
 
 @contextmanager
 def count_kernels() -> Iterator[Counter[str]]:
-    """Count the kernel calls in the block by name: the choices of "auto". Exported as `ring.count_kernels`.
+    """Return a context manager that counts kernel calls by name: the choices of "auto". Its target is the `Counter`.
 
     with ring.count_kernels() as count:
         ring_attention(q, k, v, pattern, layout)

@@ -29,11 +29,12 @@ INTEGERS = (torch.int64, torch.int32)
 class Batch:
     """This rank's shard of a batch, in the order of the layout.
 
-    tokens, labels  (B, N); labels may be None
-    positions       (N,) int64 on the tokens' device: the context's global positions, or the positions within each
-                    document
-    context         argument of modules; has the documents, if there are any
-    others          the other tensors, (B, N, ...)
+    Args:
+        tokens: (B, N) int64 or int32.
+        labels: (B, N) int64 or int32, or None.
+        positions: (N,) int64 on the tokens' device: the context's global positions, or those within each document.
+        context: argument of modules; has the documents, if there are any.
+        others: the other tensors by name, (B, N, ...).
     """
 
     tokens: Tensor
@@ -44,9 +45,14 @@ class Batch:
 
 
 def next_tokens(tokens: Tensor, ignored: int = IGNORED) -> Tensor:
-    """Labels of a language model: tokens (B, n) of the whole sequence -> (B, n) int64; the last column is `ignored`.
+    """Return the labels of a language model, (B, n) int64: the token after each. Shard them afterwards.
 
-    Raises ValueError for tokens that are not (B, n) int64 or int32.
+    Args:
+        tokens: (B, n) int64 or int32, the whole sequence.
+        ignored: label of the last column, which has no next token.
+
+    Raises:
+        ValueError: tokens have another shape or dtype.
     """
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in INTEGERS:
         raise ValueError(f"tokens must be a (batch, tokens) int64 or int32 tensor, got {_describe(tokens)}")
@@ -66,6 +72,7 @@ def shard_batch(
     """Return this rank's shard of a batch of whole sequences. Call it on every rank of the context group.
 
     Args:
+        context: handle of the sharded sequence.
         tokens: (B, n) int64 or int32, n from the layout; like all tensors here the same on all ranks.
         labels: None, or (B, n) int64 or int32: the next tokens (`next_tokens`), -100 for no label. Labels that equal
             the tokens are refused if two or more are labelled, unless they are the next tokens too.
@@ -108,12 +115,15 @@ def _within_documents(labels: Tensor, documents: Documents | None) -> Tensor:
 
 
 def gather(context: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
-    """Return the whole tensor on every rank, from shards x with this rank's tokens along `dim`; any dtype.
+    """Return the whole tensor on every rank, without gradient. Call it on every rank of the context group.
 
-    No gradient flows through it. Call it on every rank of the context group.
+    Args:
+        context: handle of the sharded sequence.
+        x: any shape and dtype, with this rank's tokens along `dim`.
+        dim: dimension of the tokens.
 
-    Raises ValueError and NotImplementedError, on every rank, if the length of x is not the layout's, or if shapes or
-    dtypes differ between ranks.
+    Raises:
+        ValueError, NotImplementedError: on every rank, if x has other tokens, or another shape or dtype than on others.
     """
 
     def check() -> dict[str, object]:

@@ -41,16 +41,19 @@ def _pattern_over(layout: Layout, documents: tuple[int, ...] | None) -> Pattern 
 class ContextParallel:
     """A sequence sharded over the ranks of a context-parallel group. Immutable; compares by identity.
 
-    layout    positions of each rank
-    group     a process group, a `DeviceMesh` of one dimension, a `Transport`, or None: the default group, or no group
-              for a layout of one rank
-    transport of that group
-    exchange, bucket, kernel, check: as for `ring.ring_attention`
-    documents lengths of the documents that the sequence is packed from, which replace those of modules' patterns; None:
-              those of the patterns. `with_documents` makes a handle for each packed batch.
+    Args:
+        layout: positions of each rank.
+        group: a process group, a `DeviceMesh` of one dimension, a `Transport`, or None: the default group, if any.
+        exchange: "direct" (needed rows, from their owner), "ring" (neighbour to neighbour) or "gather" (all rows).
+        bucket: maximum key/value tokens per receive buffer and kernel call; None: chosen by a memory budget.
+        kernel: "auto", "math", "flash" or, on GPUs, "cudnn".
+        check: compare the ranks' arguments before any tensor moves. Without it a wrong call may cause a hang.
+        documents: lengths of the documents that the sequence is packed from, which replace those of modules' patterns;
+            None: those of the patterns. `with_documents` makes a handle for each packed batch.
 
-    Raises ValueError for documents that do not add up to the layout's tokens, for a layout whose number of ranks is not
-    the group's, for a mesh of several dimensions, and on a process that is not in the group.
+    Raises:
+        ValueError: documents do not add up to the layout's tokens, the layout's number of ranks is not the group's, the
+            mesh has several dimensions, or the process is not in the group.
     """
 
     # Not a dataclass: wrappers that cast a forward's inputs would rebuild it.
@@ -89,9 +92,13 @@ class ContextParallel:
         )  # fmt: skip
 
     def with_documents(self, documents: tuple[int, ...] | None) -> ContextParallel:
-        """Return the same handle for a sequence packed from these documents.
+        """Return a handle with the same layout, group and settings for a sequence packed from these documents.
 
-        Raises ValueError for documents that do not add up to the layout's tokens.
+        Args:
+            documents: their lengths, which add up to the layout's tokens; None: those of the patterns.
+
+        Raises:
+            ValueError: the documents do not add up to the layout's tokens.
         """
         context = ContextParallel.__new__(ContextParallel)
         cache: dict[Hashable, object] = {}
@@ -137,6 +144,7 @@ class ContextParallel:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks in the group."""
         return self.transport.world_size
 
     @property
@@ -151,11 +159,20 @@ class ContextParallel:
         return positions if self.documents is None else positions - begins(self.documents, positions)
 
     def positions_on(self, device: torch.device) -> Tensor:
-        """`positions` on a device: one tensor for all callers, who must not change it."""
+        """Return `positions`, (tokens,) int64, on a device: one tensor for all callers, who must not change it.
+
+        Args:
+            device: of the result.
+        """
         return self.cached(("positions", device), lambda: self.positions.to(device))
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return make(), cached by key: the layers of a sequence share it."""
+        """Return make(), cached by key: the layers of a sequence share it.
+
+        Args:
+            key: of the value in the cache.
+            make: computes the value.
+        """
         cache: dict[Hashable, T] = self.__dict__["_cache"]
         if torch.compiler.is_compiling() and key not in cache:
             return make()  # do not cache: the graph's next run may reuse the memory of its outputs
@@ -165,13 +182,33 @@ class ContextParallel:
         return cache[key]
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's part of a tensor of the whole sequence. ValueError for another length along `dim`."""
+        """Return this rank's part of a tensor of the whole sequence: a new tensor.
+
+        Args:
+            x: any shape, with the layout's n tokens along `dim`.
+            dim: dimension of the tokens.
+
+        Raises:
+            ValueError: x has another length along `dim`.
+        """
         return self.layout.shard(x, self.rank, dim)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, name: str | None = None
     ) -> Tensor:
-        """`ring_attention` on this rank's shards: q (B, N, H, D), k and v (B, N, Hk, D) -> like q."""
+        """Return `ring.ring_attention` of this rank's shards under this handle's settings, with q's shape and dtype.
+
+        Args:
+            q: (B, N, H, D) with this rank's N tokens, in fp64, fp32, bf16 or fp16.
+            k, v: (B, N, Hk, D); query head h reads head h // (H / Hk).
+            pattern: the attention mask. Its documents are replaced by the handle's, if that has any.
+            scale: factor of the scores; None: D ** -0.5.
+            name: label of this call in errors, as "layer 3"; the ranks compare it.
+
+        Raises:
+            ValueError, NotImplementedError: an argument is wrong on some rank. Every rank raises the same error.
+            RuntimeError: a rank, which the error names, did not come within the timeout.
+        """
         # Not self.group: None or a mesh may meanwhile denote another group than the one that the shards are for.
         group: dist.ProcessGroup | Transport | None = self.transport
         if isinstance(self.transport, ProcessGroupTransport) and self.transport is not self.group:
@@ -183,9 +220,16 @@ class ContextParallel:
         return attend_packed(self._packed, q, k, v, pattern, **settings)
 
     def check_local(self, name: str, x: Tensor, shape: tuple[str, ...], dim: int) -> None:
-        """Raise unless x has the dimensions of `shape` and, along `dim`, the tokens of this rank.
+        """Validate that x has the dimensions of `shape` and, along `dim`, the tokens of this rank.
 
-        Raises ValueError or NotImplementedError, as `ring_attention` does. name: of x, in the message.
+        Args:
+            name: of x, in the message.
+            x: any value.
+            shape: a word for each dimension, as "batch".
+            dim: the dimension of the tokens.
+
+        Raises:
+            ValueError, NotImplementedError: x is no such tensor; x is a DTensor.
         """
         refuse_dtensor(name, x)
         if not isinstance(x, Tensor) or x.dim() != len(shape):
@@ -204,9 +248,14 @@ class ContextParallel:
         return f"a ({', '.join(shape)}) tensor with the {self.tokens} tokens of this rank"
 
     def agree(self, doing: str, check: Callable[[], dict[str, object]]) -> None:
-        """Raise one error on every rank if `check` raises on any rank, or if the signatures that it returns differ.
+        """Validate a collective call on every rank of the group. Without `self.check` raise only this rank's error.
 
-        Without `self.check` raise only this rank's error. doing: name of the call in errors.
+        Args:
+            doing: name of the call in errors.
+            check: raises for a wrong argument; returns the values that must be equal on all ranks, by name.
+
+        Raises:
+            Exception: `check` raised on some rank, or its results differ. Every rank raises the same error.
         """
         calls = self.transport.calls
         with calls.lock():
@@ -228,7 +277,11 @@ class ContextParallel:
         """Raise this rank's error instead of a call of `attention`, in which the other ranks are or will be.
 
         They raise the same error there; if several ranks have errors, all raise that of the first of these ranks.
-        Without `check` only this rank raises, and the others may wait. name: of the call.
+        Without `check` only this rank raises, and the others may wait.
+
+        Args:
+            error: to raise.
+            name: of the call of `attention`.
         """
         if torch.compiler.is_compiling():  # nothing runs while a graph is traced
             raise error

@@ -35,7 +35,7 @@ def average_gradients(
     Args:
         parameters: the same on every rank, also those without gradient. A gradient that is None counts as zero if
             another rank has one, and stays None if no rank has. In 16 bits gradients are summed in fp32.
-        over: as for `cross_entropy`.
+        over: ranks of the batch, data x context: a process group, a `DeviceMesh`, or None: the default group, if any.
 
     Raises:
         ValueError: on every rank, for parameters that differ between ranks, sparse gradients, an exhausted iterator.
@@ -71,7 +71,12 @@ def clip_grad_norm(
 
     norm is the 2-norm of all gradients together: of plain ones, which are averages and equal on all ranks, and of
     DTensors on any meshes. As in torch, a norm of NaN makes the gradients NaN, and an infinite one makes the finite
-    gradients 0. over: the ranks on which plain gradients are equal; as for `cross_entropy`.
+    gradients 0.
+
+    Args:
+        parameters: the same on every rank; those without gradient do not count.
+        max_norm: greatest norm afterwards, > 0.
+        over: ranks of the batch, data x context: a process group, a `DeviceMesh`, or None: the default group, if any.
 
     Returns:
         The norm before clipping: a scalar in fp64 on the CPU.

@@ -30,13 +30,18 @@ def longnet_pattern(
     *,
     offsets: str = "torchscale",
 ) -> Pattern:
-    """Return the pattern of a torchscale configuration. Branch i has segments of segment_length[i] tokens, where each
-    head selects every dilated_ratio[i]-th one.
+    """Return the pattern of a torchscale configuration, with one branch for each entry of the lists.
 
-    Lists, or strings of lists as in torchscale's configurations: "[2048,4096]". offsets: rule for the first position of
-    each head, as for `Pattern.longnet`; the default is torchscale's, h // ceil(heads / ratio).
+    Args:
+        segment_length: tokens of each branch's segments: a list, or text as in the configurations, "[2048,4096]".
+        dilated_ratio: of each branch; a head selects every dilated_ratio[i]-th token. A list, or text.
+        heads: number of query heads.
+        causal: True for a decoder.
+        offsets: rule for the first position of each head in a segment: "torchscale", h // ceil(heads / ratio);
+            "paper", h mod ratio; "fkodom", i mod ratio for all heads of branch i.
 
-    Raises ValueError for anything else, and for lists of unequal lengths.
+    Raises:
+        ValueError: an entry is no integer >= 1, the lists have unequal lengths, or the rule is unknown.
     """
     lengths, ratios = _integers("segment_length", segment_length), _integers("dilated_ratio", dilated_ratio)
     if len(lengths) != len(ratios):
@@ -61,20 +66,26 @@ def _integers(name: str, value: Sequence[int] | str) -> list[int]:
 
 
 class LongNetBlock(nn.Module):
-    """A layer of LongNet over a sharded sequence.
-
-    dim                            of x
-    heads, kv_heads                as for `SelfAttention`
-    segment_length, dilated_ratio  as for `longnet_pattern`
-    ffn_dim                        inner dimension of the feed-forward; None: 4 dim
-    causal                         True for a decoder
-    subln                          if True, LayerNorm before the last projection of attention and feed-forward
-    rotary_theta                   None: no positions
-    norm_eps                       of all LayerNorms
-    name                           name of this layer in errors, as "layer 3"
+    """A layer of LongNet (arXiv 2307.02486) over a sharded sequence.
 
     Parameters have the defaults of their modules. For torchscale's depth-dependent scale of subln multiply v_proj,
     o_proj, fc1 and fc2 by sqrt(log(2 layers)).
+
+    Args:
+        dim: of x.
+        heads: number of query heads; dim must be a multiple.
+        segment_length, dilated_ratio: of each branch, as lists or as text, "[2048,4096]": see `longnet_pattern`.
+        ffn_dim: inner dimension of the feed-forward; None: 4 dim.
+        kv_heads: number of key/value heads, which divides heads; None: as many as heads.
+        causal: True for a decoder.
+        subln: LayerNorm before the last projection of attention and feed-forward (arXiv 2210.06423).
+        rotary_theta: base of the rotary positions; None: no positions.
+        norm_eps: epsilon of all LayerNorms.
+        name: of this layer in errors, as "layer 3"; the ranks compare it.
+        device, dtype: of the parameters; None: torch's defaults.
+
+    Raises:
+        ValueError: sizes or lists do not fit each other.
     """
 
     def __init__(
@@ -111,7 +122,16 @@ class LongNetBlock(nn.Module):
         self.fc2 = nn.Linear(ffn_dim, dim, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, context: ContextParallel, positions: Tensor | None = None) -> Tensor:
-        """x (B, N, dim) with this rank's N tokens -> (B, N, dim). positions, errors: as for `SelfAttention`."""
+        """Return the layer's output, (B, N, dim): y + feed-forward(norm(y)), y = x + attention(norm(x)).
+
+        Args:
+            x: (B, N, dim) with this rank's N tokens, in the parameters' dtype.
+            context: handle of the sharded sequence.
+            positions: None, or the context's, (N,) or (B, N), int64 or int32, on x's device.
+
+        Raises:
+            ValueError, NotImplementedError: on every rank for a wrong argument on one; on this alone without a context.
+        """
         check_input(x, self.dim, context, positions, self.name)
         with errors_on_every_rank(x, context, self.name):
             normed = self.attention_norm(x)

@@ -36,11 +36,15 @@ def count_labels(
     over: dist.ProcessGroup | DeviceMesh | None = None,
     ignored: int = IGNORED,
 ) -> int:
-    """Number of labels that are not `ignored`, over all ranks and, for a list, over all micro-batches of a step.
+    """Return the number of labels that are not `ignored`, over all ranks and, for a list, all micro-batches of a step.
 
-    labels: this rank's, int64 or int32, any shape. over: as for `cross_entropy`.
+    Args:
+        labels: this rank's, int64 or int32, any shape: a tensor, or one for each micro-batch.
+        over: ranks of the batch, data x context: a process group, a `DeviceMesh`, or None: the default group, if any.
+        ignored: the label of a token without label.
 
-    Raises ValueError, on every rank, for labels of another type and for lists of unequal lengths.
+    Raises:
+        ValueError: on every rank, for labels of another type and for lists of unequal lengths.
     """
     ranks = BatchRanks(over)
     with ranks.lock():
@@ -118,9 +122,19 @@ def token_mean(
     averaged_over: float | None = None,
     ignored: int = IGNORED,
 ) -> Tensor:
-    """Return the mean of losses, (B, N), real, of this rank's tokens, scaled as `cross_entropy` is; labels (B, N).
+    """Return the mean of losses over all labelled tokens of the global batch, in fp32 (fp64 for losses in fp64).
 
-    Losses of `ignored` labels do not count, not even if infinite or NaN. The rest is as for `cross_entropy`.
+    Args:
+        losses: (B, N) of this rank's tokens, real. Those of `ignored` labels do not count, even if infinite or NaN.
+        labels: (B, N) int64 or int32, `ignored` for no label.
+        over: ranks of the batch, data x context: a process group, a `DeviceMesh`, or None: the default group, if any.
+        labelled: number of labelled tokens of the whole step if it has several micro-batches; None: of this call.
+        averaged_over: divisor of the sum of all ranks' gradients, by the wrapper; None: the number of ranks.
+        ignored: the label of a token without label.
+
+    Raises:
+        ValueError, NotImplementedError: on every rank, if an argument is wrong on one, or differs between ranks.
+        RuntimeError: a rank did not come within the group's timeout.
     """
 
     def checked() -> Tensor:

@@ -16,9 +16,13 @@ SHAPE = ("batch", "heads", "local tokens", "head dim")
 class RingAttention(nn.Module):
     """Drop-in for `torch.nn.functional.scaled_dot_product_attention` on a sharded sequence (no mask, no dropout).
 
-    pattern   replaces the mask
-    context   handle of the sharded sequence; the context argument of forward overrides it
-    name      name of this module in errors, as "layer 3"; the ranks compare it
+    Args:
+        pattern: replaces the mask.
+        context: handle of the sharded sequence; the context argument of forward overrides it.
+        name: of this module in errors, as "layer 3"; the ranks compare it.
+
+    Raises:
+        ValueError: pattern is no `Pattern`, or context no `ContextParallel`.
     """
 
     def __init__(self, pattern: Pattern, context: ContextParallel | None = None, name: str | None = None) -> None:
@@ -41,13 +45,19 @@ class RingAttention(nn.Module):
         *,
         context: ContextParallel | None = None,
     ) -> Tensor:
-        """query (B, H, N, D), key and value (B, Hk, N, D) with this rank's N tokens -> (B, H, N, D).
+        """Return the attention of this rank's queries to all keys that they see: (B, H, N, D), in query's dtype.
 
-        dtypes: those of `ring_attention`. attn_mask and dropout_p exist for the signature, and must be None and 0.
-        is_causal: None, or the pattern's. scale: None for D ** -0.5. enable_gqa: True if H may be a multiple of Hk.
+        Args:
+            query: (B, H, N, D) with this rank's N tokens, in fp64, fp32, bf16 or fp16.
+            key, value: (B, Hk, N, D), in query's dtype.
+            attn_mask, dropout_p: must be None and 0; they exist for the signature.
+            is_causal: None, or the pattern's.
+            scale: factor of the scores; None: D ** -0.5.
+            enable_gqa: True if H may be a multiple of Hk.
+            context: handle of the sharded sequence; None: the module's.
 
-        Raises ValueError and NotImplementedError as `ring_attention` does, the same on every rank; ValueError on this
-        rank alone without a context.
+        Raises:
+            ValueError, NotImplementedError: on every rank for a wrong argument on one; on this alone without a context.
         """
         context = checked_context(self.context if context is None else context)
         try:

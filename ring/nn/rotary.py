@@ -22,11 +22,15 @@ THETA = 10000.0
 
 
 def rotary(x: Tensor, positions: Tensor, theta: float = THETA) -> Tensor:
-    """Rotate x (B, N, H, D) by the global positions of its tokens, (N,) or (B, N); the result is like x.
+    """Return x, rotated by the global positions of its tokens in the convention of Llama (arXiv 2104.09864).
 
-    x: fp64, fp32, bf16 or fp16; 16 bits are rotated in fp32. positions: int64 or int32, on x's device.
+    Args:
+        x: (B, N, H, D), D even, in fp64, fp32, bf16 or fp16; 16 bits are rotated in fp32.
+        positions: (N,) or (B, N), int64 or int32, on x's device.
+        theta: base of the angles.
 
-    Raises ValueError for an odd D, for positions of another shape, dtype or device, and unless 0 < theta < inf.
+    Raises:
+        ValueError: D is odd, positions have another shape, dtype or device, or theta is not positive and finite.
     """
     if not isinstance(x, Tensor) or x.dim() != 4 or not x.is_floating_point():
         got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x))

@@ -22,16 +22,22 @@ SHAPE = ("batch", "local tokens", "dim")
 class SelfAttention(nn.Module):
     """q_proj, k_proj, v_proj and o_proj as in Llama, with the ring between them.
 
-    dim             of x
-    heads, kv_heads query head h reads key/value head h // (heads / kv_heads); None: as many as heads
-    head_dim        None: dim / heads
-    bias            of the four projections
-    rotary_theta    base of the rotary positions; None: no positions
-    qk_norm         if True, RMSNorm of each head's queries and keys before the rotation
-    inner_norm_eps  epsilon of a LayerNorm of all heads' outputs before o_proj (torchscale's subln); None: no LayerNorm
-    name            name of this module in errors, as "layer 3"; the ranks compare it
+    Args:
+        dim: of x.
+        heads: number of query heads.
+        pattern: the attention mask.
+        kv_heads: number of key/value heads; query head h reads head h // (heads / kv_heads). None: as many as heads.
+        head_dim: None: dim / heads.
+        bias: True for biases of the four projections.
+        rotary_theta: base of the rotary positions; None: no positions.
+        qk_norm: RMSNorm of each head's queries and keys before the rotation.
+        inner_norm_eps: epsilon of a LayerNorm of all heads' outputs before o_proj (torchscale's subln, arXiv
+            2210.06423); None: no LayerNorm.
+        name: of this module in errors, as "layer 3"; the ranks compare it.
+        device, dtype: of the parameters; None: torch's defaults.
 
-    Raises ValueError for sizes that do not fit each other or the pattern.
+    Raises:
+        ValueError: sizes do not fit each other or the pattern.
     """
 
     def __init__(
@@ -77,12 +83,15 @@ class SelfAttention(nn.Module):
             self.inner_norm = nn.LayerNorm(inner, inner_norm_eps, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, context: ContextParallel, positions: Tensor | None = None) -> Tensor:
-        """x (B, N, dim) with this rank's N tokens -> (B, N, dim).
+        """Return the projected attention of this rank's tokens over the whole sequence: (B, N, dim).
 
-        positions: None, or the context's, (N,) or (B, N), on x's device: the pattern depends on these.
+        Args:
+            x: (B, N, dim) with this rank's N tokens, in the parameters' dtype.
+            context: handle of the sharded sequence.
+            positions: None, or the context's, (N,) or (B, N), int64 or int32, on x's device.
 
-        Raises ValueError and NotImplementedError as `ring_attention` does, the same on every rank of the context;
-        ValueError on this rank alone if context is no `ContextParallel`.
+        Raises:
+            ValueError, NotImplementedError: on every rank for a wrong argument on one; on this alone without a context.
         """
         check_input(x, self.dim, context, positions, self.name)
         q, k, v = self._project(x, context)

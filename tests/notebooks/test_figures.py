@@ -13,8 +13,8 @@ from verification.mutants.catalogue import DEFECTS
 
 
 def test_power_laws_have_students_intervals() -> None:
-    """By hand: log2 x = 0, 1, 2, 3 and log2 y = 0, 1, 1, 2. Slope 0.6, residuals -0.1, 0.3, -0.3, 0.1: their squares
-    add up to 0.2, so that the variance is 0.1, and 0.1 / 5 that of the slope."""
+    """Compare with a fit by hand: log2 x = 0, 1, 2, 3 and log2 y = 0, 1, 1, 2. Slope 0.6, residuals -0.1, 0.3, -0.3,
+    0.1: their squares add up to 0.2, so that the variance is 0.1, and 0.1 / 5 that of the slope."""
     law = figures.power_law([1, 2, 4, 8], [1, 2, 2, 4])
     half = stats.t.ppf(0.975, 2) * 0.02**0.5
     assert (law.exponent, law.low, law.high) == pytest.approx((0.6, 0.6 - half, 0.6 + half))

@@ -141,7 +141,7 @@ def test_rows_that_nothing_selects_are_exactly_nothing() -> None:
 
 
 def test_scores_of_minus_inf_have_no_weight() -> None:
-    """As if nothing selected these keys; rows 0 and 1, which see no others, are as rows that see none."""
+    """Compare with keys that nothing selects. Rows 0 and 1 see no others, so they equal rows that see none."""
     x, hidden, kept = example(6, 6, heads=2, kv_heads=1), [0, 1, 4], [2, 3, 5]
     x.q[..., 0], x.k[..., 0] = 1.0, 0.0
     left = x._replace(k=x.k[:, kept], v=x.v[:, kept], at={"k_positions": torch.tensor(kept)})
@@ -172,6 +172,11 @@ def test_working_types_come_out_as_fp64_of_the_rounded_inputs(dtype: torch.dtype
         assert a.dtype == torch.float64 and a.equal(b) and a.is_contiguous()
 
 
+def heads_first(kv_heads: int) -> dict[str, Any]:
+    x = example(6, 6, heads=4, kv_heads=kv_heads)
+    return {name: getattr(x, name).transpose(1, 2) for name in "qkv"}
+
+
 X, AT = example(4, 4, heads=4, kv_heads=2), torch.arange(4)
 
 
@@ -191,6 +196,18 @@ X, AT = example(4, 4, heads=4, kv_heads=2), torch.arange(4)
         ({"k_positions": AT.double()}, "k_positions must be"),
         ({"k_positions": AT - 1}, "k_positions must be >= 0, got -1"),
         ({"pattern": Pattern((Branch(4, 2, (0, 1)),))}, "pattern must be one for the 4 query heads, got one that was"),
+        *(
+            (
+                heads_first(kv_heads) | changes,
+                rf"^{said}.*; heads first\? Write q\.transpose\(1, 2\), and so for k and v$",
+            )
+            for kv_heads, changes, said in (
+                (2, {}, "queries and keys differ in number and have no positions"),
+                (4, {"pattern": Pattern.longnet([4], [2], 4)}, "pattern must be one for the 6 query heads"),
+                (4, {"pattern": Pattern.dense(documents=(2, 4))}, "documents must add up to the 4 tokens"),
+                (4, {"q_positions": torch.arange(6)}, "q_positions must be int64 of shape"),
+            )
+        ),
         ({"pattern": "dense"}, r"^pattern must be a Pattern, got 'dense': write Pattern.dense\(\), or one"),
         ({"dout": X.dout[:, :3]}, "dout must have the shape"),
         ({"dlse": X.dlse.transpose(1, 2)[:, :3]}, "dlse must have the shape"),

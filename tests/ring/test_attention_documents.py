@@ -74,7 +74,7 @@ def test_a_group_can_be_used_after_wrong_documents() -> None:
 @pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
 @pytest.mark.parametrize("order", ("contiguous", "zigzag", "striped", "hilbert"))
 def test_documents_of_several_lengths_in_one_call(order: str, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs, with the math kernel in place of that for variable lengths."""
+    """Run the calls of GPUs with the math kernel in place of that for variable lengths."""
     monkeypatch.setattr(kernels, "max_varlen_tokens", lambda *_: 6)
     for lengths in DOCUMENTS:
         test_the_oracle_agrees(lengths, order, 2, exchange)

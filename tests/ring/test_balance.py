@@ -76,7 +76,7 @@ def test_short_documents_are_as_many_tokens_on_every_rank(p: int, data: st.DataO
 @given(st.integers(2, 8), st.data())
 @settings(max_examples=60)
 def test_ranks_take_turns_at_short_documents_of_each_length(p: int, data: st.DataObject) -> None:
-    """Where every length is there for each rank, also in another order, all have the same of them, and equal work."""
+    """Ranks have the same lengths, and equal work, if each length occurs once for each rank, in any order."""
     one = data.draw(st.lists(st.integers(1, 2 * p - 1), min_size=1, max_size=8))
     lengths = tuple(data.draw(st.permutations(one * p)))
     layout = Layout.zigzag(sum(lengths), p, documents=lengths)

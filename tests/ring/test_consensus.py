@@ -110,7 +110,7 @@ TYPES: list[tuple[str, Any, Any]] = [  # what a right call had before, and what 
 
 @pytest.mark.parametrize(("name", "right", "wrong"), TYPES)
 def test_what_equals_the_argument_of_the_call_before_is_no_such_argument(name: str, right: Any, wrong: Any) -> None:
-    """What is settled for a call is found again by what equals its arguments."""
+    """Settings of calls are cached by their arguments, so an equal one of another type would find them."""
     for said in together({name: wrong}, {name: wrong}, before={name: right}):
         assert said.startswith(f"ValueError: rank 0: {name} must be"), said
 

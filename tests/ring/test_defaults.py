@@ -32,7 +32,7 @@ GIVEN: dict[str, Any] = {"exchange": "gather", "bucket": 600, "kernel": "math", 
 def test_what_is_left_out_of_a_call_is_as_documented(
     heads: int, kv_heads: int, dtype: torch.dtype, left_out: tuple[str, ...]
 ) -> None:
-    """Of many heads only the first is served: the others count for the bucket, and cost nothing."""
+    """Only the first of many heads is served: the others count for the bucket, and cost nothing."""
     pattern, draw = Pattern((Branch(heads=range(1)),)), torch.Generator().manual_seed(0)
     shapes = [(1, LAYOUT.n, h, 2) for h in (heads, kv_heads, kv_heads, heads)]
     tensors = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]

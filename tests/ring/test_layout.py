@@ -208,6 +208,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     )),
     (lambda: Layout.from_cuts([], (0,)), CUTS.format(0, (0,))),
     (partial(MAKE, "zigzag", 16, 1), "cuts and an order must be given, got ['zigzag', 16, 1]; write Layout.zigzag("),
+    (partial(MAKE, "zigzag"), "cuts and an order must be given, got ['zigzag']; write Layout.zigzag(tokens, ranks)"),
+    (partial(MAKE, "ring", 16, 1), "cuts and an order must be given, got ['ring', 16, 1]; write Layout.contiguous("),
     (partial(MAKE, 16, (0, 8, 16)), "cuts and an order must be given, got [16, (0, 8, 16)]; write Layout.contiguous("),
     *((partial(call, rank), f"rank must be in [0, 3), got {rank}") for rank in (-1, 3, 100)
       for call in (THREE.positions, THREE.shard_runs, partial(THREE.shard, torch.zeros(1, 6)))),

@@ -166,7 +166,7 @@ def tensors_for(context: ContextParallel) -> list[Tensor]:
 
 
 def results(function: Callable[..., Any], *given: Any) -> list[Tensor]:
-    """What it returns, and the gradients, of the sum of its squares, by the tensors that it is given."""
+    """Return the function's output, and the gradients of the sum of its squares by its tensors."""
     out, leaves = function(*given), [x for x in given if isinstance(x, Tensor)]
     return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
@@ -202,7 +202,7 @@ def test_results_are_those_without_a_graph_at_every_length(ranks: Ranks, name: s
 
 
 def _forwards_of(name: str, compile_it: bool) -> tuple[int, int]:
-    """How many forwards of the ring one forward and backward of a function run, and the number of the last call."""
+    """Numbers of the ring's forwards in one forward and backward of a function, and of the last call."""
     torch._dynamo.reset()
     context = ContextParallel(Layout.zigzag(16, 2))
     function = torch.compile(FUNCTIONS[name], fullgraph=True, backend="aot_eager") if compile_it else FUNCTIONS[name]
@@ -222,7 +222,7 @@ def test_each_forward_runs_as_often_as_it_must(ranks: Ranks, name: str, due: int
 
 
 def _refusals() -> dict[str, str]:
-    """What is said of wrong calls within a graph; afterwards a right one runs on the same group."""
+    """Errors of wrong calls within a graph; afterwards a right one runs on the same group."""
     context = ContextParallel(Layout.zigzag(16, 2))
     q, k, v = tensors_for(context)
     other = Layout.striped(16, 2) if context.rank else context.layout

@@ -61,7 +61,7 @@ def test_one_call_of_all_documents_is_right(documents: tuple[int, ...], window: 
 
 @pytest.mark.parametrize("kinds", [("flash_", ""), ("varlen_", "varlen_")])
 def test_stand_ins_are_called_as_flash_attn_and_compute_as_it_does(kinds: tuple[str, str]) -> None:
-    """By name, with the defaults of the signature, as ring-flash-attn calls them."""
+    """Arguments go by name, with the defaults of the signature, as in ring-flash-attn's calls."""
     tensors = [x.detach() for x in Workload.dense(6, 1, SMALL).draw(CPU, 3)]
     options, results = dict[str, Any](dropout_p=0.0, softmax_scale=0.5, causal=True), []
     if kinds[1]:

@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 
 def draw_many(strategy: st.SearchStrategy[Item], count: int) -> list[Item]:
-    """As many, the same every time; in short runs, as searches draw them: a long one has many that are alike."""
+    """Draw `count` items, the same every time. Short runs draw as searches do: a long one repeats itself."""
     drawn: list[Item] = []
     for run in range(-(-count // RUN)):
 

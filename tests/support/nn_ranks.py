@@ -66,7 +66,7 @@ def context_of(shards: str = "uneven", group: dist.ProcessGroup | DeviceMesh | N
 
 
 def data_index(mesh: str) -> int:
-    """Of this rank along "data". Not `get_local_rank`: that is the rank in a group, whose ranks torch sorts."""
+    """Index of this rank along "data". Not `get_local_rank`: that is the rank in a group, whose ranks torch sorts."""
     here = mesh_of(mesh).get_coordinate()
     assert here is not None
     return here[0]

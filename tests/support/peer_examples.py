@@ -62,6 +62,14 @@ def in_base_two(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> t
     return out, lse / 0.6931471805599453
 
 
+def with_heads_first(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
+    return plain(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), case, group).transpose(1, 2)
+
+
+def on_numpy(q: Any, k: Any, v: Any, case: Case, group: object) -> Any:
+    return plain(torch.from_numpy(q), torch.from_numpy(k), torch.from_numpy(v), case, group).numpy()
+
+
 def claim(case: Case) -> Case:
     return claims.dense(claims.plain_process(case))
 
@@ -82,6 +90,14 @@ forgets = replace(sound, attend=forgetting)
 detached = replace(sound, attend=lambda q, k, v, *given: plain(q, k, (v + v.detach()) / 2, *given))
 no_lse = replace(sound, claims=then(lse=lambda case: "differentiated"))
 wrong_lse = replace(no_lse, attend=in_base_two)
+heads_first = replace(sound, heads_first=True, attend=with_heads_first)
+forward_only = replace(sound, claims=lambda case: claims.forward_only(claim(case)))
+in_numpy = replace(forward_only, arrays="numpy", attend=on_numpy)
+peeks = replace(sound, attend=lambda q, k, v, *given: plain(q, k, v, *given) + 1e-5 * v.mean(1, keepdim=True))
+numbers_heads = replace(sound, attend=lambda q, *given: plain(q, *given) * (1 + torch.arange(q.shape[2])[:, None]))
+adds_up_to_more = replace(sound, attend=lambda *given: plain(*given) * 1.001)
+weighs_hidden = replace(sound, attend=lambda q, k, *given: plain(q, k.clamp(min=-1.0), *given))
+hides_nan = replace(sound, attend=lambda q, k, v, *given: plain(q, k, v.nan_to_num(), *given))
 number = 7
 needy = replace(sound, package="no-such-distribution", prepare=without_package)
 endless = replace(sound, prepare=waiting)
@@ -89,4 +105,5 @@ claims_raise = replace(sound, claims=lambda case: case.tokens // 0)  # type: ign
 claims_other_world = replace(sound, claims=then(world=lambda case: 2))
 claims_unsettled = replace(sound, claims=then(tokens=lambda case: case.tokens + 1))
 claims_nothing = replace(sound, claims=lambda case: None)
-returns_list = replace(sound, attend=lambda *given: [plain(*given)])  # type: ignore[arg-type]
+returns_none = replace(sound, attend=lambda *given: None)
+returns_list = replace(sound, attend=lambda *given: [plain(*given)])

@@ -1,4 +1,4 @@
-"""What a command printed, as its reader takes it."""
+"""Output of a command, as its reader takes it."""
 
 from __future__ import annotations
 

@@ -34,5 +34,5 @@ def small_step(world: int, **changes: Any) -> TrainingCase:
 
 
 def drawn_from(strategy: SearchStrategy[TrainingCase | None], count: int) -> list[TrainingCase]:
-    """What a run would draw from it, always the same."""
+    """Draw what a run would, always the same."""
     return [case for case in draw_many(strategy, count) if case is not None]

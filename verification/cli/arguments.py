@@ -27,6 +27,7 @@ def command(module: str, script: str) -> str:
 MODULE = command("verification", "ring-verify")
 TYPED = "VERIFICATION_TYPED"  # environment variable: the script that the user typed, if any
 MAX_WORLD = 1024  # a backend may allow fewer
+FEW = 3  # titles in one line of an error
 Number = TypeVar("Number", int, float)
 STATUS = """\
 exit status: 0 all held; 1 a counter-example was found; 2 the run could not
@@ -111,12 +112,16 @@ def title_of(name: str, among: Collection[str]) -> str:
     matches = [title for title in titles if name.lower() in title.lower()]
     if name in titles or len(matches) == 1:
         return name if name in titles else matches[0]
-    if matches:
+    if 0 < len(matches) <= FEW:
         raise Unavailable(f"argument --only: {name!r} may be {' or '.join(map(repr, matches))}")
-    close = get_close_matches(name.lower(), [title.lower() for title in titles], n=3, cutoff=0.5)
-    near = [title for title in titles if title.lower() in close]
-    hint = f", close to it: {' or '.join(map(repr, near))}" if near else ""
-    raise Unavailable(f"argument --only: {name!r} is no property or law; it must be one of --list{hint}")
+    close = get_close_matches(name.lower(), [title.lower() for title in titles], n=FEW, cutoff=0.5)
+    near = " or ".join(repr(title) for title in titles if title.lower() in close)
+    reason = f"is a part of {len(matches)} titles" if matches else "is no property or law"
+    listed = "".join(f"\n    {title}" for title in titles)
+    hint = f", close to it: {near}" if near else ""
+    raise Unavailable(
+        f"argument --only: {name!r} {reason}{hint}; it must be one of these, or a unique part of one:{listed}"
+    )
 
 
 def add_outputs(parser: argparse.ArgumentParser, verbose: str) -> None:
@@ -180,7 +185,8 @@ def console() -> Console:
 
     from verification.report.text import WIDTH
 
-    return Console(width=min(WIDTH, Console().width) if sys.stdout.isatty() else WIDTH)
+    # Without emoji: names such as module:x:y would be replaced.
+    return Console(width=min(WIDTH, Console().width) if sys.stdout.isatty() else WIDTH, emoji=False)
 
 
 def say(console: Console, line: str) -> None:

@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status (see STATUS)."""
     options, unknown = parser().parse_known_args(arguments)
     if unknown:  # `parse_args` would print the usage of the top parser, not of the command
-        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        hint = "; separate world sizes by commas, as --world 2,4" if "".join(unknown).isdigit() else ""
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         check_outputs(options)
         return COMMANDS[options.command].carry_out(options, console())

@@ -187,7 +187,7 @@ STEPS = Kind(
 
 @dataclass
 class PeerOutcome:
-    """PeerOutcome of one peer."""
+    """Outcome of one peer."""
 
     name: str
     version: str | None = None
@@ -260,7 +260,8 @@ def _run(kind: Kind, outcome: PeerOutcome, plan: RunPlan, console: Console, opti
     backend.device = getattr(options, "device", None) or backend.device
     try:
         with report:
-            for world in _worlds(peer, plan, options):
+            worlds = _worlds(peer, plan, options)
+            for number, world in enumerate(worlds, 1):
                 drawn = kind.experiments(name, world, plan, options)
                 backend.start(world)
                 report.start_world(world, sum(examples for _, examples in drawn))
@@ -275,6 +276,7 @@ def _run(kind: Kind, outcome: PeerOutcome, plan: RunPlan, console: Console, opti
                         break
                 report.end_world(name)
                 if report.failures:
+                    report.not_run(worlds[number:], "fewer ranks have a counter-example")
                     break
                 if not report.examples and not any(outcome.expected.values()):
                     raise Refused(f"{name} supports none of the Cases drawn on {counted(world, 'rank')}")

@@ -14,47 +14,87 @@ from verification.case import Case
 
 
 def without_own_settings(case: Case) -> Case:
-    """Fix the settings that only this project's implementation has: exchange, bucket and kernel."""
+    """Return the Case without the settings that only this project has: exchange, bucket and kernel.
+
+    Args:
+        case: any Case.
+    """
     return dataclasses.replace(case, exchange="ring", bucket=None, kernel="math")
 
 
 def window(case: Case) -> int | None:
-    """Return the window of the first branch that has one; None if none has."""
+    """Return the window of the first branch that has one; None if none has.
+
+    Args:
+        case: any Case.
+    """
     return next((branch.window for branch in case.pattern.branches if branch.window is not None), None)
 
 
 def dense(case: Case, causal: bool | None = None, *, windows: bool = False) -> Case:
-    """Dense attention without documents. causal: None keeps the Case's. windows: True keeps the Case's `window`."""
+    """Return a Case of dense attention without documents.
+
+    Args:
+        case: any Case.
+        causal: None: the Case's.
+        windows: True keeps the Case's `window`.
+    """
     causal = case.pattern.causal if causal is None else causal
     return dataclasses.replace(case, pattern=Pattern.dense(causal, window=window(case) if windows else None))
 
 
 def packed(case: Case, causal: bool | None = None, *, windows: bool = False) -> Case:
-    """Dense attention of one sequence, within its documents if it has some. causal, windows: as for `dense`."""
+    """Return a Case of dense attention of one sequence, within its documents if it has some.
+
+    Args:
+        case: any Case.
+        causal: None: the Case's.
+        windows: True keeps the Case's `window`.
+    """
     pattern = dataclasses.replace(dense(case, causal, windows=windows).pattern, documents=case.pattern.documents)
     return dataclasses.replace(case, batch=1, pattern=pattern)
 
 
 def all_ranks(case: Case) -> Case:
-    """Use all ranks: for implementations that need the default group."""
+    """Return the Case on all ranks: for implementations that need the default group.
+
+    Args:
+        case: any Case.
+    """
     return dataclasses.replace(case, group=None, cuts=None)
 
 
 def two_ranks_or_more(case: Case) -> Case:
-    """Use at least two ranks: in a ring of one, a rank sends to itself, which gloo does not support."""
+    """Return the Case on at least two ranks: in a ring of one, a rank sends to itself, which gloo does not support.
+
+    Args:
+        case: any Case.
+    """
     return all_ranks(case) if len(case.ranks) == 1 else case
 
 
 def even_shards(case: Case, order: str, chunks: int = 1) -> Case:
-    """Use shards of equal length, a multiple of `chunks`, in that order."""
+    """Return the Case with shards of equal length, at least as many tokens as before.
+
+    Args:
+        case: any Case.
+        order: of the tokens, as in `Case`.
+        chunks: the length of a shard is a multiple of it.
+    """
     unit = len(case.ranks) * chunks
     tokens = max(1, -(-case.tokens // unit)) * unit
     return case.lengthened(tokens, order=order, cuts=None)
 
 
 def even_parts(case: Case, order: str, chunks: int = 1) -> Case:
-    """Divide every document evenly among the ranks, in that order, in multiples of `chunks`. Boundaries of documents
-    are rounded down to multiples of chunks * ranks; documents that become empty are dropped."""
+    """Return the Case with every document divided evenly among the ranks. Boundaries of documents are rounded down to
+    multiples of chunks * ranks; documents that become empty are dropped.
+
+    Args:
+        case: any Case.
+        order: of the tokens, as in `Case`.
+        chunks: the length of a part is a multiple of it.
+    """
     unit, before = len(case.ranks) * chunks, case.pattern.documents
     case = even_shards(case, order, chunks)
     if before is None:
@@ -67,32 +107,59 @@ def even_parts(case: Case, order: str, chunks: int = 1) -> Case:
 
 
 def one_process(case: Case) -> Case:
-    """Use one process, with the whole sequence in order."""
+    """Return the Case in one process, with the whole sequence in order.
+
+    Args:
+        case: any Case.
+    """
     return dataclasses.replace(case, group=None, cuts=None, order="contiguous")
 
 
 def plain_process(case: Case) -> Case:
-    """Use one process in fp32 or fp64, with equal heads, the default scale and no lse, for single-process layers."""
+    """Return the Case in one process in fp32 or fp64, with equal heads, the default scale and no lse, for
+    single-process layers.
+
+    Args:
+        case: any Case.
+    """
     case = equal_heads(default_scale(without_lse(one_process(without_own_settings(case)))))
     return in_dtypes(case, "float32", "float64")
 
 
 def equal_heads(case: Case) -> Case:
-    """Use as many key/value heads as query heads."""
+    """Return the Case with as many key/value heads as query heads.
+
+    Args:
+        case: any Case.
+    """
     return dataclasses.replace(case, kv_heads=case.heads)
 
 
 def in_dtypes(case: Case, *dtypes: str) -> Case:
-    """Keep the Case's dtype if it is one of these; else use the first."""
+    """Return the Case in its dtype if the implementation supports it, else in the first that it supports.
+
+    Args:
+        case: any Case.
+        dtypes: names of torch dtypes, as "float32".
+    """
     return case if case.dtype in dtypes else dataclasses.replace(case, dtype=dtypes[0])
 
 
 def default_scale(case: Case) -> Case:
-    """Use head_dim ** -0.5: for implementations without a scale argument."""
+    """Return the Case with the scale head_dim ** -0.5: for implementations without a scale argument.
+
+    Args:
+        case: any Case.
+    """
     return dataclasses.replace(case, scale=None)
 
 
 def without_lse(case: Case) -> Case:
+    """Return the Case without lse: for implementations that return only the output.
+
+    Args:
+        case: any Case.
+    """
     return dataclasses.replace(case, lse="unused")
 
 
@@ -137,5 +204,9 @@ def _fitting(sizes: Sequence[int], size: int) -> int:
 
 
 def lse_returned(case: Case) -> Case:
-    """Compare lse if the Case uses it, but send no gradient through it."""
+    """Return the Case with lse compared if it uses it, but no gradient through it.
+
+    Args:
+        case: any Case.
+    """
     return dataclasses.replace(case, lse="unused" if case.lse == "unused" else "returned")

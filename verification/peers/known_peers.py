@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
@@ -36,8 +37,13 @@ def selected(name: str, among: Mapping[str, Any] = KNOWN) -> list[str]:
         return names
     if ":" in name and all(part.isidentifier() for part in name.replace(":", ".", 1).split(".")):
         return [name]
+    module = name.removesuffix(".py").removeprefix("./").replace("/", ".")
+    is_module = all(part.isidentifier() for part in module.split("."))
+    close = get_close_matches(name, among, n=3)
+    hint = f"; for a Peer in your module {module} write {module}:NAME, as {module}:adapter" if is_module else ""
+    hint = f", close to it: {' or '.join(close)}" if close else hint
     raise Refused(
-        f"argument NAME: {name!r} is no peer; it must be one of {', '.join(among)}, or package.module:adapter"
+        f"argument NAME: {name!r} is no peer{hint}; it must be package.module:adapter, or one of {', '.join(among)}"
     )
 
 
@@ -51,11 +57,16 @@ def load(name: str) -> Peer:
     if os.getcwd() not in sys.path:  # scripts run Python with -P, which omits it
         sys.path.append(os.getcwd())
     try:
-        peer = getattr(importlib.import_module(module), attribute)
+        names = vars(importlib.import_module(module))
     except Exception as error:  # importing a user's module may raise anything
-        raise Refused(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        hint = f"; run this in the folder that has {absent}, or install it" if absent == module.split(".")[0] else ""
+        raise Refused(f"{name} cannot be imported: {type(error).__name__}: {error}{hint}") from error
+    peer = names.get(attribute)
     if not isinstance(peer, Peer):
-        raise Refused(f"{name} is {peer!r}; it must be a verification.peers.Peer")
+        got = f"is {peer!r}" if attribute in names else "does not exist"
+        peers = ", ".join(other for other, value in names.items() if isinstance(value, Peer)) or "none"
+        raise Refused(f"{name} {got}; it must be a verification.peers.Peer; {module} has {peers}")
     return peer
 
 

@@ -80,6 +80,7 @@ class Peer:
 
     @property
     def version(self) -> str | None:
+        """Version of the installed distribution; None if there is none."""
         return version_of(self.package)
 
 

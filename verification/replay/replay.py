@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 from verification.replay.records import parse
@@ -11,6 +12,15 @@ from verification.run.backends import MAX_RANKS, Backend, Unavailable
 
 MAX_BYTES = 2**20  # of a file; runs save some kilobytes
 _SHOWN = 500  # characters of an error, which may quote the file
+
+
+def _refuse_torchrun(record: object, file: Path, backend: Backend) -> None:
+    """Raise ValueError with the command for problems of ranks that torchrun starts: links and long sequences."""
+    problem = next((record[name] for name in ("links", "long") if isinstance(record, dict) and name in record), None)
+    if isinstance(problem, dict):
+        words = ["torchrun", f"--nproc-per-node={problem.get('world')}", "-m", "verification.cli.validate"]
+        words += ["--backend", "nccl" if backend.name == "nccl" else "gloo", "--replay", str(file)]
+        raise ValueError(f"it is a problem of ranks that torchrun starts; write {shlex.join(words)}")
 
 
 def replay(
@@ -25,7 +35,12 @@ def replay(
             content = stream.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise ValueError(f"it has more than {MAX_BYTES} bytes; a counter-example has at most that many")
-        saved = parse(json.loads(content.decode()), attention)
+        try:
+            record = json.loads(content.decode())
+        except ValueError as error:
+            raise ValueError(f"it is not JSON: {error}") from error
+        _refuse_torchrun(record, file, backend)
+        saved = parse(record, attention)
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: too deeply nested lists
         reason = " ".join(str(error).split())
         reason = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN]}..."

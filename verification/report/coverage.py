@@ -37,20 +37,20 @@ def _pairs(branch: Branch, heads: int, tokens: int, documents: tuple[int, ...] |
     return np.asarray(multiplicity(Pattern((branch,), causal, documents), heads, tokens) > 0)
 
 
-def _seen(case: Case, branch: Branch) -> Flags:
+def _visible(case: Case, branch: Branch) -> Flags:
     """Return the branch's mask (H, n, n), with the Case's documents and causality."""
     return _pairs(branch, case.heads, case.tokens, case.pattern.documents, case.pattern.causal)
 
 
 def _selected(case: Case) -> Flags:
     """Return (branches, H, n): True if the branch selects the position. A selected position sees itself."""
-    return np.stack([_seen(case, branch).diagonal(axis1=1, axis2=2) for branch in case.pattern.branches])
+    return np.stack([_visible(case, branch).diagonal(axis1=1, axis2=2) for branch in case.pattern.branches])
 
 
 def _keys_by_rank(case: Case, branch: Branch) -> NDArray[np.float32]:
     """Return (H, n, p): the number of keys of each rank that a row sees in this branch."""
     on_rank = (case.shards().holder[:, None] == np.arange(len(case.ranks))).astype(np.float32)
-    return _seen(case, branch).astype(np.float32) @ on_rank  # products of floats are fast
+    return _visible(case, branch).astype(np.float32) @ on_rank  # products of floats are fast
 
 
 def _most_ranks(case: Case, branch: Branch) -> int:
@@ -136,7 +136,7 @@ def _phases(case: Case, branch: Branch) -> int:
 
 def _hides(case: Case, branch: Branch) -> bool:
     """Return True if the window hides a key from some row."""
-    return not np.array_equal(_seen(case, branch), _seen(case, replace(branch, window=None)))
+    return not np.array_equal(_visible(case, branch), _visible(case, replace(branch, window=None)))
 
 
 def _any_window(has: Callable[[Case, Branch, int], bool]) -> Has:
@@ -147,7 +147,7 @@ def _any_window(has: Callable[[Case, Branch, int], bool]) -> Has:
 def _cut(case: Case, branch: Branch, window: int, inner: Ints, outer: Ints | int) -> bool:
     """Return True if some row's window starts before the row's part. inner, outer: starts of the parts, and of what
     contains these."""
-    row = _seen(case, branch).diagonal(axis1=1, axis2=2).any(0)
+    row = _visible(case, branch).diagonal(axis1=1, axis2=2).any(0)
     return bool((row & (inner > outer) & (np.arange(case.tokens) - window < inner)).any())
 
 

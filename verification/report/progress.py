@@ -12,7 +12,7 @@ import rich.progress
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 
-from verification.wording import counted
+from verification.wording import counted, rate
 
 DRAW_EVERY = 0.5  # seconds between drawings of the bars
 # Seconds until the first plain line of a part. The interval then doubles, up to LINES_APART.
@@ -45,9 +45,9 @@ class RunProgress:
 
     def __enter__(self) -> RunProgress:
         if self._console.is_terminal:
-            rate, worst = TextColumn("{task.fields[rate]}/s"), TextColumn("{task.fields[worst]}")
+            speed, worst = TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[worst]}")
             self._bars = rich.progress.Progress(
-                TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), rate, worst,
+                TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), speed, worst,
                 TimeRemainingColumn(), console=self._console, auto_refresh=False, transient=True,
             )  # fmt: skip
             self._bars.start()
@@ -63,23 +63,23 @@ class RunProgress:
         self._title, self._goal, self._done, self._lines = title, goal, 0, PlainLines()
         self._drawn = self._since = time.perf_counter()
         if self._bars is not None:
-            self._task = self._bars.add_task(title, total=goal, rate="0", worst="")
+            self._task = self._bars.add_task(title, total=goal, rate="", worst="")
             self._bars.refresh()
 
     def advance(self, worst: float) -> None:
         """Count one more example. worst: the worst error / bound so far."""
         self._done += 1
         now = time.perf_counter()
-        rate = f"{self._done / max(1e-9, now - self._since):.0f}"
+        speed = rate(self._done, now - self._since)
         if self._bars is not None:
-            self._bars.update(self._task, completed=self._done, rate=rate, worst=f"worst {worst:.3f}")
+            self._bars.update(self._task, completed=self._done, rate=speed, worst=f"worst {worst:.3f}")
             if now - self._drawn >= DRAW_EVERY:
                 self._bars.refresh()
                 self._drawn = now
         elif self._done < self._goal and self._lines.due():
             done = f"{self._done}/{counted(self._goal, 'example')}"
             self._console.print(
-                f"{self._title}: {done}, {rate}/s, worst error / bound {worst:.3f}", highlight=False, markup=False
+                f"{self._title}: {done}, {speed}, worst error / bound {worst:.3f}", highlight=False, markup=False
             )
 
     def end(self) -> None:

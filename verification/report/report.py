@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from verification.report.counter_example import CounterExample
 from verification.report.progress import RunProgress
 from verification.report.run_record import RunRecord
 from verification.report.text import paragraph
-from verification.wording import counted
+from verification.wording import counted, rate
 
 
 class Report(RunRecord):
@@ -54,16 +54,22 @@ class Report(RunRecord):
         self.progress.end()
         fresh = len(self.failures) - self._failed_before
         failed = f", {counted(fresh, 'counter-example')}" if fresh else ""
-        failed += f" ({counted(self._repeated, 'more example')} failed in the same way)" if self._repeated else ""
-        rate = f", {self._done / seconds:.0f}/s" if self._done > 1 else ""
+        failed += f" ({counted(self._repeated, 'further draw')} failed in the same way)" if self._repeated else ""
+        speed = f", {rate(self._done, seconds)}" if self._done > 1 else ""
         done = f"{counted(self._done, 'example')} held" if self._done or not fresh else "no example held"
-        self.note(f"world {self._world}, {what}: {done} in {seconds:.1f} s{rate}{failed}")
+        self.note(f"world {self._world}, {what}: {done} in {seconds:.1f} s{speed}{failed}")
 
     def interrupt(self) -> None:
         """Mark the run as interrupted, and end the part that is running."""
         self.interrupted = True
         if self._running:
             self.end_world("interrupted")
+
+    def not_run(self, worlds: Sequence[int], reason: BaseException | str) -> None:
+        """Print which world sizes are left out, if any, and why."""
+        why = "the run was interrupted" if isinstance(reason, KeyboardInterrupt) else str(reason).partition("\n")[0]
+        if worlds:
+            self.say(f"{'worlds' if len(worlds) > 1 else 'world'} {', '.join(map(str, worlds))}: not run: {why}")
 
     def held(self, dtype: str, ratios: Mapping[str, float], seconds: float) -> None:
         """Count an example that held. ratios: worst error / bound by property (0 for an exact check)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import time
 from collections import Counter
@@ -32,6 +33,7 @@ from verification.search.shrinking import Shrinking, Signature, check_subject, f
 from verification.search.simplify import minimize
 
 DATABASE = Path(".verification/examples")
+CACHE = Path(".verification/hypothesis")  # constants that Hypothesis finds in our modules
 TIMEOUT = 10.0  # seconds until the first hang is declared
 # After a hang, shrinking meets many more: the timeout falls to this, or to 8 times the slowest good example if larger.
 SHORT_TIMEOUT, SLOWER = 0.7, 8
@@ -136,6 +138,7 @@ class Search:
         def test(subject: Any) -> None:
             self.attempt(subject)
 
+        os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(CACHE))
         # Hypothesis stores the test's examples in the database by this name.
         test.__name__ = test.__qualname__ = re.sub(r"\W+", "_", f"{self.experiment.name}_on_{world}")
         phases = [Phase.generate, Phase.shrink]

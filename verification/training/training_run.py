@@ -68,18 +68,22 @@ def run_training(plan: RunPlan, report: Report, backend: Backend | None = None) 
     report.say(f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
     deviations = Deviations(report)
     experiment = on_gpus(TRAINING) if backend.name == "nccl" else TRAINING
+    waiting = list(plan.worlds)
     try:
         with report:
-            for world in plan.worlds:
+            while waiting:
+                world = waiting.pop(0)
                 backend.start(world)
                 examples, deviations.world = plan.examples_for(world), world
                 report.start_world(world, examples)
                 search = Search(experiment, backend, deviations, world, plan.profile.budget, plan.profile.remembers)
                 explore(plan, report, search, examples)
                 report.end_world("training steps")
-    except KeyboardInterrupt:
-        report.interrupt()
-        report.summary()
+    except BaseException as error:
+        report.not_run(waiting, error)
+        if isinstance(error, KeyboardInterrupt):
+            report.interrupt()
+            report.summary()
         raise
     finally:
         backend.close()

@@ -22,11 +22,15 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 
 def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, **progress: Any) -> None:
-    """Save parameters, buffers, the optimizer's state, and `progress`, any values that JSON can represent.
+    """Save parameters, buffers, the optimizer's state and progress. Call it on every rank.
 
-    Call it on every rank, with a folder on a shared file system that holds no checkpoint yet.
+    Args:
+        folder: new, or without a checkpoint, on a file system that all ranks share.
+        model, optimizer: to save.
+        progress: any values that JSON can represent.
 
-    Raises ValueError for a folder with a checkpoint, TypeError for progress that JSON cannot represent.
+    Raises:
+        ValueError, TypeError: the folder has a checkpoint; JSON cannot represent the progress.
     """
     if (Path(folder) / ".metadata").exists():
         raise ValueError(f"folder must hold no checkpoint, got {folder}, which has one: take a new folder for each")
@@ -36,12 +40,16 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer,
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Load a checkpoint of `save` into the model and the optimizer, and return the progress.
+    """Return the progress of a checkpoint of `save`, after loading the rest. Call it on every rank.
 
-    Call it on every rank. The optimizer may be new or in use; its learning rate becomes that of the checkpoint.
+    Args:
+        folder: of the checkpoint.
+        model: with the parameters of the checkpoint.
+        optimizer: new or in use; its learning rate becomes that of the checkpoint.
 
-    Raises ValueError for a new optimizer whose parameters have gradients, since torch would load nothing into it; and
-    for a checkpoint of another model, even if torch would load the part that fits.
+    Raises:
+        ValueError: a new optimizer's parameters have gradients, since torch would load nothing into it; or the
+            checkpoint is of another model, even if torch would load the part that fits.
     """
     _check_gradients(optimizer)
     parameters, states = get_state_dict(model, optimizer)

@@ -31,9 +31,13 @@ OURS = ("process_group", "device_mesh")  # set by the mesh
 def wrap(model: nn.Module, mesh: DeviceMesh, **options: Any) -> DistributedDataParallel:
     """Return the model with gradients averaged over all ranks of the mesh.
 
-    mesh: of ("data", "context"), or of "context" alone. options: of DDP (device_ids, static_graph, ...).
+    Args:
+        model: to wrap.
+        mesh: of ("data", "context"), or of "context" alone.
+        options: of DDP (device_ids, static_graph, ...).
 
-    Raises ValueError for another mesh, and for options that set the ranks of the average.
+    Raises:
+        ValueError: another mesh, or options that set the ranks of the average.
     """
     over = averaging_mesh(mesh)
     for name in OURS:

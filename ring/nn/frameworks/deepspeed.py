@@ -44,13 +44,16 @@ def initialize(
 ) -> deepspeed.DeepSpeedEngine:
     """Return DeepSpeed's engine for the model and a new optimizer of its parameters.
 
-    mesh: of ("data", "context"), or of "context" alone, with all ranks of the world. config: DeepSpeed's. It must name
-    gradient_clipping (0 for none), since the default clips at 1.0; and in 16 bits communication_data_type, in which
-    gradients are summed, since the default is 16 bits too.
+    Args:
+        model: in fp32 or 16 bits for stage 3.
+        optimizer: of the model's parameters.
+        mesh: of ("data", "context"), or of "context" alone, with all ranks of the world.
+        config: DeepSpeed's. It must name gradient_clipping (0 for none), since the default clips at 1.0; and in 16 bits
+            communication_data_type, in which gradients are summed, since the default is 16 bits too.
 
-    Raises ValueError for another mesh, for a model in fp64 at stage 3, for a configuration without these settings, and
-    for one with settings that the loop, the mesh or the optimizer determines: gradient_accumulation_steps,
-    sequence_parallel_size, tensor_parallel and others.
+    Raises:
+        ValueError: another mesh, a model in fp64 at stage 3, a configuration without these settings, or with any that
+            the loop, the mesh or the optimizer determines (gradient_accumulation_steps, tensor_parallel, ...).
     """
     over = averaging_mesh(mesh)
     if over.size() != dist.get_world_size():

@@ -36,10 +36,14 @@ def wrap(
 ) -> tuple[ShardedDataParallel, OSS]:
     """Return the model with gradients averaged over all ranks of the mesh, and the optimizer of its parameters.
 
-    kind: class of the optimizer, which must update each parameter independently. settings: of the optimizer (lr, ...).
-    mesh: of ("data", "context"), or of "context" alone, with all ranks of the world.
+    Args:
+        model: to wrap.
+        kind: class of the optimizer, which must update each parameter independently.
+        mesh: of ("data", "context"), or of "context" alone, with all ranks of the world.
+        settings: of the optimizer (lr, ...).
 
-    Raises ValueError for another mesh: OSS takes the norm of gradients over all ranks of the world.
+    Raises:
+        ValueError: another mesh: OSS takes the norm of gradients over all ranks of the world.
     """
     over = averaging_mesh(mesh)
     if over.size() != dist.get_world_size():

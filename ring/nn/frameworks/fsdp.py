@@ -40,9 +40,10 @@ def shard(
     replicate: bool = False,
     **options: Any,
 ) -> FSDPModule:
-    """Shard the model in place over all ranks of the mesh; each layer is gathered when it runs.
+    """Return the model, sharded in place over all ranks of the mesh; each layer is gathered when it runs.
 
     Args:
+        model: on each rank with the same parameters.
         mesh: of ("data", "context"), or of "context" alone.
         layers: classes of the modules that are FSDP units, nested ones too.
         policy: param_dtype is the type of parameters and activations; the optimizer keeps the current type.

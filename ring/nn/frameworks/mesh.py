@@ -16,10 +16,14 @@ DATA, CONTEXT = "data", "context"
 
 
 def averaging_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Flatten a mesh of ("data", "context"), or of ("context",), to one dimension, with ranks in ascending order.
+    """Return the mesh, flattened to one dimension with ranks in ascending order.
 
-    Raises ValueError for a mesh without names, without the dimension "context", or with other dimensions, over which
-    averaging may be wrong: pass the part that is data x context, as mesh["data", "context"].
+    Args:
+        mesh: of ("data", "context"), or of "context" alone.
+
+    Raises:
+        ValueError: a mesh without names, without the dimension "context", or with other dimensions, over which
+            averaging may be wrong: pass the part that is data x context, as mesh["data", "context"].
     """
     _check(mesh)
     flat = mesh if mesh.ndim == 1 else mesh._flatten()  # private in torch, but in common use
@@ -31,9 +35,13 @@ def averaging_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def replicating_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of ("data", "context"), over which FSDP replicates and shards, after validation.
+    """Return the mesh, over which FSDP replicates and shards, after validation.
 
-    Raises ValueError for any other mesh, and if context ranks are not in ascending order (see `averaging_mesh`).
+    Args:
+        mesh: of ("data", "context"), with context ranks in ascending order (see `averaging_mesh`).
+
+    Raises:
+        ValueError: any other mesh.
     """
     _check(mesh)
     if mesh.mesh_dim_names != (DATA, CONTEXT):

@@ -25,14 +25,18 @@ from ring.nn.context import ContextParallel
 class RingParallel(ParallelStyle):
     """Runs a module with a `ContextParallel` handle.
 
-    token_dim: of the module's inputs and output. use_local_output: True returns the local shard, as torch's other
-    styles do; False a DTensor sharded along the tokens.
-
     Input DTensors must be sharded along the tokens, over the handle's ranks, and by the layout. A DTensor over p ranks
     is cut into p contiguous parts, so the layout must be `dtensor_layout(n, p)`. Anything else is refused on every
     rank, including a zigzag layout, with which the DTensor would claim to hold other tokens.
 
-    Raises ValueError for a mesh whose ranks are not the handle's, and for a module that takes no `context`.
+    Args:
+        context: handle of the sharded sequence.
+        token_dim: of the module's inputs and output.
+        use_local_output: return the local shard, as torch's other styles do; False: a DTensor sharded along the tokens.
+
+    Raises:
+        ValueError: when applied, for a mesh whose ranks are not the handle's, a module that takes no `context`, or a
+            layout other than `dtensor_layout(n, p)` with use_local_output=False.
     """
 
     def __init__(self, context: ContextParallel, *, token_dim: int = 2, use_local_output: bool = True) -> None:
@@ -102,7 +106,11 @@ class RingParallel(ParallelStyle):
 
 
 def dtensor_layout(n: int, p: int) -> Layout:
-    """Layout of a DTensor of n tokens sharded over p ranks: ceil(n / p) each, until none are left."""
+    """Return the layout of a DTensor of n tokens sharded over p ranks: ceil(n / p) each, until none are left.
+
+    Args:
+        n, p: numbers of tokens, 0 to 2^40, and of ranks, at least 1.
+    """
     share = -(-n // p)
     return Layout.from_cuts(range(n), [min(rank * share, n) for rank in range(p + 1)])
 

@@ -30,7 +30,7 @@ from ring.nn.frameworks.modules import modules_of
 
 
 def attention_kept() -> Any:
-    """Argument `context_fn` of `torch.utils.checkpoint.checkpoint` that saves only the outputs of ring attention."""
+    """Return contexts for `context_fn` of torch's `checkpoint` that save only the outputs of ring attention."""
     return create_selective_checkpoint_contexts(
         [torch.ops.ring.attention.default, torch.ops.ring.attention_forward.default]
     )
@@ -45,10 +45,15 @@ def wrap(
 ) -> None:
     """Recompute each layer of these classes in backward. Changes the model in place; call it before DDP or FSDP.
 
-    reentrant: use torch's older implementation, which computes no gradients in a layer whose inputs require none, and
-    does not support `torch.autograd.grad`.
+    Args:
+        model: in which layers are wrapped.
+        layers: classes of the modules to recompute.
+        keep_attention: True to save the outputs of ring attention instead of running it again.
+        reentrant: use torch's older implementation, which computes no gradients in a layer whose inputs require none,
+            and does not support `torch.autograd.grad`.
 
-    Raises ValueError if the model has no such layer, NotImplementedError if both reentrant and keep_attention are True.
+    Raises:
+        ValueError, NotImplementedError: the model has no such layer; reentrant and keep_attention are both True.
     """
     if reentrant and keep_attention:
         raise NotImplementedError(

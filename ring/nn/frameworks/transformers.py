@@ -41,13 +41,21 @@ RIGHT = "context.positions, as in a batch of shard_batch"
 
 
 def register(name: str = NAME) -> None:
-    """Register ring attention for all models under this name. Idempotent."""
+    """Register ring attention for all models. Idempotent.
+
+    Args:
+        name: for `model.set_attn_implementation`.
+    """
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, _mask)
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Switch the model to ring attention, without a cache and with validation of each call's arguments; return it."""
+    """Return the model, switched to ring attention, without a cache and with validation of each call's arguments.
+
+    Args:
+        model: changed in place.
+    """
     register()
     model.set_attn_implementation(NAME)
     model.config.use_cache = False
@@ -93,13 +101,24 @@ def attention(
     pattern: Pattern | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of a model: query (B, H, N, D), key and value (B, Hk, N, D) -> (B, N, H, D), no weights.
+    """Return the attention of a model's layer, (B, N, H, D), and None in place of weights.
 
-    N: this rank's tokens. position_ids: (1 or B, N), those of the layout, which are compared unless the handle has
-    check=False. pattern: None for the model's own attention. sliding_window: tokens that a query sees, with itself.
+    Args:
+        module: the layer's attention; its layer_idx names the call in errors.
+        query: (B, H, N, D) with this rank's N tokens.
+        key, value: (B, Hk, N, D).
+        attention_mask: None, or a placeholder from this module's mask function.
+        scaling: factor of the scores; None: D ** -0.5.
+        dropout: must be 0.
+        is_causal: None: the module's attribute, True without one.
+        sliding_window: tokens that a query sees, with itself; None: all.
+        position_ids: (1 or B, N), those of the layout, which are compared unless the handle has check=False.
+        context: handle of the sharded sequence.
+        pattern: None for the model's own attention.
+        others: refused if set, unless they do not affect the attention.
 
-    Raises ValueError and NotImplementedError on every rank for unsupported arguments; ValueError on this rank alone
-    without a context.
+    Raises:
+        ValueError, NotImplementedError: unsupported arguments, on every rank; on this rank alone without a context.
     """
     context = _checked_context(context)
     name = f"layer {module.layer_idx}" if hasattr(module, "layer_idx") else None

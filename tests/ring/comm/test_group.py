@@ -1,4 +1,4 @@
-"""What a caller may give as a group: process groups, meshes of one dimension, transports, or nothing."""
+"""Arguments allowed as a group: process groups, meshes of one dimension, transports, or nothing."""
 
 from __future__ import annotations
 

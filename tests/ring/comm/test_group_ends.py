@@ -90,7 +90,7 @@ WAYS: dict[str, Callable[[dist.ProcessGroup], None]] = {
 
 
 def _left_of_a_group(way: str) -> list[str]:
-    """What is left of the second of two groups: what a process begins once, with the first, is no group's."""
+    """List the leftovers of the second of two groups: the first also starts what a process has only once."""
     for _ in range(2):
         before = _in_use()
         group = dist.new_group(timeout=timedelta(seconds=60))

@@ -1,4 +1,4 @@
-"""What is kept of symmetric memory for captured CUDA graphs: the rule, on a machine without GPUs."""
+"""Rule for symmetric memory that captured CUDA graphs keep alive, on a machine without GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = 3  # of calls of which a transport here knows the routes
 
 
 class OnNoGPU(SymmetricTransport):
-    """Whose ranks have told each other where their buffers lie."""
+    """A transport whose ranks have exchanged the addresses of their buffers."""
 
     def __init__(self) -> None:
         self._routes = BoundedCache(KINDS)
@@ -48,7 +48,7 @@ def prepared(transport: SymmetricTransport, kind: int) -> weakref.ref[_Route]:
 
 
 def forget(transport: SymmetricTransport) -> None:
-    """What was prepared before."""
+    """Prepare for so many other kinds of calls that earlier ones are dropped."""
     for kind in range(100, 100 + KINDS):
         prepared(transport, kind)
     gc.collect()

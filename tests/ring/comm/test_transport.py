@@ -1,4 +1,4 @@
-"""What a transport promises, as far as one process can tell: whom it connects, what it refuses, what it does alone."""
+"""Contract of a transport, as far as one process can check it: its ranks, its refusals, a group of one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.ranks import Ranks
 
 @pytest.fixture
 def rank_1_of_3() -> Iterator[ProcessGroupTransport]:
-    """Of a group whose messages go nowhere and are done at once."""
+    """A transport of a group whose messages go nowhere and are done at once."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
     yield ProcessGroupTransport()
     dist.destroy_process_group()

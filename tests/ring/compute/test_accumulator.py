@@ -89,7 +89,7 @@ def test_nothing_counts_for_nothing(lse: float) -> None:
 
 @pytest.mark.parametrize("bad", (NAN, INF))
 def test_nan_and_infinity_go_through_whatever_they_weigh(bad: float) -> None:
-    """As in one softmax over all keys, where 0 * NaN is NaN: how keys are cut into parts decides nothing."""
+    """Compare with one softmax over all keys, where 0 * NaN is NaN: the division of keys into parts has no effect."""
     fine = one(1.0, 0.0)
     for weight in (0.0, -1e6):
         for pair in ((fine, one(bad, weight)), (one(bad, weight), fine)):

@@ -1,4 +1,4 @@
-"""What runs along the sequence is sharded together and put together again; labels are shifted before that."""
+"""Tensors along the sequence are sharded together and reassembled; labels are shifted before that."""
 
 from __future__ import annotations
 

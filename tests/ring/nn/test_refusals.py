@@ -236,7 +236,7 @@ NUMBERED = [(call, number) for call, rows in REFUSALS.items() for number in rang
 
 
 def _refused(call: str, number: int, culprit: int, mesh: str) -> str:
-    """What a call says on this rank that is wrong on one; all ranks call rightly before and afterwards."""
+    """Return this rank's error of a call that is wrong on one; all ranks make right calls before and afterwards."""
     argument, change, _ = REFUSALS[call][number]
     function, right = _calls(mesh)[call]
     function(**right)
@@ -310,7 +310,7 @@ def test_handles_that_cannot_be(ranks: Ranks) -> None:
 
 
 def _apart(one: str, others: str, culprit: int) -> tuple[str, list[str]]:
-    """What is said where one rank is in another call than the others on one group; then of right calls of all kinds."""
+    """Return the error where one rank is in another call than the others on one group, then those of right calls."""
     group = mesh_of("1x4")["context"]
 
     def called(name: str) -> Callable[[], object]:

@@ -121,7 +121,7 @@ def test_a_module_that_holds_a_handle_is_copied_and_not_pickled() -> None:
 
 @pytest.fixture
 def forgetful() -> Iterator[None]:
-    """What torch.compile learns of lengths here, it does not know in later tests."""
+    """Forget the lengths that torch.compile has seen, before and after a test."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -143,7 +143,7 @@ def addresses(slot_map: SlotMap) -> tuple[Array, Array, Array]:
 
 
 def visible(tile: Tile) -> Array:
-    """What the mask lets through: (folds, query rows, keys)."""
+    """Pairs that the mask lets through: (folds, query rows, keys)."""
     folds, queries, keys = tile.query_rows.folds, tile.query_rows.length, tile.key_rows.length
     if tile.mask is Mask.POSITION:
         assert tile.query_positions is not None and tile.key_positions is not None and tile.sequences is None

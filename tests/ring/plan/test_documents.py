@@ -16,7 +16,7 @@ from tests.ring.plan.plan_walk import PlanSetting, check
 @settings(max_examples=40)
 @given(lengths=st.lists(st.integers(1, 3), min_size=12, max_size=20), p=st.integers(1, 2))
 def test_many_documents_of_few_lengths(lengths: list[int], p: int, varlen: int) -> None:
-    """Those of one length lie at any distances, and share calls with each other and with none else."""
+    """Documents of one length lie at any distances, and share calls with each other only."""
     for causal in (False, True):
         pattern, layout = Pattern.dense(causal, tuple(lengths)), Layout.contiguous(sum(lengths), p)
         check(PlanSetting(pattern, layout, 1, 1, "direct", 9, varlen))
@@ -76,7 +76,7 @@ def test_documents_of_equal_length_share_calls_wherever_they_lie(causal: bool) -
 def test_documents_of_several_lengths_share_calls(
     bucket: int, varlen: int, wanted: list[tuple[int, int, int]], causal: bool
 ) -> None:
-    """As many as the bucket allows, without folds of many equal ones; longer ones if they are the smaller part."""
+    """Calls take as many as the bucket allows, without folds of many equal ones; longer ones if they are fewer."""
     assert calls((3, 6, 5, 7, 9, 4, 2, 2, 2, 2), causal, bucket, varlen) == wanted
 
 

@@ -247,7 +247,7 @@ def test_a_zigzag_shard_meets_itself_in_one_causal_call_and_another_in_one() -> 
 
 
 def test_slots_that_one_tile_reads_are_written_once() -> None:
-    """Where a bucket cuts the query rows, or the exchange relays, gradients of slots are summed."""
+    """Gradients of slots are summed only if a bucket cuts the query rows, or the exchange relays."""
     layout = Layout.zigzag(256, 4)
     for pattern in (Pattern.dense(True), Pattern.longnet((128, 256), (1, 4), 4, causal=True)):
         for bucket, exchange, once in ((256, "direct", True), (8, "direct", False), (256, "ring", False)):

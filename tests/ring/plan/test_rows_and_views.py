@@ -129,7 +129,7 @@ def test_which_heads_are_regular(ids: tuple[tuple[int, ...], ...], regular: bool
 
 
 def test_an_entry_beyond_the_limit_has_a_call_to_itself() -> None:
-    """Of documents of 2, 9 and 3 rows, at most 5 rows a call."""
+    """Fold documents of 2, 9 and 3 rows into calls of at most 5 rows."""
     entries, lengths = np.arange(3), np.array([2, 9, 3])
     found = varlen_folds(
         [0 * entries], [lengths], entries, 10 * entries, 10 * entries, 0 * entries + 4, (lengths, lengths), 20, (5, 5)

@@ -19,6 +19,7 @@ from ring.compute.accumulator import Accumulator
 from tests.support.plain_case import plain
 from tests.support.planted import plant, plant_on_results
 from verification.case import Case
+from verification.check.attention_on_ranks import AttentionOnRanks
 from verification.check.laws import LAWS
 from verification.check.laws.cache_isolation import with_change
 from verification.failures import VerificationFailure
@@ -152,7 +153,7 @@ def test_what_breaks_a_law_is_found(number: int) -> None:
     with closing(SimBackend(10.0, partial(plant_number, number))) as backend:
         backend.start(case.world)
         with pytest.raises(VerificationFailure, match=said):
-            BY_NAME[name].check(backend, case, how)
+            BY_NAME[name].check(AttentionOnRanks(backend), case, how)
 
 
 def test_a_neighbour_differs_in_one_thing() -> None:

@@ -17,8 +17,8 @@ from tests.support.planted import plant_wrong_result
 from tests.support.printed import printed, recording, unbroken
 from verification import whole_run
 from verification.__main__ import main
-from verification.cli import run, validate
-from verification.cli.arguments import TYPED, check_file, check_folder
+from verification.cli import validate
+from verification.cli.arguments import TYPED, check_file, check_folder, title_of
 from verification.cli.command_line import COMMANDS
 from verification.replay.replay import replay
 from verification.report.report import Report
@@ -65,11 +65,13 @@ def test_usage_and_errors_name_what_the_user_typed(script: str, words: list[str]
         ("run --world 0", "argument --world"), ("run --world 1,two", "argument --world"),
         ("run --examples 0", "argument --examples"), ("run --hours -1", "argument --hours"),
         ("run --seed x", "argument --seed"), ("run --real-size 3", "argument --real-size"), ("dance", "dance"),
+        ("run --world 2 4", "unrecognized arguments: 4; separate world sizes by commas, as --world 2,4"),
         ("run --world 65", "argument --world: on gloo at most 64 ranks, got 65"),
         ("run --backend nccl --world 64", "argument --backend: nccl needs 64 GPUs"),
         ("run --profile slow", "argument --profile: must be one of quick, ci, thorough, got 'slow'"),
         ("run --profile nightly", "argument --profile: must be one of quick, ci, thorough, got 'nightly'; for a night"),
-        ("run --only gradiants", "'gradiants' is no property or law; it must be one of --list, close to it: 'gradi"),
+        ("run --only gradiants", "'gradiants' is no property or law, close to it: 'gradients'; it must be one of"),
+        ("run --only e", "argument --only: 'e' is a part of 26 titles; it must be one of these, or a unique part of"),
         ("run --only permute --only ranks", "argument --only: 'ranks' may be 'same on any ranks, layout, exchange' or"),
         ("run --only streams --world 1,2", "there is nothing to check of 'streams do not matter' on gloo, --world 1,2"),
         ("run --backend nccl --jobs 2", "argument --jobs: on nccl one world size at a time"),
@@ -77,15 +79,18 @@ def test_usage_and_errors_name_what_the_user_typed(script: str, words: list[str]
         ("run --failures /proc/here", "argument --failures: cannot write to"),
         ("run --json {folder}", "argument --json: cannot write"),
         ("run --json {new}/a.json", "argument --json: cannot write {new}/a.json: there is no folder {new}"),
-        ("replay nowhere.json", "nowhere.json"),
+        ("replay nowhere.json", "nowhere.json"), ("replay file", "it is not JSON: Expecting value"),
+        ("replay links.json", "write torchrun --nproc-per-node=3 -m verification.cli.validate --backend gloo --replay"),
         ("replay case.json --json {new}/a.json", "there is no folder {new}"),
         ("mutants merge-by-sigmoids", "'merge-by-sigmoids' is no defect; it must be one of the"),
         ("mutants merge-by-sigmoids", " of --list, close to it: merge-by-sigmoid"),
         ("mutants merge-by-sigmoid dance --list", "argument NAME: 'dance' is no defect"),
         ("mutants --json {folder}", "argument --json: cannot write"),
-        ("peers yunchang dance", "argument NAME: 'dance' is no peer; it must be one of ring-attention-pytorch"),
-        ("peers dance --list", "argument NAME: 'dance' is no peer"),
-        ("peers yunchang nowhere:adapter --list", "nowhere:adapter cannot be imported"),
+        ("peers yunchang dance", "it must be package.module:adapter, or one of ring-attention-pytorch"),
+        ("peers dance --list", "argument NAME: 'dance' is no peer; for a Peer in your module dance write dance:NAME"),
+        ("peers yunchang nowhere:adapter --list", "; run this in the folder that has nowhere, or install it"),
+        ("peers yunchan", "argument NAME: 'yunchan' is no peer, close to it: yunchang/"),
+        ("peers ./my/dance.py", "argument NAME: './my/dance.py' is no peer; for a Peer in your module my.dance write"),
         ("peers --failures {file}", "argument --failures: cannot write to"),
         ("training --peer --backend nccl", "argument --peer: peers run on gloo, got --backend nccl"),
         ("doctor --json {new}/a.json", "there is no folder {new}"),
@@ -97,20 +102,23 @@ def test_what_cannot_be_carried_out_is_refused_in_one_line_before_anything_runs(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("kept")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "links.json").write_text('{"links": {"world": 3}}')
     places = {name: str(tmp_path / name) for name in ("file", "folder", "new")}
     try:
         status: Any = main([word.format(**places) for word in arguments.split()])
     except SystemExit as end:  # of the parser, after the usage
         status = end.code
     said = capsys.readouterr()
-    assert status == 2 and named.format(**places) in said.err.splitlines()[-1]
+    first, *titles_listed = said.err[said.err.find(": error: ") :].splitlines()
+    assert status == 2 and named.format(**places) in first
     if not said.err.startswith("usage: ") and "64 GPUs" not in named:  # which only the run finds out
-        assert said.err.count("\n") == 1 and not said.out, said
+        assert [line.strip() for line in titles_listed] == ([*titles()] if "one of these" in first else [])
+        assert not said.out
     assert (tmp_path / "file").read_text() == "kept" and not (tmp_path / "new").exists()
 
 
 def test_a_part_of_a_title_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
-    found = [run.title_of(name) for name in ("gradients", "Permute", "BYTES")]
+    found = [title_of(name, titles()) for name in ("gradients", "Permute", "BYTES")]
     assert found == ["gradients", "batches and heads permute", "bytes sent"]
     assert main(("run", "--list")) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -25,24 +25,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reference import Branch, Pattern, attention, gradients
+from reference import Branch, Expectation, Pattern, attention, gradients
 from tests.support import peer_examples
+from tests.support.drawing import draw_many
 from tests.support.plain_case import plain
 from tests.support.printed import unbroken
 from tests.support.training_cases import drawn_from, small_model, small_step
 from verification.__main__ import main
 from verification.case import Case
+from verification.check.expectation import inputs_of as inputs_of_case
 from verification.failures import VerificationFailure, WrongResult
 from verification.peers import Peer, Refused, claims, probe
 from verification.peers.adapters import flash_attn_shim, with_windows, yunchang
 from verification.peers.adapters.over_flash_attn import window_size
 from verification.peers.adapters.ring_flash_attn_varlen import lengths
 from verification.peers.known_peers import KNOWN, load, ready, selected
-from verification.peers.peer_experiment import claimed, expect, experiment
+from verification.peers.peer_experiment import (
+    LAWS_OF_ANY,
+    arithmetic_of,
+    evaluate_for,
+    experiment,
+    experiments,
+    law_of,
+    nearest_claimed,
+)
 from verification.peers.training.known_step_peers import load_step_peer
 from verification.peers.training.step_peer import call_of, nearest
 from verification.peers.training.step_peer_experiment import claimed_step, draw_steps, step_experiment
 from verification.peers.training.wrapper_peers import WRAPPER_PEERS
+from verification.replay import records
 from verification.run.backends import GlooBackend
 from verification.runner import PROFILES
 from verification.search.experiment import ToolError
@@ -60,9 +71,10 @@ SCALE, TOKENS = 0.7, 9
 PLAIN = plain(1, tokens=5, pattern=Pattern.dense(True), batch=2, seed=3)
 
 
-def verification(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def verification(folder: Path, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command as scripts do it: with -P, so that the working directory is no place to import from."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder / 'shadows'}", "OMP_NUM_THREADS": "1"}
+    python_path = os.pathsep.join(map(str, (ROOT, path or folder / "shadows")))
+    environment = os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-P", "-m", "verification", *arguments],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=240,
@@ -120,7 +132,11 @@ def backend() -> Iterator[GlooBackend]:
 
 def run(backend: GlooBackend, name: str, case: Case = PLAIN) -> dict[str, float]:
     spec = f"{EXAMPLES}:{name}"
-    return experiment(spec).check(backend, claimed(load(spec), case))
+    return experiment(spec).check(backend, nearest_claimed(load(spec), case))
+
+
+def expect(peer: Peer, case: Case) -> Expectation:
+    return evaluate_for(peer, inputs_of_case(case, case.tensors()), arithmetic_of(peer, case))
 
 
 PACKED = replace(PLAIN, tokens=7, pattern=Pattern.dense(True, (3, 0, 4)))
@@ -130,6 +146,9 @@ PACKED = replace(PLAIN, tokens=7, pattern=Pattern.dense(True, (3, 0, 4)))
     "name, case, check, said",
     [
         ("raises", PLAIN, "every rank answers", "never in this life"),
+        ("returns_list", PLAIN, "every rank answers", r"returned list as out; it must be a tensor of shape \(2, 5"),
+        ("returns_none", PLAIN, "every rank answers", "attend returned None as out; it must be a tensor of shape"),
+        ("no_lse", PLAIN, "every rank answers", "attend returned no lse, and the claim has lse 'differentiated'"),
         ("unconnected", PLAIN, "every rank answers", "no gradient reaches v: the result of attend does not depend on"),
         ("transposed", PLAIN, "every rank answers", r"out of shape \(2, 2, 5, 4\); it must be \(2, 5, 2, 4\)"),
         ("spoils", PLAIN, "inputs intact, repeatable", "inputs: changed"),
@@ -149,24 +168,102 @@ def test_each_fault_is_reported_as_what_it_is(
 
 @pytest.mark.parametrize(
     "name, case",
-    [("sound", PLAIN), ("sound", replace(PLAIN, dtype="float64")), ("packed", PACKED)],
+    [("sound", PLAIN), ("sound", replace(PLAIN, dtype="float64")), ("packed", PACKED), ("heads_first", PLAIN)],
 )
 def test_a_sound_one_holds(backend: GlooBackend, name: str, case: Case) -> None:
     ratios = run(backend, name, case)
     assert len(ratios) == 6 and 0 < ratios["gradients"] < 1 and 0 < ratios["output and lse"] < 1
 
 
-def test_an_adapter_that_does_not_keep_to_its_form_is_no_counter_example(backend: GlooBackend) -> None:
-    with pytest.raises(ToolError, match=f"the adapter {EXAMPLES}:returns_list: attend returned list as out"):
-        run(backend, "returns_list")
-    with pytest.raises(ToolError, match="attend returned no lse, and the claim has lse 'differentiated'"):
-        run(backend, "no_lse")
+@pytest.mark.parametrize("name", ("forward_only", "in_numpy"))
+def test_forward_alone_has_no_gradients_to_check(backend: GlooBackend, name: str) -> None:
+    ratios = run(backend, name, replace(PLAIN, lse="differentiated"))
+    assert "gradients" not in ratios and 0 < ratios["output and lse"] < 1
+    with pytest.raises(VerificationFailure, match="NumPy arrays have no gradients; the claim must return"):
+        experiment(f"{EXAMPLES}:in_numpy").check(backend, PLAIN)
+
+
+FAULTS_OF_LAWS = [
+    ("later tokens change nothing", "peeks", {"position": 1}, "was .* when the tokens after position 1 change"),
+    ("batches and heads permute", "numbers_heads", {"batch": [1, 0], "kv_heads": [1, 0]}, "sum of their bounds"),
+    ("equal values come out", "adds_up_to_more", {"keys_too": False}, "all values of that head are equal"),
+    ("NaN and inf propagate", "hides_nan", {"token": 0, "tensor": "v", "infinite": False}, "which sees NaN in v"),
+    ("scores of -inf have no weight", "weighs_hidden", {"hidden": [1], "heads": [0]}, "no query sees this key"),
+]
+
+
+@pytest.mark.parametrize("title, name, how, said", FAULTS_OF_LAWS, ids=[name for name, *_ in FAULTS_OF_LAWS])
+def test_a_peer_that_breaks_a_law_is_found(
+    backend: GlooBackend, title: str, name: str, how: dict[str, Any], said: str
+) -> None:
+    case = replace(PLAIN, lse="unused", kernel="math")
+    law = next(law for law in LAWS_OF_ANY if law.name == title)
+    law.validate(case, how)
+    assert law_of(f"{EXAMPLES}:sound", law).check(backend, (case, how))[title] <= 1.0
+    broken = law_of(f"{EXAMPLES}:{name}", law)
+    with pytest.raises(VerificationFailure, match=said):
+        broken.check(backend, (case, how))
+    record = json.loads(json.dumps(broken.record_of((case, how))))
+    with pytest.raises(ValueError, match=f"imports no module that a file names; .* --attention {EXAMPLES}:{name}"):
+        records.parse(record)
+    saved: Any = records.parse(record, attention=f"{EXAMPLES}:{name}")
+    assert saved.subject == (case, how) and saved.experiment.name == broken.name
+
+
+def test_all_laws_of_any_attention_are_drawn_for_a_peer_as_far_as_its_claim_goes(backend: GlooBackend) -> None:
+    drawn = experiments(f"{EXAMPLES}:sound", 1, 150)
+    assert [examples for _, examples in drawn] == [150, *[15] * len(LAWS_OF_ANY)] and len(LAWS_OF_ANY) == 7
+    unsuitable = {"same on any ranks, layout, exchange", "error does not grow with ranks"}  # one process, fp32
+    for (one, _), law in zip(drawn[1:], LAWS_OF_ANY, strict=True):
+        if law.name not in unsuitable:
+            for case, how in draw_many(one.draw(1), 5):
+                law.validate(case, how)
+                assert nearest_claimed(peer_examples.sound, case) == case
+    (only,) = experiments(f"{EXAMPLES}:sound", 1, 30, only=("NaN and inf propagate",))
+    assert only[1] == 30 and only[0].name == "peer mine, NaN and inf propagate"
+
+
+def test_a_ring_in_jax_holds(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    done = verification(tmp_path, "peers", "jax_ring:adapter", "--examples", "8", "--seed", "1", path=ROOT / "scripts")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_expected_failures_leave_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "xfails").write_text("# known\ngradients\n\ntests.support.peer_examples:sound: output and lse  # not\n")
+    arguments = ("--examples", "4", "--only", "gradients", "--failures", str(tmp_path), "--xfails")
+    names = [f"{EXAMPLES}:detached", f"{EXAMPLES}:sound"]
+    assert main(("peers", *names, *arguments, str(tmp_path / "xfails"))) == 0
+    said = unbroken(capsys.readouterr().out)
+    assert f"{names[0]}: failed as --xfails expects: gradients (" in said
+    assert f"{names[1]}: held, though --xfails names it: gradients, output and lse" in said
+    (tmp_path / "xfails").write_text("gradient\n")
+    assert main(("peers", *names, *arguments, str(tmp_path / "xfails"))) == 2
+    assert "argument --xfails: line 1 of" in capsys.readouterr().err
+
+
+def test_a_case_of_ones_own_is_checked_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, arguments = f"{EXAMPLES}:sound", ("--failures", str(tmp_path), "--json", str(tmp_path / "report"), "--case")
+    assert main(("peers", name, *arguments, "world=1 tokens=40 heads=4 head_dim=32 causal=true")) == 0
+    assert json.loads((tmp_path / "report").read_text())["peers"][0]["examples"] == 1
+    assert main(("peers", name, *arguments, "world=1 kv_heads=1 heads=2")) == 2
+    assert "argument --case: the claim changes the Case to" in unbroken(capsys.readouterr().out)
+
+
+def test_sizes_of_a_claim() -> None:
+    sizes: dict[str, Any] = {"tokens": (8, 32), "heads": ((2, 2), (4, 2)), "head_dims": (16,), "batches": (1,)}
+    for case in (plain(1, tokens=3), plain(1, tokens=9, heads=3, kv_heads=3), plain(1, tokens=40, batch=3)):
+        found = claims.of_sizes(case, **sizes)
+        assert found.tokens in (8, 32) and found.tokens == (8 if case.tokens < 8 else 32)
+        assert (found.heads, found.kv_heads) in ((2, 2), (4, 2)) and (found.head_dim, found.batch) == (16, 1)
+        assert claims.of_sizes(found, **sizes) == found
+    assert claims.of_sizes(plain(1), tokens=(12,)) == plain(1)
 
 
 def test_what_is_no_adapter() -> None:
     with pytest.raises(Refused, match="No module named 'nowhere'"):
         load("nowhere.at_all:adapter")
-    with pytest.raises(Refused, match="has no attribute 'nothing_of_the_kind'"):
+    with pytest.raises(Refused, match=f"{EXAMPLES}:nothing_of_the_kind does not exist; .* {EXAMPLES} has sound, "):
         load(f"{EXAMPLES}:nothing_of_the_kind")
     with pytest.raises(Refused, match="it must be a verification.peers.Peer"):
         load(f"{EXAMPLES}:number")
@@ -308,7 +405,14 @@ def test_an_attention_that_is_right_holds(two: GlooBackend, changes: dict[str, A
     assert "bytes of the steps" not in ratios, "messages of a peer are not counted"
 
 
-@pytest.mark.parametrize("name, said", [("detached", "gradients"), ("transposed", "attend returned out of shape")])
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("detached", "gradients"),
+        ("transposed", "attend returned out of shape"),
+        ("returns_none", "attend returned None as out"),
+    ],
+)
 def test_an_attention_that_is_wrong_is_found(two: GlooBackend, name: str, said: str) -> None:
     case = small_step(2, data=2, exchange="ring")  # each rank has a whole sequence
     step_experiment(f"{EXAMPLES}:sound").check(two, case)
@@ -377,8 +481,8 @@ def test_a_peer_is_run_on_the_ranks_of_its_adapter(tmp_path: Path) -> None:
 @settings(max_examples=60, derandomize=True, deadline=None, database=None)
 def test_a_claim_is_settled_and_keeps_what_the_implementation_takes(peer: Peer, data: st.DataObject) -> None:
     case = data.draw(cases(data.draw(st.sampled_from(peer.worlds))))
-    found = claimed(peer, case)
-    assert found is not None and found.world == case.world and claimed(peer, found) == found
+    found = nearest_claimed(peer, case)
+    assert found is not None and found.world == case.world and nearest_claimed(peer, found) == found
     assert (found.kernel, found.again, found.measured) == ("math", "alike", False)
     if not found.order.startswith("contiguous"):
         assert found.pattern.causal
@@ -428,7 +532,7 @@ def test_the_window_of_a_case_is_that_of_the_first_branch_that_has_one() -> None
     assert claims.packed(case, windows=True).pattern == Pattern.dense(True, (5, 7), 3)
     assert claims.window(plain(2)) is None and window_size(plain(2)) == (-1, -1)
     for causal in (False, True):
-        found = claimed(KNOWN[LLAMA3], replace(case, pattern=Pattern.dense(causal, (5, 7), 3), dtype="float16"))
+        found = nearest_claimed(KNOWN[LLAMA3], replace(case, pattern=Pattern.dense(causal, (5, 7), 3), dtype="float16"))
         assert found is not None and claims.window(found) == (3 if causal else None)
     for name, peer in WINDOWED.items():
         assert load(f"{with_windows.__name__}:{name}") is peer and peer.name not in KNOWN
@@ -436,11 +540,11 @@ def test_the_window_of_a_case_is_that_of_the_first_branch_that_has_one() -> None
 
 def test_a_claim_that_is_none_is_the_adapters_fault() -> None:
     with pytest.raises(ToolError, match="claims of mine raised ZeroDivisionError"):
-        claimed(peer_examples.claims_raise, plain(1))
+        nearest_claimed(peer_examples.claims_raise, plain(1))
     with pytest.raises(ToolError, match="it must be a Case with world 1, or None"):
-        claimed(peer_examples.claims_other_world, plain(1))
+        nearest_claimed(peer_examples.claims_other_world, plain(1))
     with pytest.raises(ToolError, match="changes its own result"):
-        claimed(peer_examples.claims_unsettled, plain(1))
+        nearest_claimed(peer_examples.claims_unsettled, plain(1))
 
 
 def test_yunchang_joins_as_many_ranks_as_leave_a_ring() -> None:

@@ -85,7 +85,7 @@ REFUSED: list[tuple[Any, str]] = [
     (law(PERMUTED, {"batch": [0], "kv_heads": [0, 2, 1]}, SPLIT), "must leave the heads of every"),
     (law(POISONED, {"token": 12, "tensor": "v", "infinite": False}), "token of how is 12;"),
     (law(POISONED, {"token": 1, "tensor": "q", "infinite": True}), "infinite of how is True"),
-    (law(MISTAKEN, mistakes(["bucket of 0", 0])), "a mistake of how is 'bucket of 0'; it must"),
+    (law(MISTAKEN, mistakes(["bucket of 0", 0])), "a mistake of how is 'bucket of 0', which runs make no more;"),
     (law(MISTAKEN, mistakes(["another bucket than the others", None])), "it must be an index"),
     (law(MISTAKEN, mistakes([COMMON, 1])), "all ranks make it together"),
     (law(LIKE, {}), "how is {}; it must be an object with some of the fields"),

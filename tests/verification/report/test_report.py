@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,8 @@ from verification.report.report import Report
 from verification.report.run_record import DTYPES
 from verification.report.summary import LINES
 from verification.report.text import command_lines, json_lines
+from verification.run.backends import Unavailable
+from verification.wording import rate
 
 TITLES = [one.title for one in PROPERTIES]
 LAW_NAMES = [law.name for law in LAWS if law.on_cpus]
@@ -84,7 +87,7 @@ def summary(report: Report, replayed: bool = False) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where counter-examples are saved, as a run has it: beneath the working directory."""
+    """The folder of saved counter-examples, as in a run: beneath the working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path / ".verification" / "failures"
 
@@ -144,7 +147,7 @@ def test_the_verdict_says_what_is_true(held: int, failed: int, again: int, said:
     for _ in range(again):
         report.failed_again()
     report.end_world()
-    assert ("(12 more examples failed in the same way)" in unbroken(printed(report.console))) == (again > 0)
+    assert ("(12 further draws failed in the same way)" in unbroken(printed(report.console))) == (again > 0)
     report.seconds = 0.0
     lines = summary(report)
     assert said in lines
@@ -200,6 +203,24 @@ def test_verbose_has_every_row_and_every_counter_example_and_others_the_smallest
     text = unbroken("\n".join(summary(report)))
     assert [json.dumps(failure.record) in text for failure in failures] == [True, False, False]
     assert text.count("counter-example: ") == 3 and str(WRONG) in text
+
+
+@pytest.mark.parametrize(("done", "seconds", "said"), ((12, 1.0, "12/s"), (3, 3.0, "1/s"), (2, 7.0, "3.5 s each")))
+def test_slow_examples_have_seconds_each(done: int, seconds: float, said: str) -> None:
+    assert rate(done, seconds) == said
+
+
+@pytest.mark.parametrize(
+    ("worlds", "reason", "said"),
+    (
+        ((4, 8), Unavailable("no GPU\nand a traceback"), "worlds 4, 8: not run: no GPU\n"),
+        ([4], KeyboardInterrupt(), "world 4: not run: the run was interrupted\n"), ((), "no reason", ""),
+    ),
+)  # fmt: skip
+def test_worlds_left_out_are_named(worlds: Sequence[int], reason: BaseException | str, said: str) -> None:
+    report = Report(recording())
+    report.not_run(worlds, reason)
+    assert printed(report.console) == said
 
 
 def test_progress_is_shown_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:

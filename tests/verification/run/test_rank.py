@@ -19,6 +19,7 @@ from ring.plan.blocks import Heads
 from tests.support.plain_case import plain
 from verification.case import AGAIN
 from verification.check import properties
+from verification.check.attention_on_ranks import AttentionOnRanks
 from verification.check.expectation import expect
 from verification.check.laws.streams import STREAMS_DO_NOT_MATTER, check_streams
 from verification.check.workspace_limits import WorkspaceLimits, limits
@@ -115,7 +116,7 @@ def test_the_law_of_streams_holds_without_any_and_is_drawn_on_gpus_alone(kind: t
         backend.start(2)
         for lse in ("unused", "differentiated", "alone", "apart"):
             given = plain(2, lse=lse, strided=lse == "alone", pattern=Pattern.dense(causal=True))
-            assert 0.0 < check_streams(backend, given, {}) < 1.0
+            assert 0.0 < check_streams(AttentionOnRanks(backend), given, {}) < 1.0
     for name in ("nccl", "gloo", "sim"):
         laws = laws_on(RunPlan((2,), PROFILES["quick"], None, 1, name, Path()), 2)
         assert (STREAMS_DO_NOT_MATTER.name in {experiment.name for experiment, _ in laws}) == (name == "nccl")

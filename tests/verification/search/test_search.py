@@ -96,7 +96,7 @@ def test_each_kind_of_failure_is_reported_and_what_fails_like_it_counted(ranks: 
     found = search_with(ranks, fails, report).explore(40, 0)
     assert sorted(one.failure.kind for one in found) == ["rank error", "wrong result"]
     report.end_world()
-    more = re.search(r"(\d+) more examples failed", printed(report.console))
+    more = re.search(r"(\d+) further draws failed", printed(report.console))
     assert report.examples == 40 and more is not None and 0 < int(more[1]) < len(failing)
 
 

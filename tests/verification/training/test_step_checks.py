@@ -66,7 +66,7 @@ EXPECTATION = expect_training(CASE)
 
 
 def honest(case: TrainingCase, expectation: StepExpectation) -> list[StepObservation]:
-    """What ranks would see that make no error at all."""
+    """Observations of ranks that make no error at all."""
     found = []
     batch = global_batch(case, 0)
     for rank in case.ranks:

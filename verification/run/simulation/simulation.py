@@ -70,7 +70,7 @@ class Simulation:
         Raises Deadlock, BrokenContract, MismatchedMessages or, for any other exception of a rank, RankError.
         """
 
-        def live(transport: SimulatedTransport) -> T:
+        def run_rank(transport: SimulatedTransport) -> T:
             answer = function(transport)
             for group in (self._whole, *self._groups.values()):
                 if transport.rank in group.members:
@@ -79,7 +79,7 @@ class Simulation:
 
         scheduler = self.scheduler
         scheduler.on_stuck = self._describe_stuck
-        scheduler.run([lambda t=transport: live(t) for transport in self._whole.transports])  # type: ignore[misc]
+        scheduler.run([lambda t=transport: run_rank(t) for transport in self._whole.transports])  # type: ignore[misc]
         if scheduler.stuck or any(error is not None for error in scheduler.errors):
             raise self._failure()
         for group in (self._whole, *self._groups.values()):

@@ -34,7 +34,7 @@ class Derived(Counted):
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("layers", [Counted, (nn.Conv1d, Counted)], ids=str)
 def test_each_layer_runs_once_more_with_the_same_random_numbers(way: dict[str, Any], layers: Any) -> None:
-    """Those of derived classes too, and no other modules. Gradients are the same, bit by bit."""
+    """Layers of derived classes count too, other modules do not. Gradients are the same, bit by bit."""
     plain = nn.Sequential(Counted(), nn.Linear(4, 4), nn.Sequential(Derived()), Derived())
     wrapped = copy.deepcopy(plain)
     counted = [module for module in wrapped.modules() if isinstance(module, Counted)]

@@ -117,7 +117,7 @@ def test_packed_documents_are_as_each_by_itself(ranks: Ranks) -> None:
 
 
 class CallingLayer(nn.Module):
-    """What a model's attention module says of itself."""
+    """The attributes of a model's attention module."""
 
     def __init__(self, rotary: dict[str, Any] | None = None, causal: bool = True) -> None:
         super().__init__()
