@@ -22,12 +22,12 @@ ROAD = (
     "ring.lowering", "ring.default_bucket", "ring.validation",
     "ring.consensus", "ring.execute", "ring.dispatcher_op", "ring.torch_compile", "ring.attention",
     "ring.nn", "ring",
-    "verification.wording", "verification.failures", "verification.protocols", "verification.case",
+    "verification.wording", "verification.failures", "verification.protocols", "verification.case", "verification.case_line",
     "verification.strategies", "verification.run",
     "verification.check", "verification.search", "verification.experiments", "verification.report",
     "verification.problems", "verification.runner", "verification.whole_run",
     "verification.replay", "verification.faults", "verification.training",
-    "verification.mutants", "verification.peers",
+    "verification.mutants", "verification.peers", "verification.testing", "verification.pytest_plugin",
     "verification.cli", "verification.__main__",
 )  # fmt: skip
 NO_BEGINNINGS = (

@@ -1,0 +1,103 @@
+"""An assertion on the results of an attention, in the manner of `torch.testing.assert_close`, with derived bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reference import roundoff, validators
+from reference.fast_oracle import Expectation, Inputs, evaluate
+from reference.pattern import Pattern
+from reference.roundoff import LARGEST, Arithmetic, Counts
+
+NARROW = ("float16", "bfloat16")
+
+
+def assert_attention(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, lse: Tensor | None = None,
+    grads: Sequence[Tensor] | None = None, dout: Tensor | None = None, dlse: Tensor | None = None,
+    scale: float | None = None, rows: Tensor | None = None, partials: int = 1, arithmetic: str = "math",
+) -> None:  # fmt: skip
+    """Assert that results are those of exact attention within the bounds of a correct implementation.
+
+    Nothing is sampled, and no tolerance is chosen: `reference.roundoff` derives the bound of each entry.
+
+    Args:
+        out: (B, Nq, Hq, D), of the dtype of q.
+        q, k, v: (B, Nq, Hq, D), and twice (B, N, Hk, D), tokens before heads; fp64, fp32, bf16 or fp16.
+        pattern: the mask, over the positions 0 .. N - 1 of the keys.
+        lse: (B, Hq, Nq), natural logarithm; -inf for a row that sees nothing. None: not compared.
+        grads: dq, dk, dv, like q, k, v; None: not compared.
+        dout: gradient of out, for grads.
+        dlse: gradient of lse, (B, Hq, Nq); None: zero.
+        scale: factor on q . k; None: D ** -0.5.
+        rows: (Nq,) ascending positions of the queries; None: Nq = N.
+        partials: how many partial results at most are merged into a row, as one for each rank of a ring.
+        arithmetic: "math" computes in fp32 (fp64 for fp64) and rounds once at the end; "flash" does so with a coarser
+            exponential; "half" and "gpu", for 16-bit inputs, round probabilities and partial results to 16 bits, as
+            fused kernels on CPUs and GPUs do.
+
+    Raises:
+        ValueError: an argument of a wrong kind, named.
+        AssertionError: the first result that is wrong, with the worst entry, its error and its bound.
+    """
+    dtype = str(q.dtype).removeprefix("torch.")
+    validators.choice("dtype of q", dtype, tuple(LARGEST))
+    validators.choice("arithmetic", arithmetic, roundoff.KERNELS if dtype in NARROW else ("math", "flash"))
+    if grads is not None and dout is None:
+        raise ValueError("dout is None; it must be the gradient of out, like q, where grads are given")
+    heads, kv_heads, dim, tokens = q.shape[2], k.shape[2], q.shape[3], k.shape[1]
+    validators.grouped_heads(heads, kv_heads)
+    pattern.validate(heads)
+    scale = dim**-0.5 if scale is None else scale
+    keys, pairs = roundoff.max_pairs(pattern, tokens, heads, kv_heads)
+    merges = min(keys, partials), min(pairs, partials * (heads // kv_heads))
+    blocks = (1, 2) if arithmetic == "gpu" else roundoff.max_call_blocks(tokens)
+    bounds = Arithmetic.of(dtype, arithmetic, dim, scale, Counts(keys, pairs, *merges, *blocks))
+    inputs = Inputs(
+        _fp64(q), _fp64(k), _fp64(v), _fp64(torch.zeros_like(q) if dout is None else dout),
+        None if dlse is None else _fp64(dlse), pattern, scale, None if rows is None else rows.cpu().numpy(),
+    )  # fmt: skip
+    expectation = evaluate(inputs, bounds)
+    results: dict[str, tuple[Tensor | None, torch.dtype]] = {
+        "out": (out, q.dtype),
+        "lse": (lse, torch.float64 if dtype == "float64" else torch.float32),
+    }
+    for name, like, grad in zip(("dq", "dk", "dv"), (q, k, v), (None,) * 3 if grads is None else grads, strict=True):
+        results[name] = grad, like.dtype
+    for name, (result, of_dtype) in results.items():
+        if result is not None:
+            _assert_result(name, result, of_dtype, expectation)
+
+
+def _assert_result(name: str, result: Tensor, dtype: torch.dtype, expectation: Expectation) -> None:
+    exact, bound = expectation.exact[name], expectation.bound[name]
+    if tuple(result.shape) != exact.shape:
+        raise AssertionError(f"{name} has shape {tuple(result.shape)}; it must be {exact.shape}")
+    if result.dtype != dtype:
+        raise AssertionError(f"{name} is {result.dtype}; it must be {dtype}")
+    actual = _fp64(result)
+    with np.errstate(invalid="ignore"):
+        error = np.where(actual == exact, 0.0, np.abs(actual - exact))
+    largest = LARGEST[str(dtype).removeprefix("torch.")]
+    with np.errstate(invalid="ignore"):
+        overflows = np.isinf(actual) & np.isfinite(exact) & (np.abs(exact) + bound > largest)
+    wrong = ~((error <= bound) | overflows)
+    if wrong.any():
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(wrong, np.nan_to_num(error / bound, nan=np.inf, posinf=np.inf), -1.0)
+        where = tuple(int(i) for i in np.unravel_index(int(ratio.argmax()), ratio.shape))
+        axes = ("batch", "head", "token") if name == "lse" else ("batch", "token", "head", "dim")
+        place = ", ".join(f"{axis} {index}" for axis, index in zip(axes, where, strict=True))
+        raise AssertionError(
+            f"{name} is {actual[where]} at {place}, expected {exact[where]}: error {error[where]:.3g} is "
+            f"{ratio[where]:.3g} times its bound {bound[where]:.3g}; {int(wrong.sum())} of {wrong.size} entries "
+            "exceed theirs"
+        )
+
+
+def _fp64(x: Tensor) -> np.ndarray:
+    return x.detach().double().cpu().numpy()
