@@ -24,7 +24,7 @@ ROAD = (
     "ring.nn", "ring",
     "verification.wording", "verification.failures", "verification.protocols", "verification.case",
     "verification.strategies", "verification.run",
-    "verification.check", "verification.search", "verification.report", "verification.problems",
+    "verification.check", "verification.causes", "verification.search", "verification.report", "verification.problems",
     "verification.runner", "verification.whole_run",
     "verification.replay", "verification.faults", "verification.training",
     "verification.mutants", "verification.peers",

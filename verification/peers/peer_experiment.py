@@ -12,6 +12,7 @@ from hypothesis.strategies import SearchStrategy
 from reference.fast_oracle import Expectation, evaluate
 from reference.roundoff import Arithmetic
 from verification.case import Case
+from verification.causes.find import find_cause
 from verification.check import properties
 from verification.check.expectation import counts_of, inputs_of
 from verification.peers import interpolated_merge
@@ -19,6 +20,7 @@ from verification.peers.known_peers import load
 from verification.peers.peer import Peer
 from verification.peers.peer_rank import observe_peer
 from verification.run.backends import Backend
+from verification.run.observation import Observation
 from verification.search.experiment import Experiment, ToolError, case_record
 from verification.strategies.cases import cases
 from verification.training.training_case import TrainingCase
@@ -37,7 +39,9 @@ def experiment(name: str) -> Experiment:
         return cases(world).map(partial(claimed, peer)).filter(lambda case: case is not None)
 
     judge = partial(check, name, peer)
-    return Experiment(f"peer {peer.name}", draw, judge, record_of=lambda x: {"peer": name, "case": case_record(x)})
+    explain = partial(cause_of, name, peer)
+    record_of = lambda x: {"peer": name, "case": case_record(x)}  # noqa: E731
+    return Experiment(f"peer {peer.name}", draw, judge, record_of=record_of, explain=explain)
 
 
 def claimed(peer: Peer, case: Case) -> Case | None:
@@ -66,13 +70,24 @@ def apply_claim(name: str, claims: Callable[[AnyCase], AnyCase | None], case: An
 
 def check(name: str, peer: Peer, backend: Backend, case: Case) -> dict[str, float]:
     """Return the worst ratio (error / bound) of each property; 0 is exact. Raises the first failure."""
+    return properties.check(case, *results(name, peer, backend, case), APPLICABLE)
+
+
+def results(name: str, peer: Peer, backend: Backend, case: Case) -> tuple[Expectation, list[Observation]]:
+    """Run the peer on the Case; return what is expected and what it gives. Raises ToolError, or a rank's failure."""
     backend.submit(observe_peer, case, name)
     expectation = expect(peer, case)
     observations = backend.collect()
     malformed = [x for x in observations if isinstance(x, str)]
     if malformed:
         raise ToolError(f"the adapter {name}: {malformed[0]}")
-    return properties.check(case, expectation, observations, APPLICABLE)
+    return expectation, observations
+
+
+def cause_of(name: str, peer: Peer, backend: Backend, minimal: Case, first: Case) -> str | None:
+    """Return the cause of a peer's wrong result in words, or None. first: the example before it was shrunk."""
+    larger = min((world for world in peer.worlds if world > minimal.world), default=minimal.world)
+    return find_cause(partial(results, name, peer), backend, minimal, first, partial(claimed, peer), larger)
 
 
 def expect(peer: Peer, case: Case) -> Expectation:

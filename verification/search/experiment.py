@@ -50,6 +50,8 @@ class Experiment:
     fewest_ranks  smallest world size with subjects
     premise       raises ValueError for a subject that cannot be drawn: it validates simpler subjects
                   (`verification.search.simplify`). None: subjects are not simplified
+    explain       cause of a wrong result in words, from the backend, the shrunk subject and the first one; None if it
+                  finds none. None: causes are not searched for
     """
 
     name: str
@@ -64,6 +66,7 @@ class Experiment:
     on_fewer: bool = False
     fewest_ranks: int = 1
     premise: Callable[[Any], None] | None = None
+    explain: Callable[[Backend, Any, Any], str | None] | None = None
 
     def placed(self, subject: Any, backend: str) -> Any:
         """Return the subject for the backend of that name: on GPUs for "nccl", else on the CPU."""

@@ -22,7 +22,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
-from verification.failures import RankHang, VerificationFailure
+from verification.failures import RankHang, VerificationFailure, WrongResult
 from verification.protocols import Example
 from verification.run.backends import Backend, SimBackend
 from verification.search.diagnose import cause_in
@@ -98,7 +98,7 @@ class Search:
                 last = min(last, time.perf_counter() + self.budget)
                 first = self._shrinking.first
                 smallest = self._on_fewer_ranks(smallest, self._shrinking.place, seeds)
-                counterexamples.append(self._with_cause(self._confirmed(smallest, first, timeout)))
+                counterexamples.append(self._with_cause(self._confirmed(smallest, first, timeout), first))
                 self._reported += [signature(self.experiment, example) for example in (first, smallest)]
                 if isinstance(smallest.failure, RankHang):
                     break  # a further search would meet the hang again, each time at the cost of a timeout
@@ -271,9 +271,12 @@ class Search:
             return FoundFailure(failure, shrunk.subject, self.backend.name)
         return first if shrunk.backend == self.backend.name else shrunk
 
-    def _with_cause(self, example: FoundFailure) -> FoundFailure:
-        """Add the cause that the simulation names, if any, as a note of the failure (PEP 678)."""
+    def _with_cause(self, example: FoundFailure, first: FoundFailure) -> FoundFailure:
+        """Add the cause that the simulation or the experiment names, if any, as a note of the failure (PEP 678)."""
         sim, subject, failure = self.shrink_backend, example.subject, example.failure
         if isinstance(sim, SimBackend) and (cause := cause_in(sim, self.experiment, subject, failure)):
             failure.add_note(cause)
+        explain = self.experiment.explain
+        if isinstance(failure, WrongResult) and explain and (cause := explain(self.backend, subject, first.subject)):
+            failure.add_note(f"cause: {cause}")
         return example

@@ -1,0 +1,204 @@
+"""An example as the hypotheses see it: its tensors, layout, exact and observed results, all in fp64 and heads first.
+
+Tensors of the whole sequence are in global token order: q, out, dq (B, H, N, D); k, v, dk, dv (B, Hk, N, D); lse
+(B, H, N). With heads first, tokens are axis 2 of all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from reference import pattern
+from reference.fast_oracle import Expectation
+from reference.pattern import Pattern
+from verification.case import Case
+from verification.check.checks import assemble, compared
+from verification.run.observation import Observations
+
+# A mistake has other rounding errors than the exact results: allow this multiple of a quantity's largest bound, and
+# tell nothing from a deviation that does not exceed the allowance by far.
+MULTIPLE, LEAST_DEVIATION = 8.0, 50.0
+
+Results = dict[str, Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """What determines the probabilities.
+
+    count    how often each head's query i sees key j, (H, N, N)
+    scale    factor on q . k
+    kv_head  key/value head of each head, (H,)
+    """
+
+    count: Tensor
+    scale: float
+    kv_head: Tensor
+
+
+def no_results() -> Results:
+    return {}
+
+
+class Candidate(NamedTuple):
+    """The predictions of one mistake for an example: results that differ from the exact ones. They are computed when
+    they are asked for; the backward's only if the forward's fit.
+
+    name       of the mistake, whatever the example
+    sentence   on the example
+    """
+
+    name: str
+    sentence: str
+    forward: Callable[[], Mapping[str, Tensor]] = no_results
+    backward: Callable[[], Mapping[str, Tensor]] = no_results
+
+
+class Example:
+    """One run of a Case on all ranks.
+
+    size                 number of ranks p
+    holder, local, place index of the rank that holds each token; its index there, and in all shards laid end to end
+    exact, observed      results by quantity; `observed` lacks those that the ranks do not return
+    wrong                True for entries beyond their bounds, for each quantity that has some
+    told                 wrong quantities whose deviations are far larger than rounding errors
+    """
+
+    def __init__(self, case: Case, expectation: Expectation, observations: Observations) -> None:
+        inputs = expectation.inputs
+        self.case, self.size, self.shards = case, len(case.ranks), case.shards()
+        self.q, self.k, self.v, self.dout = (heads_first(getattr(inputs, x)) for x in ("q", "k", "v", "dout"))
+        self.dlse = torch.zeros(self.q.shape[:3]).double() if inputs.dlse is None else tensor(inputs.dlse)
+        self.holder, self.place = tensor(self.shards.holder), tensor(self.shards.place)
+        self.local = self.place - torch.tensor([0, *self.shards.counts]).cumsum(0)[self.holder]
+        group = case.heads // case.kv_heads
+        self.weights = Weights(self.count(), inputs.scale, torch.arange(case.heads) // group)
+        self.scores = self.q @ self.k[:, self.weights.kv_head].mT  # without the scale
+        returned = [x for x in compared(case) if all(getattr(seen, x, None) is not None for seen in observations)]
+        self.exact = {x: heads_first(expectation.exact[x]) for x in expectation.exact}
+        bound = {x: heads_first(expectation.bound[x]) for x in returned}
+        self.observed = {x: heads_first(assemble(case, observations, x)) for x in returned}
+        self.wrong, self.told, self.allowed = {}, set(), {}
+        for x, seen in self.observed.items():
+            deviation = (seen - self.exact[x]).abs()
+            wrong = ~((deviation <= bound[x]) | (seen == self.exact[x]) | bound[x].isposinf())
+            self.allowed[x] = MULTIPLE * largest(bound[x])
+            if wrong.any():
+                self.wrong[x] = wrong
+                if not seen.isfinite().all() or largest(deviation) >= LEAST_DEVIATION * self.allowed[x]:
+                    self.told.add(x)
+
+    def count(self, changed: Pattern | None = None, rows: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+        """Return the multiplicities (H, N, N) of the Case's pattern or another one, with other positions if given."""
+        tokens = torch.arange(self.case.tokens)
+        at = (tokens if rows is None else rows), (tokens if keys is None else keys)
+        return pattern.multiplicity(changed or self.case.pattern, *at, self.case.heads).double()
+
+    def weighted(self, **changes: Any) -> Weights:
+        return replace(self.weights, **changes)
+
+    @property
+    def these(self) -> str:
+        """The wrong quantities, with their verb: `dk and dv are, to rounding,`."""
+        return phrase(list(self.wrong))
+
+    @property
+    def forward_is_wrong(self) -> bool:
+        return not self.wrong.keys().isdisjoint(("out", "lse"))
+
+    def shown_by(self, candidate: Candidate) -> bool:
+        """Return True if the candidate predicts all observed results, wrong and right ones, to rounding."""
+        forward, backward = ("out", "lse"), ("dq", "dk", "dv")
+        return self._fits(forward, candidate.forward) and self._fits(backward, candidate.backward)
+
+    def _fits(self, names: tuple[str, ...], predict: Callable[[], Mapping[str, Tensor]]) -> bool:
+        names = tuple(name for name in names if name in self.observed)
+        predicted = predict() if names else {}
+        return all(self._agrees(name, predicted[name]) if name in predicted else name not in self.wrong
+                   for name in names)  # fmt: skip
+
+    def _agrees(self, name: str, predicted: Tensor) -> bool:
+        seen, exact = self.observed[name], self.exact[name]
+        growth = largest(predicted) / most if (most := largest(exact)) else 1.0
+        allowed = max(self.allowed[name] * max(1.0, growth), 64 * torch.finfo(self.case.torch_dtype).eps * growth)
+        allowed = min(allowed, largest(seen - exact) / LEAST_DEVIATION) if name in self.told else allowed
+        same = (seen == predicted) | (~seen.isfinite() & ~predicted.isfinite()) & (seen.isnan() | predicted.isnan())
+        return bool((same | ((seen - predicted).abs() <= allowed)).all())
+
+    # --- attention and its gradients --------------------------------------------------------------------------------
+
+    def results(self, weights: Weights) -> Results:
+        """Return out and lse."""
+        out, lse = attention(self.q, self.k, self.v, weights)
+        return {"out": out, "lse": lse}
+
+    def autograd(self, forward: Forward) -> Results:
+        """Return the gradients of a differentiable forward."""
+        leaves = [x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
+        out, lse = forward(*leaves)
+        loss = (out * self.dout).sum() + (lse.masked_fill(lse.isinf(), 0.0) * self.dlse).sum()
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        pairs = zip(("dq", "dk", "dv"), grads, leaves, strict=True)
+        return {name: torch.zeros_like(leaf) if grad is None else grad for name, grad, leaf in pairs}
+
+    def with_incoming(self, dout: Tensor, dlse: Tensor) -> Example:
+        """Return the example with other incoming gradients."""
+        twin = copy(self)
+        twin.dout, twin.dlse = dout, dlse
+        return twin
+
+    def delta(self, out: Tensor, through_lse: float = 1.0) -> Tensor:
+        """Return rowsum(dout out) - dlse, (B, H, N)."""
+        return (self.dout * out).sum(-1) - through_lse * self.dlse
+
+    def by_hand(self, weights: Weights, lse: Tensor, delta: Tensor) -> Results:
+        """Return the gradients as a hand-written backward computes them from saved results. lse: (B, H, N), or
+        (B, H, N, N) if it depends on the key; so may delta."""
+        lse, delta = (x if x.dim() == 4 else x[..., None] for x in (lse, delta))
+        logits = self.scores * weights.scale - lse
+        p = weights.count * logits.masked_fill((weights.count == 0) | lse.isneginf(), -math.inf).exp()
+        ds = p * (self.dout @ self.v[:, weights.kv_head].mT - delta) * weights.scale
+        dk, dv = (self.summed(x, weights.kv_head) for x in (ds.mT @ self.q, p.mT @ self.dout))
+        return {"dq": ds @ self.k[:, weights.kv_head], "dk": dk, "dv": dv}
+
+    def summed(self, grads: Tensor, kv_head: Tensor) -> Tensor:
+        """Sum gradients of each head over the heads of each key/value head."""
+        return torch.zeros_like(self.k).index_add_(1, kv_head, grads)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+    """Return out and lse, differentiable; 0 and -inf for queries that see nothing."""
+    unseen = ~weights.count.any(-1)  # (H, N)
+    scores = q @ k[:, weights.kv_head].mT * weights.scale + weights.count.log()
+    scores = scores.masked_fill(unseen[..., None], 0.0)  # -inf in a whole row makes NaN
+    out = scores.softmax(-1) @ v[:, weights.kv_head]
+    return out.masked_fill(unseen[..., None], 0.0), scores.logsumexp(-1).masked_fill(unseen, -math.inf)
+
+
+def tensor(x: Any) -> Tensor:
+    return torch.tensor(x)
+
+
+def heads_first(x: Any) -> Tensor:
+    """Convert (B, N, H, D) to (B, H, N, D); leave (B, H, N) as it is."""
+    return tensor(x).transpose(1, 2).contiguous() if x.ndim == 4 else tensor(x)
+
+
+def largest(x: Tensor) -> float:
+    """Return the largest size of the finite entries; 0 if there are none."""
+    x = x.abs()
+    return float(x[x.isfinite()].max()) if x.isfinite().any() else 0.0
+
+
+def phrase(names: list[str], where: str = "") -> str:
+    """Return the names with a verb: `dk is, to rounding,`, or `dq, dk and dv are, to rounding,`."""
+    listed = " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+    return f"{listed}{where} {'is' if len(names) == 1 else 'are'}, to rounding,"
