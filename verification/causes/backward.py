@@ -6,28 +6,24 @@ from collections.abc import Iterator
 
 import torch
 
-from verification.causes.example import Candidate, Example, Results
+from verification.causes.example import Candidate, Example, Results, phrase
 from verification.causes.merges import partial_softmax, stacked
 
 SCALED = (("dk", "dv"), ("dq", "dk"), ("dq", "dk", "dv"), ("dq",), ("dk",), ("dv",))
 
 
 def factors(x: Example) -> Iterator[Candidate]:
-    p, scale = x.size, x.weights.scale
-    values = {"-1": -1.0, "2": 2.0, "1 / 2": 0.5}
-    if p > 1:
-        values = {f"{p}, the number of ranks": float(p), f"1 / {p}, one over the number of ranks": 1 / p} | values
-    if scale not in (0.0, 1.0):
-        values = {f"{scale:.3g}, the scale": scale, f"{1 / scale:.3g}, one over the scale": 1 / scale} | values
-    group = x.case.heads // x.case.kv_heads
-    if group > 1:
-        values |= {f"{group}, the heads of a group": float(group), f"1 / {group}, one over the heads": 1 / group}
+    group, scale = x.case.heads // x.case.kv_heads, x.weights.scale
+    values = {"the scale": scale, "the number of ranks": float(x.size), "the heads of a group": float(group)}
+    values |= {f"one over {name}": 1 / value for name, value in values.items() if value}
+    values |= {"twice the exact one": 2.0, "half the exact one": 0.5, "the exact one negated": -1.0}
     for factor, value in values.items():
-        kind = factor.partition(", ")[2] or factor
+        if value in (0.0, 1.0):
+            continue
+        how = factor if "exact" in factor else f"the exact one times {value:.3g}, {factor}"
         for names in SCALED:
-            these = " and ".join(name for name in names if name in x.wrong) or "dk"
             yield Candidate(
-                f"{', '.join(names)} times {kind}", f"{these} must be divided by {factor}: so many times the exact one",
+                f"{', '.join(names)}: {factor}", f"{phrase([n for n in names if n in x.wrong] or ['dk'])} {how}",
                 backward=lambda names=names, value=value: {n: x.exact[n] * value for n in names},  # type: ignore[misc]
             )  # fmt: skip
 
@@ -50,10 +46,10 @@ def saved_results(x: Example) -> Iterator[Candidate]:
     if x.size == 1:
         return
     for name, clause, shares, own_delta in (
-        ("partial lse", "each rank's keys had a softmax of their own: the lse of one part, not of all", False, False),
+        ("partial lse", "the lse were each time that of one rank's keys, not of all keys", False, False),
         (
             "partial lse and out",
-            "each rank's keys had a softmax of their own: the lse and out of one part",
+            "lse and out were each time those of one rank's keys, not of all keys",
             False,
             True,
         ),

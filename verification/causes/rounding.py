@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from verification.causes.example import Candidate, Example, phrase
+from verification.causes.example import Candidate, Example
 from verification.causes.merges import partials, stacked
 
 FORMATS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,9 +25,13 @@ def rounding(x: Example) -> Iterator[Candidate]:
             wrong = [name for name in names if name in x.wrong]
             if x.wrong and not wrong:
                 continue
-            exactly = all(torch.equal(x.observed[n], x.observed[n].to(dtype).double()) for n in wrong)
+            rounded = ["out"] if "out" in wrong else wrong or ["out"]
+            exactly = wrong and all(torch.equal(x.observed[n], x.observed[n].to(dtype).double()) for n in rounded)
             numbers = f"; every entry is a {title} number" if exactly else ""
-            sentence = f"the errors of {phrase(wrong or ['out']).partition(' is')[0].partition(' are')[0]} are those of rounding to {title} at each merge{numbers}"
+            follow = f", and those of {' and '.join(wrong[1:])} follow" if "out" in wrong[:-1] else ""
+            sentence = (
+                f"the errors of {' and '.join(rounded)} are those of rounding to {title} at each merge{numbers}{follow}"
+            )
             yield Candidate(
                 f"{', '.join(names)} in {title}", sentence,
                 lambda names=names, unit=unit: accepted(x, [n for n in names if n == "out"], unit),  # type: ignore[misc]

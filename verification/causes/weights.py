@@ -130,8 +130,12 @@ def parts(x: Example) -> Iterator[Mistake]:
     first, last = x.case.ranks[0], x.case.ranks[-1]
     for name, whose, pairs in (
         ("own", "the keys of its own rank", rows == keys),
-        ("next", "the keys of the next rank", keys == (rows + 1) % p),
-        ("previous", "the keys of the previous rank", keys == (rows - 1) % p),
+        ("next", "the keys of the next rank (the last hop of a ring that sends to it)", keys == (rows + 1) % p),
+        (
+            "previous",
+            "the keys of the previous rank (the last hop of a ring that sends to that)",
+            keys == (rows - 1) % p,
+        ),
         ("others", "the keys of all other ranks", keys != rows),
         ("first", f"the keys of rank {first}", keys == 0),
         ("last", f"the keys of rank {last}", keys == p - 1),
