@@ -63,7 +63,7 @@ class Ring(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
         mistake, rank, world = settings[-1], dist.get_rank(), dist.get_world_size()
         out, lse = torch.zeros_like(q), q.new_full((*q.shape[:3], 1), -torch.inf)
-        blocks = k, v
+        blocks = [k, v]
         for step in range(world):
             s = Ring.scores(q, blocks[0], (rank - step) % world, settings)
             for _ in range(2 if mistake == "own_block_twice" and step == 0 else 1):
@@ -75,13 +75,13 @@ class Ring(torch.autograd.Function):
                 out = out.bfloat16().to(q.dtype)
             if mistake == "last_hop_skipped" and step == world - 2:
                 break
-            blocks = tuple(shift(*blocks))
+            blocks = shift(*blocks)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = settings
         return out, lse.squeeze(-1)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
         (q, k, v, out, lse), (scale, _, mistake) = ctx.saved_tensors, ctx.settings
         rank, world = dist.get_rank(), dist.get_world_size()
         delta = (dout * out).sum(-1, keepdim=True) - dlse[..., None]

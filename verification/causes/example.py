@@ -22,9 +22,9 @@ from verification.case import Case
 from verification.check.checks import assemble, compared
 from verification.run.observation import Observations
 
-# A mistake has other rounding errors than the exact results: allow this multiple of a quantity's largest bound, and
-# tell nothing from a deviation that does not exceed the allowance by far.
-MULTIPLE, LEAST_DEVIATION = 8.0, 50.0
+# A mistake has other rounding errors than the exact results: allow this multiple of a quantity's largest bound, which
+# hundreds of actual errors fit into. Tell nothing from a deviation that does not exceed that by far.
+MULTIPLE, LEAST_DEVIATION = 1.0, 25.0
 
 Results = dict[str, Tensor]
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -86,15 +86,16 @@ class Example:
         self.exact = {x: heads_first(expectation.exact[x]) for x in expectation.exact}
         bound = {x: heads_first(expectation.bound[x]) for x in returned}
         self.observed = {x: heads_first(assemble(case, observations, x)) for x in returned}
-        self.wrong, self.told, self.allowed = {}, set(), {}
+        self.wrong: Results = {}
+        self.allowed = {x: MULTIPLE * largest(bound[x]) for x in returned}
+        self.deviation: dict[str, float] = {}
         for x, seen in self.observed.items():
             deviation = (seen - self.exact[x]).abs()
             wrong = ~((deviation <= bound[x]) | (seen == self.exact[x]) | bound[x].isposinf())
-            self.allowed[x] = MULTIPLE * largest(bound[x])
             if wrong.any():
                 self.wrong[x] = wrong
-                if not seen.isfinite().all() or largest(deviation) >= LEAST_DEVIATION * self.allowed[x]:
-                    self.told.add(x)
+                self.deviation[x] = largest(deviation) if deviation[wrong].isfinite().all() else math.inf
+        self.told = {x for x, most in self.deviation.items() if most >= LEAST_DEVIATION * self.allowed[x]}
 
     def count(self, changed: Pattern | None = None, rows: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
         """Return the multiplicities (H, N, N) of the Case's pattern or another one, with other positions if given."""
@@ -114,6 +115,11 @@ class Example:
     def forward_is_wrong(self) -> bool:
         return not self.wrong.keys().isdisjoint(("out", "lse"))
 
+    @property
+    def forward_may_be_wrong(self) -> bool:
+        """True unless the gradients alone are wrong. Of an example that holds, every mistake is asked."""
+        return self.forward_is_wrong or not self.wrong
+
     def shown_by(self, candidate: Candidate) -> bool:
         """Return True if the candidate predicts all observed results, wrong and right ones, to rounding."""
         forward, backward = ("out", "lse"), ("dq", "dk", "dv")
@@ -122,14 +128,16 @@ class Example:
     def _fits(self, names: tuple[str, ...], predict: Callable[[], Mapping[str, Tensor]]) -> bool:
         names = tuple(name for name in names if name in self.observed)
         predicted = predict() if names else {}
-        return all(self._agrees(name, predicted[name]) if name in predicted else name not in self.wrong
-                   for name in names)  # fmt: skip
+        given = [name for name in names if name in predicted]
+        return all(name in given or name not in self.wrong for name in names) and all(
+            self._agrees(name, predicted[name]) for name in given
+        )
 
     def _agrees(self, name: str, predicted: Tensor) -> bool:
         seen, exact = self.observed[name], self.exact[name]
         growth = largest(predicted) / most if (most := largest(exact)) else 1.0
         allowed = max(self.allowed[name] * max(1.0, growth), 64 * torch.finfo(self.case.torch_dtype).eps * growth)
-        allowed = min(allowed, largest(seen - exact) / LEAST_DEVIATION) if name in self.told else allowed
+        allowed = min(allowed, self.deviation[name] / LEAST_DEVIATION) if name in self.told else allowed
         same = (seen == predicted) | (~seen.isfinite() & ~predicted.isfinite()) & (seen.isnan() | predicted.isnan())
         return bool((same | ((seen - predicted).abs() <= allowed)).all())
 
@@ -159,15 +167,19 @@ class Example:
         """Return rowsum(dout out) - dlse, (B, H, N)."""
         return (self.dout * out).sum(-1) - through_lse * self.dlse
 
-    def by_hand(self, weights: Weights, lse: Tensor, delta: Tensor) -> Results:
-        """Return the gradients as a hand-written backward computes them from saved results. lse: (B, H, N), or
-        (B, H, N, N) if it depends on the key; so may delta."""
+    def by_head(self, weights: Weights, lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv of each query head as a hand-written backward computes them from saved results. lse:
+        (B, H, N), or (B, H, N, N) if it depends on the key; so may delta."""
         lse, delta = (x if x.dim() == 4 else x[..., None] for x in (lse, delta))
-        logits = self.scores * weights.scale - lse
-        p = weights.count * logits.masked_fill((weights.count == 0) | lse.isneginf(), -math.inf).exp()
+        unseen = (weights.count == 0) | lse.isneginf()
+        p = weights.count * (self.scores * weights.scale - lse).masked_fill(unseen, -math.inf).exp()
         ds = p * (self.dout @ self.v[:, weights.kv_head].mT - delta) * weights.scale
-        dk, dv = (self.summed(x, weights.kv_head) for x in (ds.mT @ self.q, p.mT @ self.dout))
-        return {"dq": ds @ self.k[:, weights.kv_head], "dk": dk, "dv": dv}
+        return ds @ self.k[:, weights.kv_head], ds.mT @ self.q, p.mT @ self.dout
+
+    def by_hand(self, weights: Weights, lse: Tensor, delta: Tensor) -> Results:
+        """Return the gradients of a hand-written backward."""
+        dq, dk, dv = self.by_head(weights, lse, delta)
+        return {"dq": dq, "dk": self.summed(dk, weights.kv_head), "dv": self.summed(dv, weights.kv_head)}
 
     def summed(self, grads: Tensor, kv_head: Tensor) -> Tensor:
         """Sum gradients of each head over the heads of each key/value head."""

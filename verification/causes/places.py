@@ -2,75 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from reference import shards
-from verification.causes.example import Candidate, Example, phrase
+from reference.shards import Ints
+from verification.causes.example import Candidate, Example, Results, phrase
 
-# Quantities that are misplaced together; from the forward, the gradients are those of an autograd through the mistake
-# or right ones.
+# Quantities that are misplaced together.
 TOGETHER = (
     ("dk", "dv"), ("dk",), ("dv",), ("dq",), ("dq", "dk", "dv"), ("out", "lse"), ("out",), ("lse",),
-    ("out", "lse", "dq"), ("out", "dq"), ("out", "lse", "dq", "dk", "dv"), ("out", "dq", "dk", "dv"),
+    ("out", "lse", "dq"), ("out", "lse", "dq", "dk", "dv"),
 )  # fmt: skip
 
 
 def misplaced(x: Example) -> Iterator[Candidate]:
-    if x.size == 1:
-        return
-    for step in (1, x.size - 1)[: x.size - 1] if len(set(x.shards.counts)) == 1 else ():
-        source = torch.empty_like(x.place)  # the token whose result each token has
-        for rank, positions in enumerate(x.shards.positions):
-            source[torch.tensor(positions)] = torch.tensor(x.shards.positions[(rank + step) % x.size])
-        for name in ("the next rank",) * (step == 1) + ("the previous rank",) * (step == x.size - 1):
-            yield from moved(x, name, source, step)
+    even = len(set(x.shards.counts)) == 1
+    for name, step in (("the next rank", 1), ("the previous rank", -1)) if x.size > 1 and even else ():
+        positions = [x.shards.positions[(rank + step) % x.size] for rank in range(x.size)]
+        yield from moved(x, name, sources(x, positions), step)
     for order in ("contiguous", "zigzag", "striped"):
         other = shards.shards(order, x.case.tokens, x.size, None)
-        if order != x.case.order and other.counts == x.shards.counts:
-            source = torch.empty_like(x.place)
-            for here, there in zip(x.shards.positions, other.positions, strict=True):
-                source[torch.tensor(here)] = torch.tensor(there)
-            yield from moved(x, f"the {order} order", source, None)
+        if other.counts == x.shards.counts:
+            yield from moved(x, f"the {order} order", sources(x, other.positions), 0)
 
 
-def moved(x: Example, where: str, source: Tensor, step: int | None) -> Iterator[Candidate]:
+def sources(x: Example, positions: Iterable[Ints]) -> Tensor:
+    """Return, for each token, the token whose result is in its place if the ranks' shards have these positions."""
+    source = torch.empty_like(x.place)
+    for here, there in zip(x.shards.positions, positions, strict=True):
+        source[torch.tensor(here)] = torch.tensor(there)
+    return source
+
+
+def moved(x: Example, where: str, source: Tensor, step: int) -> Iterator[Candidate]:
+    """Yield results taken from `source`; of the forward also with the gradients that follow from that."""
     if torch.equal(source, torch.arange(x.case.tokens)):
         return
 
-    def taken(names: list[str]) -> Mapping[str, Tensor]:
+    def taken(names: tuple[str, ...]) -> Results:
         return {name: x.exact[name][:, :, source] for name in names}
+
+    def autograd(with_lse: bool) -> Results:
+        back = torch.argsort(source)
+        twin = x.with_incoming(x.dout[:, :, back], x.dlse[:, :, back] if with_lse else x.dlse)
+        return twin.by_hand(x.weights, x.exact["lse"], twin.delta(x.exact["out"]))
 
     for names in TOGETHER:
         wrong = [name for name in names if name in x.wrong]
         if x.wrong and not wrong:
             continue
-        title = f"{', '.join(names)} of {where}"
-        yield Candidate(title, sentence(x, wrong, where, step), *(
-            lambda part=part: taken(part)  # type: ignore[misc]
-            for part in ([n for n in names if n in ("out", "lse")], [n for n in names if n[0] == "d"])
-        ))  # fmt: skip
-        if names in (("out", "lse"), ("out",)):
-            back = torch.argsort(source)
-            dout, dlse = x.dout[:, :, back], x.dlse[:, :, back] if "lse" in names else x.dlse
-
-            def autograd(dout: Tensor = dout, dlse: Tensor = dlse) -> dict[str, Tensor]:
-                twin = x.with_incoming(dout, dlse)
-                return twin.by_hand(x.weights, x.exact["lse"], twin.delta(x.exact["out"]))
-
-            yield Candidate(f"{title}, and the gradients follow", f"{sentence(x, wrong, where, step)}, and the "
-                            "gradients follow from that", lambda names=names: taken(list(names)), autograd)  # type: ignore[misc]  # fmt: skip
+        forward, backward = (tuple(n for n in names if (n in ("out", "lse")) == first) for first in (True, False))
+        title, sentence = f"{', '.join(names)} of {where}", _sentence(x, wrong, where, step)
+        yield Candidate(title, sentence, partial(taken, forward), partial(taken, backward))
+        if "out" in forward and not backward:
+            follow = ", and the gradients follow"
+            backwards = partial(autograd, "lse" in names)
+            yield Candidate(title + follow, f"{sentence}{follow} from that", partial(taken, forward), backwards)
 
 
-def sentence(x: Example, wrong: list[str], where: str, step: int | None) -> str:
+def _sentence(x: Example, wrong: list[str], where: str, step: int) -> str:
     wrong = wrong or ["out"]
-    if step is None:
+    if not step:
         return f"{phrase(wrong)} in {where}; the layout is {x.case.order}"
-    tokens = torch.cat(
-        [x.wrong[name].movedim(2, 0).flatten(1).any(1).nonzero() for name in x.wrong if name in wrong] or [x.place[:0]]
-    )
-    first = int(x.holder[tokens].min()) if len(tokens) else 0
+    tokens = (x.wrong[name].movedim(2, 0).flatten(1).any(1) for name in wrong if name in x.wrong)
+    first = min((int(x.holder[wrong_ones].min()) for wrong_ones in tokens), default=0)
     own, other = x.case.ranks[first], x.case.ranks[(first + step) % x.size]
     return f"{phrase(wrong, f' on rank {own}')} what rank {other} should hold"

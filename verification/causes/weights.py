@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from reference.pattern import Pattern
 from verification.causes.example import Candidate, Example, Forward, Results, Weights, attention
 
 
@@ -22,32 +22,26 @@ class Mistake(NamedTuple):
 
 
 def wrong_weights(x: Example) -> Iterator[Candidate]:
-    for kind in (masks, parts, scales, groups):
-        for mistake in kind(x):
-            same = torch.equal(mistake.weights.count, x.weights.count) and mistake.weights.scale == x.weights.scale
-            if not same or not torch.equal(mistake.weights.kv_head, x.weights.kv_head):
-                yield from candidates(x, mistake)
+    """Yield each wrong weights in forward and backward, in one of them, or in the backward of some inputs alone."""
+    right = x.weights
+    for name, clause, weights in (mistake for kind in (masks, parts, scales, groups) for mistake in kind(x)):
+        if all(torch.equal(a, b) for a, b in ((weights.count, right.count), (weights.kv_head, right.kv_head))):
+            if weights.scale == right.scale:
+                continue
+        if x.forward_may_be_wrong:
+            yield from of_forward(x, name, clause, partial(attention, weights=weights))
+        for names in () if x.forward_is_wrong else (("dq", "dk", "dv"), ("dk", "dv"), ("dq",)):
+            where = "backward" if len(names) == 3 else f"backward for {' and '.join(names)} alone"
+            sentence = f"{x.these} as if, in the {where}, {clause}"
+            yield Candidate(f"{name} / {where}", sentence, backward=partial(_backward, x, weights, names))
 
 
-def candidates(x: Example, mistake: Mistake) -> Iterator[Candidate]:
-    """Yield the mistake in forward and backward, in one of them, or in the backward of some inputs alone."""
-    name, clause, weights = mistake
-    if x.forward_is_wrong or not x.wrong:
-        yield from of_forward(x, name, clause, lambda q, k, v: attention(q, k, v, weights))
-    if x.forward_is_wrong:
-        return
-
-    def backward(*names: str) -> Results:
-        grads = x.by_hand(weights, x.exact["lse"], x.delta(x.exact["out"]))
-        return {name: grads[name] for name in names}
-
-    for names in (("dq", "dk", "dv"), ("dk", "dv"), ("dq",)):
-        alone = "" if len(names) == 3 else f" for {' and '.join(names)} alone"
-        yield Candidate(f"{name} / backward{alone}", f"{x.these} as if, in the backward{alone}, {clause}",
-                        backward=lambda names=names: backward(*names))  # type: ignore[misc]  # fmt: skip
+def _backward(x: Example, weights: Weights, names: tuple[str, ...]) -> Results:
+    grads = x.by_hand(weights, x.exact["lse"], x.delta(x.exact["out"]))
+    return {name: grads[name] for name in names}
 
 
-def of_forward(x: Example, name: str, clause: str, forward: Forward) -> Iterator[Candidate]:
+def of_forward(x: Example, name: str, clause: str, forward: Forward, exact: bool = True) -> Iterator[Candidate]:
     """Yield a wrong forward: with its own gradients, those of a right backward from its out and lse, or exact ones."""
     results: Results = {}
 
@@ -59,107 +53,92 @@ def of_forward(x: Example, name: str, clause: str, forward: Forward) -> Iterator
     def from_saved() -> Results:
         return x.by_hand(x.weights, computed()["lse"], x.delta(computed()["out"]))
 
-    yield Candidate(name, f"{x.these} as if {clause}", computed, lambda: x.autograd(forward))
     alone = f"{x.these} as if, in the forward alone, {clause}"
+    yield Candidate(name, f"{x.these} as if {clause}", computed, partial(x.autograd, forward))
     yield Candidate(f"{name} / forward", f"{alone} (the gradients follow from its out and lse)", computed, from_saved)
-    yield Candidate(f"{name} / forward, exact gradients", alone, computed, lambda: x.exact)
+    if exact:
+        yield Candidate(f"{name} / forward, exact gradients", alone, computed, lambda: x.exact)
 
 
 def masks(x: Example) -> Iterator[Mistake]:
-    pattern, tokens = x.case.pattern, torch.arange(x.case.tokens)
-    before = tokens[:, None] - tokens  # how far key j is before query i
+    """Yield other multiplicities: by other positions, of the causal mask, of the pattern, of windows."""
+    pattern, right, tokens = x.case.pattern, x.weights.count, torch.arange(x.case.tokens)
+    before, local_before = tokens[:, None] - tokens, x.local[:, None] - x.local  # how far key j is before query i
     same_rank = x.holder[:, None] == x.holder
+    what, off = "the mask compared positions", "the causal mask is off by one"
 
     def mask(name: str, clause: str, count: Tensor) -> Mistake:
         return Mistake(name, clause, x.weighted(count=count))
 
-    def changed(name: str, clause: str, pattern: Pattern, rows: Tensor = tokens, keys: Tensor = tokens) -> Mistake:
-        return mask(name, clause, x.count(pattern, rows, keys))
+    def branches(**changes: Any) -> Tensor:
+        return x.count(replace(pattern, branches=tuple(replace(branch, **changes) for branch in pattern.branches)))
 
-    what = "the mask compared positions"
-    yield changed("local positions", f"{what} within the shards, of queries and of keys", pattern, x.local, x.local)
-    yield changed("local queries", f"{what} of queries within their shard with global ones of keys", pattern, x.local)
-    yield changed("local keys", f"{what} of keys within their shard with global ones of queries", pattern, keys=x.local)
-    yield changed("contiguous positions", f"shards were contiguous: {what} by rank * length + index in the shard, "
-                  f"in {x.case.order} order", pattern, x.place, x.place)  # fmt: skip
+    yield mask("local positions", f"{what} within the shards, of queries and of keys", x.count(None, x.local, x.local))
+    yield mask(
+        "local queries", f"{what} of queries within their shard with global ones of keys", x.count(None, x.local)
+    )
+    yield mask(
+        "local keys", f"{what} of keys within their shard with global ones of queries", x.count(None, keys=x.local)
+    )
+    contiguous = f"{what} as if shards were contiguous (rank * length + index in the shard) in {x.case.order} order"
+    yield mask("contiguous positions", contiguous, x.count(None, x.place, x.place))
     if pattern.causal:
         every = x.count(replace(pattern, causal=False))
-        yield mask("strict diagonal", "a query did not see its own position: the causal mask is off by one (j < i)",
-                   every * (before > 0))  # fmt: skip
-        yield mask("diagonal + 1", "a query saw the position after its own: the causal mask is off by one (j <= i + 1)",
-                   every * (before >= -1))  # fmt: skip
-        yield mask("diagonal + 1 within shards", "the causal mask were off by one (j <= i + 1) within a shard",
-                   torch.where(same_rank & (before == -1), every, x.weights.count))  # fmt: skip
+        yield mask("strict diagonal", f"queries did not see their own position: {off} (j < i)", every * (before > 0))
+        yield mask("diagonal + 1", f"queries saw the position after theirs: {off} (j <= i + 1)", every * (before >= -1))
+        within = every.where(same_rank & (before == -1), right)
+        yield mask("diagonal + 1 within shards", f"within a shard, {off} (j <= i + 1)", within)
         yield mask("not causal", "the mask were not causal", every)
-        yield mask("causal on own shard alone", "the causal mask applied to the keys of the own rank alone",
-                   torch.where(same_rank, x.weights.count, every))  # fmt: skip
-        yield mask("reversed", "a query saw the keys after it, not those before it", every * (before <= 0))
+        own_alone = right.where(same_rank, every)
+        yield mask("causal on own shard alone", "the causal mask applied to keys of the own rank alone", own_alone)
+        yield mask("reversed", "queries saw the keys after them, not those before", every * (before <= 0))
     else:
-        yield changed("causal", "the mask were causal", replace(pattern, causal=True))
+        yield mask("causal", "the mask were causal", x.count(replace(pattern, causal=True)))
     if pattern.documents is not None:
-        yield changed("documents", "there were no documents", replace(pattern, documents=None))
-    for field, value in (("segment_length", None), ("window", None), ("dilation_rate", 1)):
-        if any(getattr(branch, field) != value for branch in pattern.branches):
-            also = {"offset": 0} if field == "dilation_rate" else {}
-            branches = tuple(replace(branch, **{field: value}, **also) for branch in pattern.branches)  # type: ignore
-            words = {"dilation_rate": "dilation", "window": "window"}.get(field, "segments")
-            yield changed(words, f"there were no {words}", replace(pattern, branches=branches))
-    windows = [branch.window for branch in pattern.branches if branch.window is not None]
-    for by in (-1, 1) if windows and min(windows) > 0 else (1,) if windows else ():
-        branches = tuple(replace(b, window=b.window if b.window is None else b.window + by) for b in pattern.branches)
-        yield changed(f"window {by:+}", f"the window were {'longer' if by > 0 else 'shorter'} by one",
-                      replace(pattern, branches=branches))  # fmt: skip
-    if windows:
-        local, wide = (
-            x.local[:, None] - x.local,
-            replace(pattern, branches=tuple(replace(branch, window=None) for branch in pattern.branches)),
-        )
-        yield mask("local window", "the window compared positions within the shards",
-                   x.count(wide) * (local.abs() <= windows[0]))  # fmt: skip
-        yield mask("local window, before", "the window compared positions within the shards, and only keys up to the "
-                   "query's index were in it", x.count(wide) * (local <= windows[0]) * (local >= 0))  # fmt: skip
-    yield mask("no multiplicity", "pairs that several branches see counted once", x.weights.count.clamp(max=1))
+        yield mask("documents", "there were no documents", x.count(replace(pattern, documents=None)))
+    yield mask("segments", "there were no segments", branches(segment_length=None))
+    yield mask("dilation", "there was no dilation", branches(dilation_rate=1, offset=0))
+    yield mask("no multiplicity", "pairs that several branches see counted once", right.clamp(max=1))
+    window, wide = pattern.branches[0].window, branches(window=None)
+    if window is not None and all(branch.window == window for branch in pattern.branches):
+        yield mask("window", "there was no window", wide)
+        yield mask("window + 1", "the window were longer by one", branches(window=window + 1))
+        yield mask("window - 1", "the window were shorter by one", wide * (before.abs() < window))
+        local = "the window compared positions within the shards"
+        near = local_before.abs() <= window
+        yield mask("local window", local, wide * near)
+        yield mask("local window, keys before", f"{local}, and had no keys after", wide * near * (local_before >= 0))
 
 
 def parts(x: Example) -> Iterator[Mistake]:
-    """Yield keys of some ranks that some ranks' queries see twice or not at all. The neighbours are the last hop of a
-    ring in one direction or the other."""
-    if x.size == 1:
-        return
+    """Yield keys of some ranks that some ranks' queries see twice or not at all."""
     rows, keys, p = x.holder[:, None], x.holder[None, :], x.size
-    first, last = x.case.ranks[0], x.case.ranks[-1]
+    first, last, hop = x.case.ranks[0], x.case.ranks[-1], "the last hop of a ring that sends to it"
     for name, whose, pairs in (
-        ("own", "the keys of its own rank", rows == keys),
-        ("next", "the keys of the next rank (the last hop of a ring that sends to it)", keys == (rows + 1) % p),
-        (
-            "previous",
-            "the keys of the previous rank (the last hop of a ring that sends to that)",
-            keys == (rows - 1) % p,
-        ),
+        ("own", "the keys of their own rank", rows == keys),
+        ("next", f"the keys of the next rank ({hop})", keys == (rows + 1) % p),
+        ("previous", f"the keys of the previous rank ({hop})", keys == (rows - 1) % p),
         ("others", "the keys of all other ranks", keys != rows),
         ("first", f"the keys of rank {first}", keys == 0),
         ("last", f"the keys of rank {last}", keys == p - 1),
-        ("to first", f"any keys, if it is on rank {first},", rows == 0),
-        ("to last", f"any keys, if it is on rank {last},", rows == p - 1),
+        ("to first", f"any keys, if they are on rank {first},", rows == 0),
+        ("to last", f"any keys, if they are on rank {last},", rows == p - 1),
         ("not next", "the keys of any rank but the next", keys != (rows + 1) % p),
         ("not previous", "the keys of any rank but the previous", keys != (rows - 1) % p),
-    ):
-        for times, how in ((0, f"a query did not see {whose}"), (2, f"a query counted {whose} twice")):
-            factor = torch.where(pairs, float(times), 1.0)
-            yield Mistake(f"{name} x {times}", how, x.weighted(count=x.weights.count * factor))
+    ) if p > 1 else ():  # fmt: skip
+        for times, clause in ((0.0, f"queries did not see {whose}"), (2.0, f"queries counted {whose} twice")):
+            count = x.weights.count * torch.where(pairs, times, 1.0)
+            yield Mistake(f"{name} x {times:.0f}", clause, x.weighted(count=count))
 
 
 def scales(x: Example) -> Iterator[Mistake]:
     scale, default = x.weights.scale, x.case.head_dim**-0.5
-    factors = {"left out": 1.0, "applied twice": scale**2, "doubled": 2 * scale, "halved": scale / 2,
-               "negated": -scale, f"{default:.3g}, the default,": default}  # fmt: skip
-    factors |= {"inverted (multiplied where it must divide)": 1 / scale} if scale else {}
-    for how, factor in factors.items():
-        name = "default" if how.endswith(",") else how
-        yield Mistake(f"scale {name}", f"the scale of the scores were {how}".rstrip(","), x.weighted(scale=factor))
+    others = {"left out": 1.0, "the default one": default, "applied twice": scale**2, "doubled": 2 * scale,
+              "halved": scale / 2, "negated": -scale, "inverted": 1 / scale if scale else 0.0}  # fmt: skip
+    for name, value in others.items():
+        yield Mistake(f"scale {name}", f"the scale of the scores were {name}", x.weighted(scale=value))
 
 
 def groups(x: Example) -> Iterator[Mistake]:
-    heads = torch.arange(x.case.heads)
-    yield Mistake("interleaved heads", "head h used key/value head h % Hk, not h // (H / Hk)",
-                  x.weighted(kv_head=heads % x.case.kv_heads))  # fmt: skip
+    interleaved = x.weighted(kv_head=torch.arange(x.case.heads) % x.case.kv_heads)
+    yield Mistake("interleaved heads", "head h used key/value head h % Hk, not h // (H / Hk)", interleaved)

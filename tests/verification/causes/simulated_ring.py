@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,10 +113,11 @@ class DenseRing(Ring):
     def results(self) -> list[list[Tensor]]:
         leaves = [[x.clone().requires_grad_() for x in shards] for shards in (self.q, self.k, self.v)]
         forward = self.attend(*leaves)
-        loss = sum((out * dout).sum() + (lse.masked_fill(lse.isinf(), 0.0) * dlse).sum()
-                   for (out, lse), dout, dlse in zip(forward, self.dout, self.dlse, strict=True))  # fmt: skip
-        grads = torch.autograd.grad(torch.as_tensor(loss), [x for shards in leaves for x in shards], allow_unused=True)
-        grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, [x for s in leaves for x in s], strict=True)]
+        every = [x for shards in leaves for x in shards]
+        through = zip(forward, self.dout, self.dlse, strict=True)
+        loss = torch.stack([(out * dout).sum() + (lse * dlse).sum() for (out, lse), dout, dlse in through]).sum()
+        grads = [torch.zeros_like(x) if grad is None else grad
+                 for x, grad in zip(every, torch.autograd.grad(loss, every, allow_unused=True), strict=True)]  # fmt: skip
         return [[*(x.detach() for x in forward[r]), *grads[r :: self.size]] for r in range(self.size)]
 
 
@@ -126,12 +126,15 @@ def finite(lse: Tensor, instead: float = 0.0) -> Tensor:
 
 
 def observed(case: Case, ring: Ring) -> Observations:
-    observations = []
-    for rank, (out, lse, dq, dk, dv) in enumerate(ring.results()):
-        out, dq, dk, dv = (x.transpose(1, 2) for x in (out, dq, dk, dv))
-        positions = case.shards().positions[rank]
-        layout = Division(positions, case.shards().counts, positions, case.shards().place, 0)
-        returned = None if case.lse == "unused" else to_numpy(lse)
-        results = (to_numpy(out), returned, *(to_numpy(x) for x in (dq, dk, dv)))
-        observations.append(Observation(layout, *results, (case.dtype,) * 5, (), (), (), (), 0, 0, True, True, None, None))
-    return observations
+    """Run the ring, and return what each rank would be seen to give."""
+    return [_observation(case, rank, *results) for rank, results in enumerate(ring.results())]
+
+
+def _observation(case: Case, rank: int, out: Tensor, lse: Tensor, *grads: Tensor) -> Observation:
+    place, positions = case.shards().place, case.shards().positions[rank]
+    dq, dk, dv = (to_numpy(x.transpose(1, 2)) for x in grads)
+    return Observation(
+        Division(positions, case.shards().counts, positions, place, 0), to_numpy(out.transpose(1, 2)),
+        None if case.lse == "unused" else to_numpy(lse), dq, dk, dv, (case.dtype,) * 5,
+        (), (), (), (), 0, 0, inputs_unchanged=True, repeat_equal=True, workspace_forward=None, workspace_backward=None,
+    )  # fmt: skip
