@@ -22,11 +22,11 @@ def factors(x: Example) -> Iterator[Candidate]:
 
     values = {"the scale": scale, "the number of ranks": float(x.size), "the heads of a group": float(group)}
     values |= {f"one over {name}": 1 / value for name, value in values.items() if value}
-    values |= {"twice the exact one": 2.0, "half the exact one": 0.5, "the exact one negated": -1.0}
+    values |= {"twice": 2.0, "half": 0.5, "minus": -1.0}
     for factor, value in values.items():
         if value in (0.0, 1.0):
             continue
-        how = factor if "exact" in factor else f"the exact one times {value:.3g}, {factor}"
+        how = f"{factor} the exact ones" if " " not in factor else f"{value:.3g} times the exact ones: by {factor}"
         for names in SCALED:
             these = phrase([name for name in names if name in x.wrong] or ["dk"])
             yield Candidate(f"{', '.join(names)}: {factor}", f"{these} {how}", backward=partial(times, names, value))
@@ -48,22 +48,18 @@ def saved_results(x: Example) -> Iterator[Candidate]:
     if x.size == 1:
         return
     outs, lses = stacked(x, x.q, x.k, x.v)
-    # (B, H, N, keys): of the part that holds the key
-    delta_of, lse_of = (
-        torch.stack([x.delta(part) for part in outs])[x.holder].movedim(0, -1),
-        lses[x.holder].movedim(0, -1),
-    )
+    deltas = torch.stack([x.delta(part) for part in outs])
+    delta_of, lse_of = (of_ranks[x.holder].movedim(0, -1) for of_ranks in (deltas, lses))  # (B, H, N, keys)
     yield wrong("detached merge", "the weights of the merge were constants", lse, delta_of)
     yield wrong("partial lse", "lse were each time that of one rank's keys, not of all", lse_of, x.delta(out))
     yield wrong("partial lse and out", "lse and out were each time those of one rank's keys", lse_of, delta_of)
     tokens = torch.arange(x.case.tokens)
     for name, step in (("its own rank", 0), ("the next rank", 1), ("the previous rank", -1)):
-        owner = (x.holder + step) % x.size
-        lse_of, delta_of = lses[owner, ..., tokens].movedim(0, -1), x.delta(outs[owner, ..., tokens, :].movedim(0, -2))
-        keys = f"that of the keys of {name} alone"
-        yield wrong(f"lse of {name}", f"lse were {keys}", lse_of, x.delta(out))
-        yield wrong(f"lse and out of {name}", f"lse and out were {keys}", lse_of, delta_of)
-        yield wrong(f"out of {name}", f"out were {keys}", lse, delta_of)
+        owner, keys = (x.holder + step) % x.size, f"of the keys of {name} alone"
+        delta_of, lse_of = (of_ranks[owner, ..., tokens].movedim(0, -1) for of_ranks in (deltas, lses))
+        yield wrong(f"lse of {name}", f"a query had the lse {keys}", lse_of, x.delta(out))
+        yield wrong(f"lse and out of {name}", f"a query had the lse and out {keys}", lse_of, delta_of)
+        yield wrong(f"out of {name}", f"a query had the out {keys}", lse, delta_of)
 
 
 def groups(x: Example) -> Iterator[Candidate]:

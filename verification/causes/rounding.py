@@ -24,7 +24,9 @@ def rounding(x: Example) -> Iterator[Candidate]:
             wrong = [name for name in names if name in x.wrong]
             rounded, rest = (["out"], [name for name in wrong if name != "out"]) if kind == "out" else (wrong, [])
             exactly = wrong and all(torch.equal(x.observed[n], x.observed[n].to(dtype).double()) for n in rounded)
-            sentence = f"the errors of {' and '.join(rounded)} are those of rounding to {title} at each merge"
+            sentence = (
+                f"the errors of {' and '.join(rounded)} are no larger than those of rounding to {title} at each merge"
+            )
             sentence += f"; every entry is a {title} number" if exactly else ""
             sentence += f"; those of {' and '.join(rest)} follow" if rest else ""
             forward, backward = (partial(accepted, x, unit, part) for part in (names[:-3], names[-3:]))
@@ -38,7 +40,7 @@ def accepted(x: Example, unit: float, names: tuple[str, ...]) -> Results:
         results[name] = x.observed.get(name, x.exact[name])
         if name in x.wrong:
             error, limit = (x.observed[name] - x.exact[name]).abs(), unit * (x.size + 1) * sizes(x)[name]
-            fits = (error <= limit + x.allowed[name]).all() and (error >= LEAST_SHARE * limit).any()
+            fits = (error <= limit + x.allowed[name]).all() and (error > LEAST_SHARE * limit + x.allowed[name]).any()
             results[name] = x.observed[name] if fits else x.exact[name]
     return results
 

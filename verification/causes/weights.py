@@ -65,7 +65,7 @@ def masks(x: Example) -> Iterator[Mistake]:
     pattern, right, tokens = x.case.pattern, x.weights.count, torch.arange(x.case.tokens)
     before, local_before = tokens[:, None] - tokens, x.local[:, None] - x.local  # how far key j is before query i
     same_rank = x.holder[:, None] == x.holder
-    what, off = "the mask compared positions", "the causal mask is off by one"
+    what, off = "the mask compared positions", "the causal mask were off by one"
 
     def mask(name: str, clause: str, count: Tensor) -> Mistake:
         return Mistake(name, clause, x.weighted(count=count))
@@ -74,20 +74,16 @@ def masks(x: Example) -> Iterator[Mistake]:
         return x.count(replace(pattern, branches=tuple(replace(branch, **changes) for branch in pattern.branches)))
 
     yield mask("local positions", f"{what} within the shards, of queries and of keys", x.count(None, x.local, x.local))
-    yield mask(
-        "local queries", f"{what} of queries within their shard with global ones of keys", x.count(None, x.local)
-    )
-    yield mask(
-        "local keys", f"{what} of keys within their shard with global ones of queries", x.count(None, keys=x.local)
-    )
+    yield mask("local queries", f"{what} of queries within their shard, of keys global ones", x.count(None, x.local))
+    yield mask("local keys", f"{what} of keys within their shard, of queries global ones", x.count(None, keys=x.local))
     contiguous = f"{what} as if shards were contiguous (rank * length + index in the shard) in {x.case.order} order"
     yield mask("contiguous positions", contiguous, x.count(None, x.place, x.place))
     if pattern.causal:
         every = x.count(replace(pattern, causal=False))
-        yield mask("strict diagonal", f"queries did not see their own position: {off} (j < i)", every * (before > 0))
-        yield mask("diagonal + 1", f"queries saw the position after theirs: {off} (j <= i + 1)", every * (before >= -1))
+        yield mask("strict diagonal", f"{off}: j < i", every * (before > 0))
+        yield mask("diagonal + 1", f"{off}: j <= i + 1", every * (before >= -1))
         within = every.where(same_rank & (before == -1), right)
-        yield mask("diagonal + 1 within shards", f"within a shard, {off} (j <= i + 1)", within)
+        yield mask("diagonal + 1 within shards", f"{off} within a shard: j <= i + 1", within)
         yield mask("not causal", "the mask were not causal", every)
         own_alone = right.where(same_rank, every)
         yield mask("causal on own shard alone", "the causal mask applied to keys of the own rank alone", own_alone)
@@ -98,7 +94,7 @@ def masks(x: Example) -> Iterator[Mistake]:
         yield mask("documents", "there were no documents", x.count(replace(pattern, documents=None)))
     yield mask("segments", "there were no segments", branches(segment_length=None))
     yield mask("dilation", "there was no dilation", branches(dilation_rate=1, offset=0))
-    yield mask("no multiplicity", "pairs that several branches see counted once", right.clamp(max=1))
+    yield mask("no multiplicity", "a pair that several branches see counted once", right.clamp(max=1))
     window, wide = pattern.branches[0].window, branches(window=None)
     if window is not None and all(branch.window == window for branch in pattern.branches):
         yield mask("window", "there was no window", wide)

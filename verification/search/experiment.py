@@ -12,7 +12,7 @@ from hypothesis.strategies import SearchStrategy
 from verification.case import Case
 from verification.check.properties import broken_by
 from verification.check.supported import fused_on_gpus
-from verification.failures import VerificationFailure
+from verification.failures import VerificationFailure, WrongResult
 from verification.protocols import Example
 from verification.run.backends import Backend
 
@@ -73,6 +73,11 @@ class Experiment:
         case: Example = self.case_of(subject)
         device = "cuda" if backend == "nccl" else "cpu"
         return subject if case.device == device else self.with_case(subject, self.moved(case, device))
+
+    def add_cause(self, failure: VerificationFailure, backend: Backend, subject: Any, first: Any) -> None:
+        """Add the cause of a wrong result, if `explain` finds it, as a note (PEP 678)."""
+        if isinstance(failure, WrongResult) and self.explain and (cause := self.explain(backend, subject, first)):
+            failure.add_note(f"cause: {cause}")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
-from verification.failures import RankHang, VerificationFailure, WrongResult
+from verification.failures import RankHang, VerificationFailure
 from verification.protocols import Example
 from verification.run.backends import Backend, SimBackend
 from verification.search.diagnose import cause_in
@@ -276,7 +276,5 @@ class Search:
         sim, subject, failure = self.shrink_backend, example.subject, example.failure
         if isinstance(sim, SimBackend) and (cause := cause_in(sim, self.experiment, subject, failure)):
             failure.add_note(cause)
-        explain = self.experiment.explain
-        if isinstance(failure, WrongResult) and explain and (cause := explain(self.backend, subject, first.subject)):
-            failure.add_note(f"cause: {cause}")
+        self.experiment.add_cause(failure, self.backend, subject, first.subject)
         return example

@@ -116,8 +116,7 @@ class DenseRing(Ring):
         every = [x for shards in leaves for x in shards]
         through = zip(forward, self.dout, self.dlse, strict=True)
         loss = torch.stack([(out * dout).sum() + (lse * dlse).sum() for (out, lse), dout, dlse in through]).sum()
-        grads = [torch.zeros_like(x) if grad is None else grad
-                 for x, grad in zip(every, torch.autograd.grad(loss, every, allow_unused=True), strict=True)]  # fmt: skip
+        grads = torch.autograd.grad(loss, every, allow_unused=True, materialize_grads=True)
         return [[*(x.detach() for x in forward[r]), *grads[r :: self.size]] for r in range(self.size)]
 
 

@@ -143,6 +143,11 @@ def heads_for_tokens(self: Any, q: Sequence[Tensor], k: Sequence[Tensor], v: Seq
     return results
 
 
+def rotated(self: Any, q: Any, k: Any, v: Any) -> Any:
+    first, *others = DenseRing.attend(self, q, k, v)
+    return [*others, first]
+
+
 def reshaped(self: Any, q: Any, k: Any, v: Any) -> Any:
     results = DenseRing.attend(self, q, k, v)
     return [(out.reshape(out.shape[0], out.shape[2], out.shape[1], -1).transpose(1, 2), lse) for out, lse in results]
@@ -277,13 +282,13 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("dk of the previous rank", turned((3,), -1), {}),
     ("dq of the next rank", turned((2,), 1), {}),
     ("out, lse, dq, dk, dv of the contiguous order", edited(contiguous), {"order": "zigzag"}),
-    ("out, lse of the next rank, and the gradients follow", ring(
-        DenseRing, attend=lambda self, q, k, v: (x := DenseRing.attend(self, q, k, v))[1:] + x[:1]), {"pattern": Pattern.dense()}),
+    ("out, lse of the next rank, and the gradients follow", ring(DenseRing, attend=rotated),
+     {"pattern": Pattern.dense()}),
     ("dk, dv: the number of ranks", multiplied("dk dv", lambda r: r.size), {}),
     ("dq, dk, dv: one over the number of ranks", multiplied("dq dk dv", lambda r: 1 / r.size), {}),
     ("dq, dk: the scale", multiplied("dq dk", lambda r: r.case.softmax_scale), {}),
     ("dk: one over the scale", multiplied("dk", lambda r: 1 / r.case.softmax_scale), {}),
-    ("dq: the exact one negated", multiplied("dq", lambda r: -1.0), {}),
+    ("dq: minus", multiplied("dq", lambda r: -1.0), {}),
     ("partial lse", ring(saved_lse=own_lse), {}),
     ("partial lse and out", ring(grads=partial_results), {}),
     ("lse of its own rank", ring(saved_lse=own_block), {}),
