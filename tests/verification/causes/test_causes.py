@@ -169,6 +169,59 @@ def mean_of_v(self: Any, rank: int) -> Tensor:
     return torch.cat(self.v, 2).mean(2, keepdim=True)[:, self.kv_head()]
 
 
+def merged_by(shares: Callable[[Tensor, Tensor], Tensor]) -> type[Ring]:
+    """Return a ring that merges by shares from the lse and the largest score of each part."""
+
+    def forward(self: Any, rank: int) -> tuple[Tensor, Tensor]:
+        outs, lses = (torch.stack(x) for x in zip(*(self.part(rank, s) for s in range(self.size)), strict=True))
+        tops = torch.stack([self.scores(rank, owner, False).amax(-1) for owner in range(self.size)])
+        return (shares(lses, tops)[..., None] * outs).sum(0), lses.logsumexp(0)
+
+    return ring(forward=forward)
+
+
+def base_two(self: Any, q: Any, k: Any, v: Any) -> Any:
+    return [(out, lse / math.log(2)) for out, lse in DenseRing.attend(self, q, k, v)]
+
+
+def causal_over_heads(self: Any, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor]) -> Any:
+    """Attend over axis 1 of (B, H, L, D), with a mask that goes by heads."""
+    results = []
+    for queries, keys, values in zip(q, k, v, strict=True):
+        scores = queries.transpose(1, 2) @ keys.transpose(1, 2).mT * self.case.softmax_scale
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:]).tril().bool(), -math.inf)
+        results.append(((scores.softmax(-1) @ values.transpose(1, 2)).transpose(1, 2), scores.logsumexp(-1).mT))
+    return results
+
+
+def all_keys(self: Any, rank: int) -> Tensor:
+    keys, values = torch.cat(self.k, 2)[:, self.kv_head()], torch.cat(self.v, 2)[:, self.kv_head()]
+    return (self.q[rank] @ keys.mT * self.case.softmax_scale).softmax(-1) @ values
+
+
+def right_out(self: Any, rank: int) -> Tensor:
+    return torch.zeros(())
+
+
+def of_part(step: int, lse: bool, out: bool) -> type[Ring]:
+    """Return a ring whose backward has the lse, out or both of one rank's keys alone."""
+
+    def grads(self: Any, rank: int, owner: int, right_out: Tensor, right_lse: Tensor) -> Grads:
+        part = self.part(rank, (rank + step) % self.size)
+        return Ring.grads(self, rank, owner, part[0] if out else right_out, part[1] if lse else right_lse)
+
+    return ring(grads=grads)
+
+
+def local_window(r: Any, rank: int, owner: int) -> Tensor:
+    near = (local(r, rank)[:, None] - local(r, owner)).abs() <= 3
+    return r.masked(r.at[rank], r.at[owner], branches=(Branch(),)) * near
+
+
+def local_window_before(r: Any, rank: int, owner: int) -> Tensor:
+    return local_window(r, rank, owner) * (local(r, rank)[:, None] >= local(r, owner))
+
+
 def own_lse(self: Any, rank: int, owner: int, lse: Tensor) -> Tensor:
     return self.part(rank, owner)[1]
 
@@ -237,6 +290,8 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("window", pattern(branches=(Branch(),)), {"pattern": WINDOWED}),
     ("window + 1", pattern(branches=(Branch(window=4),)), {"pattern": WINDOWED}),
     ("window - 1", pattern(branches=(Branch(window=2),)), {"pattern": WINDOWED}),
+    ("local window", mask(local_window), {"pattern": WINDOWED}),
+    ("local window, keys before", mask(local_window_before), {"pattern": WINDOWED}),
     ("segments", pattern(branches=(Branch(None, 2), Branch())), {"pattern": DILATED}),
     ("dilation", pattern(branches=(Branch(8), Branch(4))), {"pattern": DILATED}),
     ("no multiplicity", mask(lambda r, a, b: Ring.count(r, a, b, False).clamp(max=1)), {"pattern": DILATED}),
@@ -250,6 +305,11 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("first x 0", part(0, lambda r, rank, owner: owner == 0), {"pattern": Pattern.dense()}),
     ("last x 2", part(2, lambda r, rank, owner: owner == r.size - 1), {"pattern": Pattern.dense()}),
     ("not next x 0", part(0, lambda *x: not after(*x)), {"pattern": Pattern.dense()}),
+    ("first x 2", part(2, lambda r, rank, owner: owner == 0), {}),
+    ("last x 0", part(0, lambda r, rank, owner: owner == r.size - 1), {"pattern": Pattern.dense()}),
+    ("to first x 2 / forward", part(2, lambda r, rank, owner: rank == 0, "forward"), {"pattern": Pattern.dense()}),
+    ("not previous x 0", part(0, lambda *x: not before(*x)), {"pattern": Pattern.dense()}),
+    ("others x 2 / backward", part(2, lambda r, rank, owner: rank != owner, "backward"), {}),
     ("own x 0 / backward for dk and dv alone", of_keys(0, own), {}),
     ("others x 0 / backward for dk and dv alone", of_keys(0, lambda r, rank, owner: rank != owner), {}),
     ("previous x 2 / backward for dk and dv alone", of_keys(2, before), {}),
@@ -257,6 +317,8 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("scale left out", scaled(lambda x: 1.0), {}),
     ("scale applied twice", scaled(lambda x: x * x), {}),
     ("scale doubled", scaled(lambda x: 2 * x), {}),
+    ("scale halved", scaled(lambda x: x / 2), {}),
+    ("scale negated", scaled(lambda x: -x), {}),
     ("scale applied twice / forward", scaled(lambda x: x * x, "forward"), {}),
     ("scale inverted", scaled(lambda x: 1 / x), {}),
     ("scale the default one", scaled(lambda x: 3**-0.5), {"scale": 0.25}),
@@ -264,17 +326,32 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("lse in base 2", other_lse(lambda r, rank, lse: lse / math.log(2)), {}),
     ("lse the maximum of the scores alone", other_lse(lambda r, rank, lse: torch.stack(
         [r.scores(rank, owner, False).amax(-1) for owner in range(r.size)]).amax(0)), {}),
+    ("lse in base 10", other_lse(lambda r, rank, lse: lse / math.log(10)), {}),
+    ("lse negated", other_lse(lambda r, rank, lse: -lse), {}),
+    ("lse the sum of exponentials", other_lse(lambda r, rank, lse: lse.exp()), {}),
+    ("lse without the maximum of the scores", other_lse(lambda r, rank, lse: lse - torch.stack(
+        [r.scores(rank, owner, False).amax(-1) for owner in range(r.size)]).amax(0)), {}),
+    ("lse in base 2, and its gradient", ring(DenseRing, attend=base_two), {"pattern": Pattern.dense()}),
+    ("lse that of the keys of the previous rank alone",
+     other_lse(lambda r, rank, lse: r.part(rank, (rank - 1) % r.size)[1]), {"pattern": Pattern.dense()}),
     ("lse that of the keys of its own rank alone", other_lse(lambda r, rank, lse: r.part(rank, rank)[1]), {}),
     ("lse that of the keys of the next rank alone",
      other_lse(lambda r, rank, lse: r.part(rank, (rank + 1) % r.size)[1]), {"pattern": Pattern.dense()}),
     ("merge by mean / forward", merged(lambda lses: torch.ones_like(lses) / len(lses)), {}),
     ("merge by mean of seen / forward", merged(lambda lses: (seen := lses > -math.inf) / seen.sum(0)), {}),
     ("merge by sum", merged(torch.ones_like, DenseRing), {"pattern": Pattern.dense()}),
+    ("merge by denominators / forward", merged_by(
+        lambda lses, tops: torch.where(lses > -math.inf, (lses - tops).exp(), 0.0) / torch.where(
+            lses > -math.inf, (lses - tops).exp(), 0.0).sum(0)), {}),
+    ("merge by maxima / forward", merged_by(lambda lses, tops: tops.softmax(0)), {}),
     ("merge by sum / forward", merged(torch.ones_like), {}),
     ("detached merge", merged(lambda lses: lses.detach().softmax(0), DenseRing), {"pattern": Pattern.dense()}),
     ("unseen rows: mean / forward", blind(mean_of_v), {"pattern": BLIND}),
+    ("unseen rows: all keys / forward", blind(all_keys), {"pattern": BLIND}),
+    ("unseen rows: lse", blind(right_out), {"pattern": BLIND}),
     ("unseen rows: NaN", blind(lambda r, rank: torch.tensor(math.nan)), {"pattern": BLIND}),
     ("attention over heads", ring(DenseRing, attend=heads_for_tokens), {}),
+    ("attention over heads, causal", ring(DenseRing, attend=causal_over_heads), {}),
     ("reshaped", ring(DenseRing, attend=reshaped), {"pattern": Pattern.dense()}),
     ("out, lse of the next rank", turned((0, 1), 1), {}),
     ("out, lse, dq, dk, dv of the previous rank", turned(range(5), -1), {}),
@@ -289,11 +366,19 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("dq, dk: the scale", multiplied("dq dk", lambda r: r.case.softmax_scale), {}),
     ("dk: one over the scale", multiplied("dk", lambda r: 1 / r.case.softmax_scale), {}),
     ("dq: minus", multiplied("dq", lambda r: -1.0), {}),
+    ("dk, dv: the heads of a group", multiplied("dk dv", lambda r: r.case.heads // r.case.kv_heads), {}),
+    ("dq, dk, dv: half", multiplied("dq dk dv", lambda r: 0.5), {"scale": 0.3}),
+    ("dv: twice", multiplied("dv", lambda r: 2.0), {}),
+    ("lse of the previous rank", of_part(-1, True, False), {"pattern": Pattern.dense()}),
+    ("lse and out of the next rank", of_part(1, True, True), {"pattern": Pattern.dense()}),
+    ("lse and out of its own rank", of_part(0, True, True), {}),
+    ("out of its own rank", of_part(0, False, True), {}),
     ("partial lse", ring(saved_lse=own_lse), {}),
     ("partial lse and out", ring(grads=partial_results), {}),
     ("lse of its own rank", ring(saved_lse=own_block), {}),
     ("no delta", ring(delta=lambda self, rank, out: -self.dlse[rank]), {}),
     ("no dlse", ring(delta=lambda self, rank, out: (self.dout[rank] * out).sum(-1)), {}),
+    ("dlse negated", ring(delta=lambda self, rank, out: Ring.delta(self, rank, out) + 2 * self.dlse[rank]), {}),
     ("dlse twice", ring(delta=lambda self, rank, out: Ring.delta(self, rank, out) - self.dlse[rank]), {}),
     ("dk, dv of the first head", heads_summed(lambda at, group: at == 0), {}),
     ("dk, dv of the last head", heads_summed(lambda at, group: at == group - 1), {}),
