@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -61,11 +60,12 @@ class Candidate(NamedTuple):
 class Example:
     """One run of a Case on all ranks.
 
-    size                 number of ranks p
-    holder, local, place index of the rank that holds each token; its index there, and in all shards laid end to end
-    exact, observed      results by quantity; `observed` lacks those that the ranks do not return
-    wrong                True for entries beyond their bounds, for each quantity that has some
-    told                 wrong quantities whose deviations are far larger than rounding errors
+    size             number of ranks p
+    holder           index of the rank that holds each token; local, place: its index there, and in the joined shards
+    exact, observed  results by quantity; `observed` lacks those that the ranks do not return
+    allowed          largest rounding error of a prediction
+    wrong            True for entries beyond their bounds, for each quantity that has some; deviation: the largest error
+    told             wrong quantities whose deviations are far larger than rounding errors
     """
 
     def __init__(self, case: Case, expectation: Expectation, observations: Observations) -> None:
@@ -146,15 +146,8 @@ class Example:
         leaves = [x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
         out, lse = forward(*leaves)
         loss = (out * self.dout).sum() + (lse.masked_fill(lse.isinf(), 0.0) * self.dlse).sum()
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-        pairs = zip(("dq", "dk", "dv"), grads, leaves, strict=True)
-        return {name: torch.zeros_like(leaf) if grad is None else grad for name, grad, leaf in pairs}
-
-    def with_incoming(self, dout: Tensor, dlse: Tensor) -> Example:
-        """Return the example with other incoming gradients."""
-        twin = copy(self)
-        twin.dout, twin.dlse = dout, dlse
-        return twin
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        return dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
     def delta(self, out: Tensor, through_lse: float = 1.0) -> Tensor:
         """Return rowsum(dout out) - dlse, (B, H, N)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 from hypothesis import HealthCheck, Phase, given, settings
@@ -39,17 +40,18 @@ def find_cause(run: Run, backend: Backend, minimal: Case, first: Case, claim: Cl
             causes = agree(causes, case, *run(backend, case))
         return causes
 
-    causes: list[Cause] = []
     try:
         causes = agreed(explain(minimal, *run(backend, minimal)), larger_cases(minimal, claim), 0)
+    except (WrongResult, RankFailure):  # a wrong shape, a crash
+        return None
+    with suppress(WrongResult, RankFailure, Unavailable):  # go on with what is known
         causes = agreed(causes, [first, *drawn_cases(minimal, claim)], 1) or causes
         if len({cause.sentence for cause in causes}) > 1 and world != minimal.world:
-            backend.start(world)
-            causes = agreed(causes, larger_cases(replace(minimal, world=world), claim), 1) or causes
-    except (WrongResult, RankFailure, Unavailable):  # a wrong shape, a crash: go on with what is known
-        pass
-    if world != minimal.world:
-        backend.start(minimal.world)
+            try:
+                backend.start(world)
+                causes = agreed(causes, larger_cases(replace(minimal, world=world), claim), 1) or causes
+            finally:
+                backend.start(minimal.world)
     return causes[0].sentence if causes else None
 
 
@@ -72,7 +74,13 @@ def drawn_cases(case: Case, claim: Claim) -> list[Case]:
     """Return further Cases of the same world, always the same ones."""
     drawn: list[Case] = []
 
-    @settings(max_examples=DRAWN, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=DRAWN,
+        phases=[Phase.generate],
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @seeded(0)
     @given(cases(case.world))
     def draw(other: Case) -> None:

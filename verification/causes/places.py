@@ -10,7 +10,7 @@ from torch import Tensor
 
 from reference import shards
 from reference.shards import Ints
-from verification.causes.example import Candidate, Example, Results, phrase
+from verification.causes.example import Candidate, Example, Results, attention, phrase
 
 # Quantities that are misplaced together.
 TOGETHER = (
@@ -46,10 +46,9 @@ def moved(x: Example, where: str, source: Tensor, step: int) -> Iterator[Candida
     def taken(names: tuple[str, ...]) -> Results:
         return {name: x.exact[name][:, :, source] for name in names}
 
-    def autograd(with_lse: bool) -> Results:
-        back = torch.argsort(source)
-        twin = x.with_incoming(x.dout[:, :, back], x.dlse[:, :, back] if with_lse else x.dlse)
-        return twin.by_hand(x.weights, x.exact["lse"], twin.delta(x.exact["out"]))
+    def forward_of(names: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = attention(q, k, v, x.weights)
+        return out[:, :, source], lse[:, :, source] if "lse" in names else lse
 
     for names in TOGETHER:
         wrong = [name for name in names if name in x.wrong]
@@ -59,9 +58,8 @@ def moved(x: Example, where: str, source: Tensor, step: int) -> Iterator[Candida
         title, sentence = f"{', '.join(names)} of {where}", _sentence(x, wrong, where, step)
         yield Candidate(title, sentence, partial(taken, forward), partial(taken, backward))
         if "out" in forward and not backward:
-            follow = ", and the gradients follow"
-            backwards = partial(autograd, "lse" in names)
-            yield Candidate(title + follow, f"{sentence}{follow} from that", partial(taken, forward), backwards)
+            follow, gradients = ", and the gradients follow", partial(x.autograd, partial(forward_of, names))
+            yield Candidate(title + follow, f"{sentence}{follow} from that", partial(taken, forward), gradients)
 
 
 def _sentence(x: Example, wrong: list[str], where: str, step: int) -> str:
