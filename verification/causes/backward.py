@@ -15,6 +15,7 @@ SCALED = (("dk", "dv"), ("dq", "dk"), ("dq", "dk", "dv"), ("dq",), ("dk",), ("dv
 
 
 def factors(x: Example) -> Iterator[Candidate]:
+    """Yield gradients that are a multiple of the exact ones."""
     group, scale = x.case.heads // x.case.kv_heads, x.weights.scale
 
     def times(names: tuple[str, ...], value: float) -> Results:
@@ -22,14 +23,18 @@ def factors(x: Example) -> Iterator[Candidate]:
 
     values = {"the scale": scale, "the number of ranks": float(x.size), "the heads of a group": float(group)}
     values |= {f"one over {name}": 1 / value for name, value in values.items() if value}
-    values |= {"twice": 2.0, "half": 0.5, "minus": -1.0}
-    for factor, value in values.items():
-        if value in (0.0, 1.0):
-            continue
-        how = f"{factor} the exact ones" if " " not in factor else f"{value:.3g} times the exact ones: by {factor}"
+    values = {name: value for name, value in values.items() if value not in (0.0, 1.0)}
+    for factor, value in (values | {"twice": 2.0, "half": 0.5, "minus": -1.0, "zero times": 0.0}).items():
+        how = f"{value:.3g} times the exact ones: by {factor}" if factor in values else f"{factor} the exact ones"
         for names in SCALED:
             these = phrase([name for name in names if name in x.wrong] or ["dk"])
             yield Candidate(f"{', '.join(names)}: {factor}", f"{these} {how}", backward=partial(times, names, value))
+
+
+def swapped(x: Example) -> Iterator[Candidate]:
+    """Yield dk and dv in each other's place."""
+    predicted = {"dk": x.exact["dv"], "dv": x.exact["dk"]}
+    yield Candidate("dk and dv swapped", f"{phrase(['dk', 'dv'])} swapped", backward=lambda: predicted)
 
 
 def saved_results(x: Example) -> Iterator[Candidate]:

@@ -13,6 +13,8 @@ from verification.causes.merges import partials, stacked
 
 KINDS = {"gradients": ("dq", "dk", "dv"), "out": ("out", "dq", "dk", "dv")}
 LEAST_SHARE = 0.02  # of the allowed error: smaller ones have another cause
+# Correlation with the exact results, of that many entries or more: larger ones are due to a factor, not to rounding.
+CORRELATION, ENTRIES = 0.5, 16
 
 
 def rounding(x: Example) -> Iterator[Candidate]:
@@ -39,9 +41,12 @@ def accepted(x: Example, unit: float, names: tuple[str, ...]) -> Results:
     for name in names:
         results[name] = x.observed.get(name, x.exact[name])
         if name in x.wrong:
-            error, limit = (x.observed[name] - x.exact[name]).abs(), unit * (x.size + 1) * sizes(x)[name]
-            fits = (error <= limit + x.allowed[name]).all() and (error > LEAST_SHARE * limit + x.allowed[name]).any()
-            results[name] = x.observed[name] if fits else x.exact[name]
+            error, limit = x.observed[name] - x.exact[name], unit * (x.size + 1) * sizes(x)[name]
+            related = float(torch.cosine_similarity(error.flatten(), x.exact[name].flatten(), 0).abs())
+            random = error.numel() < ENTRIES or related < CORRELATION
+            fits = (error.abs() <= limit + x.allowed[name]).all()
+            fits &= (error.abs() > LEAST_SHARE * limit + x.allowed[name]).any()
+            results[name] = x.observed[name] if fits and random else x.exact[name]
     return results
 
 

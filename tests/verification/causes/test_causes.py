@@ -18,7 +18,7 @@ from verification.case import Case
 from verification.causes import Cause, agree, explain
 from verification.check.expectation import expect
 
-Edit = Callable[[Any, list[list[Tensor]]], None]
+Edit = Callable[[Any, list[list[Tensor]]], object]
 
 CAUSAL = Pattern.dense(True)
 WINDOWED = Pattern.dense(True, window=3)
@@ -365,6 +365,8 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("dq, dk, dv: one over the number of ranks", multiplied("dq dk dv", lambda r: 1 / r.size), {}),
     ("dq, dk: the scale", multiplied("dq dk", lambda r: r.case.softmax_scale), {}),
     ("dk: one over the scale", multiplied("dk", lambda r: 1 / r.case.softmax_scale), {}),
+    ("dk, dv: zero times", multiplied("dk dv", lambda r: 0.0), {}),
+    ("dk and dv swapped", edited(lambda r, shards: [x.__setitem__(slice(3, 5), x[:2:-1]) for x in shards]), {}),
     ("dq: minus", multiplied("dq", lambda r: -1.0), {}),
     ("dk, dv: the heads of a group", multiplied("dk dv", lambda r: r.case.heads // r.case.kv_heads), {}),
     ("dq, dk, dv: half", multiplied("dq dk dv", lambda r: 0.5), {"scale": 0.3}),
@@ -423,14 +425,12 @@ def noise(self: Ring, shards: list[list[Tensor]]) -> None:
 @pytest.mark.parametrize(
     "made",
     [
-        Ring,
-        edited(noise),
-        multiplied("dk", lambda r: 1.25),
-        scaled(lambda x: 1.1 * x),
-        other_lse(lambda r, rank, x: x + 1),
+        Ring, edited(noise), multiplied("dk", lambda r: 1.25), multiplied("dq", lambda r: 1.01),
+        scaled(lambda x: 1.1 * x), other_lse(lambda r, rank, x: x + 1),
+        mask(lambda r, rank, owner: Ring.count(r, rank, owner, False) * (r.at[owner] != 5)),
     ],
-    ids=["none", "noise", "dk times 1.25", "scale times 1.1", "lse + 1"],
-)
+    ids=["none", "noise", "dk times 1.25", "dq times 1.01", "scale times 1.1", "lse + 1", "a key is missing"],
+)  # fmt: skip
 def test_other_faults_are_given_no_cause(made: type[Ring]) -> None:
     for case in cases({}):
         assert explain(case, expect(case), observed(case, made(case))) == []
