@@ -13,8 +13,9 @@ from verification.causes.merges import partials, stacked
 
 KINDS = {"gradients": ("dq", "dk", "dv"), "out": ("out", "dq", "dk", "dv")}
 LEAST_SHARE = 0.02  # of the allowed error: smaller ones have another cause
-# Correlation with the exact results, of that many entries or more: larger ones are due to a factor, not to rounding.
-CORRELATION, ENTRIES = 0.5, 16
+# Share of errors with the sign of the exact result, of that many wrong entries or more: beyond it, or below one minus
+# it, they are due to a factor, not to rounding.
+ONE_SIDED, ENTRIES = 0.95, 16
 
 
 def rounding(x: Example) -> Iterator[Candidate]:
@@ -42,8 +43,8 @@ def accepted(x: Example, unit: float, names: tuple[str, ...]) -> Results:
         results[name] = x.observed.get(name, x.exact[name])
         if name in x.wrong:
             error, limit = x.observed[name] - x.exact[name], unit * (x.size + 1) * sizes(x)[name]
-            related = float(torch.cosine_similarity(error.flatten(), x.exact[name].flatten(), 0).abs())
-            random = error.numel() < ENTRIES or related < CORRELATION
+            same_sign = (error * x.exact[name] > 0)[x.wrong[name]].double()
+            random = len(same_sign) < ENTRIES or 1 - ONE_SIDED < float(same_sign.mean()) < ONE_SIDED
             fits = (error.abs() <= limit + x.allowed[name]).all()
             fits &= (error.abs() > LEAST_SHARE * limit + x.allowed[name]).any()
             results[name] = x.observed[name] if fits and random else x.exact[name]
