@@ -59,6 +59,7 @@ from verification.training.training_run import TRAINING_PRELOAD
 from verification.wording import counted
 
 PROFILE = Profile("for each world size", 150, budget=20.0)
+OTHERS = 5.0  # seconds to look for other failures after the first one
 TITLES_OF_ANY = (*TITLES, *(law.name for law in LAWS_OF_ANY))
 HELD, FAILED, NOT_RUN = "held", "counter-example", "not run"
 INSTALL = 'scripts/peers installs the attention packages, pip install -e ".[training]" the frameworks'
@@ -268,7 +269,7 @@ def _run(kind: Kind, outcome: PeerOutcome, plan: RunPlan, console: Console, opti
                 for experiment, examples in drawn:
                     search = Search(
                         experiment, backend, report, world, plan.profile.budget, plan.profile.remembers,
-                        expected=outcome.expected,
+                        expected=outcome.expected, others=OTHERS,
                     )  # fmt: skip
                     explore(plan, report, search, examples)
                     outcome.expected |= {t: outcome.expected[t] + n for t, n in search.expected_failures.items()}

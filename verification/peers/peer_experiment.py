@@ -13,6 +13,7 @@ from hypothesis.strategies import SearchStrategy
 from reference.fast_oracle import Expectation, Inputs, evaluate
 from reference.roundoff import Arithmetic
 from verification.case import Case
+from verification.causes.find import find_cause
 from verification.check import properties
 from verification.check.attention_on_ranks import AttentionOnRanks, Implementation, claimed
 from verification.check.expectation import counts_of
@@ -23,6 +24,7 @@ from verification.peers.known_peers import load
 from verification.peers.peer import Peer
 from verification.peers.peer_rank import observe_peer
 from verification.run.backends import Backend
+from verification.run.observation import Observation
 from verification.search.experiment import Experiment, ToolError, case_record
 from verification.strategies.cases import cases
 from verification.training.training_case import TrainingCase
@@ -76,7 +78,7 @@ def experiment(name: str, device: str = "cpu", checks: Sequence[str] = APPLICABL
     return Experiment(
         f"peer {load(name).name}", draw, partial(check, attention, checks),
         record_of=lambda case: {"peer": name, "case": case_record(case)},
-        validate=partial(must_be_claimed, attention),
+        validate=partial(must_be_claimed, attention), explain=partial(cause_of, name, attention),
     )  # fmt: skip
 
 
@@ -107,6 +109,17 @@ def check(attention: Implementation, checks: Sequence[str], backend: Backend, ca
     """Return the worst ratio (error / bound) of each property; 0 is exact. Raises the first failure."""
     observations, expectation = AttentionOnRanks(backend, attention).observe_and_expect(case, repeat=True)
     return properties.check(case, expectation, observations, checks)
+
+
+def cause_of(name: str, attention: Implementation, backend: Backend, minimal: Case, first: Case) -> str | None:
+    """Return the cause of a peer's wrong result in words, or None. first: the example before it was shrunk."""
+
+    def results(backend: Backend, case: Case) -> tuple[Expectation, list[Observation]]:
+        observations, expectation = AttentionOnRanks(backend, attention).observe_and_expect(case)
+        return expectation, observations
+
+    larger = min((world for world in load(name).worlds if world > minimal.world), default=minimal.world)
+    return find_cause(results, backend, minimal, first, attention.claims, larger)
 
 
 def must_be_claimed(attention: Implementation, case: Case) -> None:

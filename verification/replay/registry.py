@@ -79,6 +79,7 @@ class SavedExample(Saved):
         try:
             ratios = self.experiment.check(backend, subject)
         except VerificationFailure as failure:
+            self.experiment.add_cause(failure, backend, subject, subject)
             title = self.experiment.property_of(subject, failure)
             report.failed(counter_example(failure, title, case.world, self.record, file, backend.name))
         except Unavailable as error:  # such as a peer whose package is not installed; the rest is the ranks' tracebacks

@@ -12,7 +12,7 @@ from hypothesis.strategies import SearchStrategy
 from verification.case import Case
 from verification.check.properties import broken_by
 from verification.check.supported import fused_on_gpus
-from verification.failures import VerificationFailure
+from verification.failures import VerificationFailure, WrongResult
 from verification.protocols import CaseLike
 from verification.run.backends import Backend
 
@@ -50,6 +50,8 @@ class Experiment:
     fewest_ranks  smallest world size with subjects
     validate      raises ValueError for a subject that cannot be drawn: it validates simpler subjects
                   (`verification.search.simplify`). None: subjects are not simplified
+    explain       cause of a wrong result in words, from the backend, the shrunk subject and the first one; None if it
+                  finds none. None: causes are not searched for
     """
 
     name: str
@@ -64,11 +66,17 @@ class Experiment:
     on_fewer: bool = False
     fewest_ranks: int = 1
     validate: Callable[[Any], None] | None = None
+    explain: Callable[[Backend, Any, Any], str | None] | None = None
 
     def placed(self, subject: Any, device: str) -> Any:
         """Return the subject on that device: "cpu" or "cuda"."""
         case: CaseLike = self.case_of(subject)
         return subject if case.device == device else self.with_case(subject, self.moved(case, device))
+
+    def add_cause(self, failure: VerificationFailure, backend: Backend, subject: Any, first: Any) -> None:
+        """Add the cause of a wrong result, if `explain` finds it, as a note (PEP 678)."""
+        if isinstance(failure, WrongResult) and self.explain and (cause := self.explain(backend, subject, first)):
+            failure.add_note(f"cause: {cause}")
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ class Search:
     remembers: bool = False
     shrink_backend: Backend | None = None  # None: failures are shrunk on `backend`
     shrinks_hangs: bool = True  # on real processes, where each costs a timeout
+    others: float = math.inf  # at most so many seconds of the budget to look for others
     expected: Collection[str] = ()  # properties and laws whose failures are skipped, and counted in `expected_failures`
     expected_failures: Counter[str] = field(default_factory=Counter)
     examples: int = 0  # that held, without those of shrinking
@@ -100,10 +101,10 @@ class Search:
                 smallest = self.find(examples, seeds, last)
                 if smallest is None or self._shrinking is None:
                     break
-                last = min(last, time.perf_counter() + self.budget)
+                last = min(last, time.perf_counter() + min(self.budget, self.others))
                 first = self._shrinking.first
                 smallest = self._on_fewer_ranks(smallest, self._shrinking.backend, seeds)
-                counterexamples.append(self._with_cause(self._confirmed(smallest, first, timeout)))
+                counterexamples.append(self._with_cause(self._confirmed(smallest, first, timeout), first))
                 self._reported += [signature(self.experiment, counterexample) for counterexample in (first, smallest)]
                 if isinstance(smallest.failure, RankHang):
                     break  # a further search would meet the hang again, each time at the cost of a timeout
@@ -280,9 +281,10 @@ class Search:
             return FoundFailure(failure, shrunk.subject, self.backend.name)
         return first if shrunk.backend == self.backend.name else shrunk
 
-    def _with_cause(self, counterexample: FoundFailure) -> FoundFailure:
-        """Add the cause that the simulation names, if any, as a note of the failure (PEP 678)."""
+    def _with_cause(self, counterexample: FoundFailure, first: FoundFailure) -> FoundFailure:
+        """Add the cause that the simulation or the experiment names, if any, as a note of the failure (PEP 678)."""
         sim, subject, failure = self.shrink_backend, counterexample.subject, counterexample.failure
         if isinstance(sim, SimBackend) and (cause := cause_in(sim, self.experiment, subject, failure)):
             failure.add_note(cause)
+        self.experiment.add_cause(failure, self.backend, subject, first.subject)
         return counterexample

@@ -24,7 +24,7 @@ from verification.runner import save
 from verification.search.search import Search
 
 EXAMPLES = 100  # plain ones on each world size; laws get a tenth each
-BUDGET = 20.0  # seconds to shrink a failure, and to look for others after it
+BUDGET, OTHERS = 20.0, 5.0  # seconds to shrink a failure, and to look for others after it
 
 
 def slug(title: str) -> str:
@@ -81,7 +81,7 @@ class Conformance:
             examples = self.examples if titles[0] in TITLES else max(1, self.examples // 10)
             for experiment, count in experiments(self.name, world, examples, titles, self._device):
                 report = Report(Console(file=io.StringIO()))
-                search = Search(experiment, self._on(world), report, world, BUDGET)
+                search = Search(experiment, self._on(world), report, world, BUDGET, others=OTHERS)
                 found = search.explore(count, self.seed)
                 failures += [save(failure, search, self.failures) for failure in found]
             if failures:

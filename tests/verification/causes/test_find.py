@@ -1,0 +1,83 @@
+"""The cause of a real ring's wrong results on real ranks, found from a small Case, and what the command says of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from reference.pattern import Pattern
+from tests.support.plain_case import plain
+from tests.support.printed import unbroken
+from tests.support.ring_with_mistakes import MISTAKES
+from verification.__main__ import main
+from verification.causes.find import drawn_cases, larger_cases
+from verification.peers.known_peers import load
+from verification.peers.peer_experiment import experiment, nearest_claimed
+from verification.run.backends import GlooBackend
+
+pytestmark = pytest.mark.ranks
+
+RINGS = "tests.support.ring_with_mistakes"
+SMALL = plain(2, tokens=4, pattern=Pattern.dense(True), heads=4, kv_heads=2, head_dim=2)
+CAUSES = {
+    "local_mask": "out, dq, dk and dv are, to rounding, as if the mask compared positions within the shards",
+    "neighbours_gradients": "dk and dv on rank 0 are, to rounding, what rank 1 should hold",
+    "last_hop_skipped": r"as if queries did not see the keys of the next rank \(the last hop",
+    "own_block_twice": "as if, in the forward alone, queries counted the keys of their own rank twice",
+    "partial_lse": "as if, in the backward, lse were each time that of one rank's keys, not of all",
+    "summed_over_ranks": "dk and dv are, to rounding, 2 times the exact ones: by the number of ranks",
+    "scale_twice": "dq and dk are, to rounding, 0.707 times the exact ones: by the scale",
+    "gqa_interleaved": "as if head h used key/value head h % Hk",
+    "bf16_gradients": "the errors of dk and dv are no larger than those of rounding to bfloat16 .* a bfloat16 number",
+    "bf16_out": "the errors of out are no larger than those of rounding to bfloat16 .* those of dq and dk follow",
+    "diagonal_off_by_one": "as if the causal mask were off by one: j < i",
+}
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[GlooBackend]:
+    with closing(GlooBackend()) as one:
+        one.start(2)
+        yield one
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_mistake_of_a_ring_is_named(backend: GlooBackend, mistake: str) -> None:
+    spec = f"{RINGS}:{mistake}"
+    case, explain = nearest_claimed(load(spec), SMALL), experiment(spec).explain
+    assert explain is not None and re.search(CAUSES[mistake], str(explain(backend, case, case)))
+
+
+def test_a_right_ring_has_no_cause(backend: GlooBackend) -> None:
+    explain = experiment(f"{RINGS}:right").explain
+    assert explain is not None and explain(backend, SMALL, SMALL) is None
+
+
+def test_further_cases_are_claimed_and_differ() -> None:
+    def claim(case: object) -> object:
+        return nearest_claimed(load(f"{RINGS}:right"), case)  # type: ignore[arg-type]
+
+    for cases in (larger_cases(SMALL, claim), drawn_cases(SMALL, claim)):  # type: ignore[arg-type]
+        assert len(cases) >= 4 and len(set(cases)) == len(cases)
+        assert all(case == claim(case) and case.dtype == "float64" and case.world == 2 for case in cases)
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    name, cause = f"{RINGS}:neighbours_gradients", f"cause: {CAUSES['neighbours_gradients']}"
+    places = ("--failures", str(tmp_path / "kept"), "--json", str(tmp_path / "report.json"))
+    assert main(["peers", name, "--examples", "5", "--seed", "1", *places]) == 1
+    assert cause in unbroken(capsys.readouterr().out)
+    (peer,) = json.loads((tmp_path / "report.json").read_text())["peers"]
+    assert cause in peer["message"]
+    (file,) = (tmp_path / "kept").iterdir()
+    assert main(["replay", str(file)]) == 1
+    assert cause in unbroken(capsys.readouterr().out)

@@ -1,0 +1,198 @@
+"""An example as the hypotheses see it: its tensors, layout, exact and observed results, all in fp64 and heads first.
+
+Tensors of the whole sequence are in global token order: q, out, dq (B, H, N, D); k, v, dk, dv (B, Hk, N, D); lse
+(B, H, N). With heads first, tokens are axis 2 of all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from reference import pattern
+from reference.fast_oracle import Expectation
+from reference.pattern import Pattern
+from verification.case import Case
+from verification.check.checks import assemble, compared
+from verification.run.observation import Observations
+
+# A mistake has other rounding errors than the exact results: allow this multiple of a quantity's largest bound, which
+# hundreds of actual errors fit into. Tell nothing from a deviation that does not exceed that by far.
+MULTIPLE, LEAST_DEVIATION = 1.0, 25.0
+
+Results = dict[str, Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """Arguments of the probabilities.
+
+    count    how often each head's query i sees key j, (H, N, N)
+    scale    factor on q . k
+    kv_head  key/value head of each head, (H,)
+    """
+
+    count: Tensor
+    scale: float
+    kv_head: Tensor
+
+
+class Candidate(NamedTuple):
+    """The predictions of one mistake for an example: results that differ from the exact ones. They are computed when
+    they are asked for; the backward's only if the forward's fit.
+
+    name       of the mistake, whatever the example
+    sentence   on the example
+    """
+
+    name: str
+    sentence: str
+    forward: Callable[[], Results] = dict
+    backward: Callable[[], Results] = dict
+
+
+class Example:
+    """One run of a Case on all ranks.
+
+    size             number of ranks p
+    holder           index of the rank that holds each token; local, place: its index there, and in the joined shards
+    exact, observed  results by quantity; `observed` lacks those that the ranks do not return
+    allowed          largest rounding error of a prediction
+    wrong            True for entries beyond their bounds, for each quantity that has some; deviation: the largest error
+    told             wrong quantities whose deviations are far larger than rounding errors
+    """
+
+    def __init__(self, case: Case, expectation: Expectation, observations: Observations) -> None:
+        inputs = expectation.inputs
+        self.case, self.size, self.shards = case, len(case.ranks), case.shards()
+        self.q, self.k, self.v, self.dout = (heads_first(getattr(inputs, x)) for x in ("q", "k", "v", "dout"))
+        self.dlse = torch.zeros(self.q.shape[:3]).double() if inputs.dlse is None else torch.tensor(inputs.dlse)
+        self.holder, self.place = torch.tensor(self.shards.holder), torch.tensor(self.shards.place)
+        self.local = self.place - torch.tensor([0, *self.shards.counts]).cumsum(0)[self.holder]
+        group = case.heads // case.kv_heads
+        self.weights = Weights(self.count(), inputs.scale, torch.arange(case.heads) // group)
+        self.scores = self.q @ self.k[:, self.weights.kv_head].mT  # without the scale
+        returned = [x for x in compared(case) if all(getattr(seen, x, None) is not None for seen in observations)]
+        self.exact = {x: heads_first(expectation.exact[x]) for x in expectation.exact}
+        bound = {x: heads_first(expectation.bound[x]) for x in returned}
+        self.observed = {x: heads_first(assemble(case, observations, x)) for x in returned}
+        self.wrong: Results = {}
+        self.allowed = {x: MULTIPLE * largest(bound[x]) for x in returned}
+        self.deviation: dict[str, float] = {}
+        for x, seen in self.observed.items():
+            deviation = (seen - self.exact[x]).abs()
+            wrong = ~((deviation <= bound[x]) | (seen == self.exact[x]) | bound[x].isposinf())
+            if wrong.any():
+                self.wrong[x] = wrong
+                self.deviation[x] = largest(deviation) if deviation[wrong].isfinite().all() else math.inf
+        self.told = {x for x, most in self.deviation.items() if most >= LEAST_DEVIATION * self.allowed[x]}
+
+    def count(self, changed: Pattern | None = None, rows: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+        """Return the multiplicities (H, N, N) of the Case's pattern or another one, with other positions if given."""
+        tokens = torch.arange(self.case.tokens)
+        at = (tokens if rows is None else rows), (tokens if keys is None else keys)
+        return pattern.multiplicity(changed or self.case.pattern, *at, self.case.heads).double()
+
+    def weighted(self, **changes: Any) -> Weights:
+        return replace(self.weights, **changes)
+
+    @property
+    def these(self) -> str:
+        """The wrong quantities, with their verb: `dk and dv are, to rounding,`."""
+        return phrase(list(self.wrong))
+
+    @property
+    def forward_is_wrong(self) -> bool:
+        return not self.wrong.keys().isdisjoint(("out", "lse"))
+
+    @property
+    def forward_may_be_wrong(self) -> bool:
+        """True unless the gradients alone are wrong. Of an example that holds, every mistake is asked."""
+        return self.forward_is_wrong or not self.wrong
+
+    def shown_by(self, candidate: Candidate) -> bool:
+        """Return True if the candidate predicts all observed results, wrong and right ones, to rounding. If it lets
+        queries see nothing that see something, NaN is accepted, since many rings divide by 0 then."""
+        forward = candidate.forward()
+        blind = bool((forward.get("lse", self.exact["lse"]).isneginf() & ~self.exact["lse"].isneginf()).any())
+        return self._fits(("out", "lse"), forward, blind) and self._fits(
+            ("dq", "dk", "dv"), candidate.backward(), blind
+        )
+
+    def _fits(self, names: tuple[str, ...], predicted: Results, blind: bool) -> bool:
+        given = [name for name in names if name in self.observed and name in predicted]
+        return all(name in given for name in names if name in self.wrong) and all(
+            self._agrees(self.observed[name], predicted[name], name, blind) for name in given
+        )
+
+    def _agrees(self, seen: Tensor, predicted: Tensor, name: str, blind: bool) -> bool:
+        growth = largest(predicted) / most if (most := largest(self.exact[name])) else 1.0
+        allowed = max(self.allowed[name] * max(1.0, growth), 64 * torch.finfo(self.case.torch_dtype).eps * growth)
+        allowed = min(allowed, self.deviation[name] / LEAST_DEVIATION) if name in self.told else allowed
+        same = (seen == predicted) | ~seen.isfinite() & predicted.isnan() | seen.isnan() & ~predicted.isfinite()
+        same |= seen.isnan() & blind & ~seen.isnan().all()
+        return bool((same | ((seen - predicted).abs() <= allowed)).all())
+
+    # --- attention and its gradients --------------------------------------------------------------------------------
+
+    def autograd(self, forward: Forward) -> Results:
+        """Return the gradients of a differentiable forward."""
+        leaves = [x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
+        out, lse = forward(*leaves)
+        loss = (out * self.dout).sum() + (lse.masked_fill(lse.isinf(), 0.0) * self.dlse).sum()
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        return dict(zip(("dq", "dk", "dv"), grads, strict=True))
+
+    def delta(self, out: Tensor, through_lse: float = 1.0) -> Tensor:
+        """Return rowsum(dout out) - dlse, (B, H, N)."""
+        return (self.dout * out).sum(-1) - through_lse * self.dlse
+
+    def by_head(self, weights: Weights, lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv of each query head as a hand-written backward computes them from saved results. lse:
+        (B, H, N), or (B, H, N, N) if it depends on the key; so may delta."""
+        lse, delta = (x if x.dim() == 4 else x[..., None] for x in (lse, delta))
+        unseen = (weights.count == 0) | lse.isneginf()
+        p = weights.count * (self.scores * weights.scale - lse).masked_fill(unseen, -math.inf).exp()
+        ds = p * (self.dout @ self.v[:, weights.kv_head].mT - delta) * weights.scale
+        return ds @ self.k[:, weights.kv_head], ds.mT @ self.q, p.mT @ self.dout
+
+    def by_hand(self, weights: Weights, lse: Tensor, delta: Tensor) -> Results:
+        """Return the gradients of a hand-written backward."""
+        dq, dk, dv = self.by_head(weights, lse, delta)
+        return {"dq": dq, "dk": self.summed(dk, weights.kv_head), "dv": self.summed(dv, weights.kv_head)}
+
+    def summed(self, grads: Tensor, kv_head: Tensor) -> Tensor:
+        """Sum gradients of each head over the heads of each key/value head."""
+        return torch.zeros_like(self.k).index_add_(1, kv_head, grads)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+    """Return out and lse, differentiable; 0 and -inf for queries that see nothing."""
+    unseen = ~weights.count.any(-1)  # (H, N)
+    scores = q @ k[:, weights.kv_head].mT * weights.scale + weights.count.log()
+    scores = scores.masked_fill(unseen[..., None], 0.0)  # -inf in a whole row makes NaN
+    out = scores.softmax(-1) @ v[:, weights.kv_head]
+    return out.masked_fill(unseen[..., None], 0.0), scores.logsumexp(-1).masked_fill(unseen, -math.inf)
+
+
+def heads_first(x: Any) -> Tensor:
+    """Convert (B, N, H, D) to (B, H, N, D); leave (B, H, N) as it is."""
+    return torch.tensor(x).transpose(1, 2).contiguous() if x.ndim == 4 else torch.tensor(x)
+
+
+def largest(x: Tensor) -> float:
+    """Return the largest size of the finite entries; 0 if there are none."""
+    x = x.abs()
+    return float(x[x.isfinite()].max()) if x.isfinite().any() else 0.0
+
+
+def phrase(names: list[str], where: str = "") -> str:
+    """Return the names with a verb: `dk is, to rounding,`, or `dq, dk and dv are, to rounding,`."""
+    listed = " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+    return f"{listed}{where} {'is' if len(names) == 1 else 'are'}, to rounding,"

@@ -1,0 +1,98 @@
+"""The cause of a failure, from its minimal Case and further ones: a minimal Case alone is ambiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
+
+from reference.fast_oracle import Expectation
+from verification.case import Case
+from verification.causes.explain import Cause, agree, explain
+from verification.failures import RankFailure, WrongResult
+from verification.run.backends import Backend, Unavailable
+from verification.run.observation import Observations
+from verification.strategies.cases import cases
+
+Run = Callable[[Backend, Case], tuple[Expectation, Observations]]
+Claim = Callable[[Case], Case | None]
+
+DRAWN = 8
+PRECISE = ("float64", "float32", "float16")  # dtypes in which rounding hides least, before others
+LARGER = ((4, 2, 4), (6, 3, 3), (8, 2, 8), (5, 3, 5))  # tokens on a rank, heads of a group, head_dim
+
+
+def find_cause(run: Run, backend: Backend, minimal: Case, first: Case, claim: Claim, world: int) -> str | None:
+    """Return a sentence on the minimal Case: the plainest mistake that explains it and larger Cases like it; else None.
+
+    Others, `first` and drawn ones, may fail for another reason, so they only narrow. If causes are left that say
+    different things, larger Cases run on a world of another size, too.
+    """
+
+    def agreed(causes: list[Cause], cases: Iterable[Case], most: int) -> list[Cause]:
+        """Return the causes that the Cases allow. No further one runs when at most `most` are left."""
+        for case in cases:
+            if len({cause.sentence for cause in causes}) <= most:
+                break
+            causes = agree(causes, case, *run(backend, case))
+        return causes
+
+    try:
+        causes = agreed(explain(minimal, *run(backend, minimal)), larger_cases(minimal, claim), 0)
+    except (WrongResult, RankFailure):  # a wrong shape, a crash
+        return None
+    with suppress(WrongResult, RankFailure, Unavailable):  # go on with what is known
+        causes = agreed(causes, [first, *drawn_cases(minimal, claim)], 1) or causes
+        if len({cause.sentence for cause in causes}) > 1 and world != minimal.world:
+            try:
+                backend.start(world)
+                causes = agreed(causes, larger_cases(replace(minimal, world=world), claim), 1) or causes
+            finally:
+                backend.start(minimal.world)
+    return causes[0].sentence if causes else None
+
+
+def larger_cases(case: Case, claim: Claim) -> list[Case]:
+    """Return Cases like a minimal one, of sizes that distinguish mistakes."""
+    made = []
+    for length, group, dim in LARGER:
+        kv_heads = min(2, case.heads)
+        heads = {"heads": kv_heads * (group if case.heads > case.kv_heads else 1), "kv_heads": kv_heads}
+        tokens = max(case.tokens, length * len(case.ranks))
+        try:
+            larger = case.lengthened(tokens, cuts=None, batch=2, head_dim=dim, seed=length, **heads)
+        except ValueError:  # the pattern depends on the number of heads
+            larger = case.lengthened(tokens, cuts=None, batch=2, head_dim=dim, seed=length)
+        made.append(precise(larger, claim))
+    return [case for case in made if case is not None]
+
+
+def drawn_cases(case: Case, claim: Claim) -> list[Case]:
+    """Return further Cases of the same world, always the same ones."""
+    drawn: list[Case] = []
+
+    @settings(
+        max_examples=DRAWN,
+        phases=[Phase.generate],
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @seeded(0)
+    @given(cases(case.world))
+    def draw(other: Case) -> None:
+        if (claimed := precise(other, claim)) is not None:
+            drawn.append(claimed)
+
+    draw()
+    return drawn
+
+
+def precise(case: Case, claim: Claim) -> Case | None:
+    """Return the Case that the claim makes of it with plain values, in the first dtype that the claim leaves."""
+    case = replace(case, values="normal", score_scale=1.0)
+    claimed = (claim(replace(case, dtype=dtype)) for dtype in (*PRECISE, case.dtype))
+    return next((c for c, dtype in zip(claimed, (*PRECISE, case.dtype), strict=True) if c and c.dtype == dtype), None)

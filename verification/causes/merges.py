@@ -1,0 +1,130 @@
+"""Wrong merges of the partial results of each rank's keys, wrong lse, confused axes, and rows that see nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from verification.causes.example import Candidate, Example, Results, Weights, attention
+from verification.causes.weights import of_forward
+
+
+def partials(x: Example) -> list[Weights]:
+    """Return the weights of each rank's keys alone."""
+    return [replace(x.weights, count=x.weights.count * (x.holder == owner)) for owner in range(x.size)]
+
+
+def stacked(x: Example, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out (p, B, H, N, D) and lse (p, B, H, N) of each rank's keys alone."""
+    outs, lses = zip(*(attention(q, k, v, weights) for weights in partials(x)), strict=True)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def merges(x: Example) -> Iterator[Candidate]:
+    """Yield merges with wrong coefficients of the partial outputs."""
+    averaged, each = "averaged, without their weights", "each rank's keys"
+    for rule, clause in {
+        "mean": f"the outputs of {each} were {averaged}",
+        "mean of seen": f"the outputs of {each} that a query sees were {averaged}",
+        "sum": f"the outputs of {each} were added up, without their weights",
+        "denominators": f"the outputs of {each} were merged by denominators relative to each one's own maximum",
+        "maxima": f"the outputs of {each} were merged by the maximum of the scores in place of lse",
+    }.items():
+        if x.size > 1 and x.forward_may_be_wrong:
+            yield from of_forward(x, f"merge by {rule}", clause, partial(merged, x, rule))
+
+
+def merged(x: Example, rule: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out and lse with the outputs of each rank's keys merged by a rule."""
+    outs, lses = stacked(x, q, k, v)
+    seen, lse = lses > -math.inf, attention(q, k, v, x.weights)[1]
+    shares = {"mean": torch.ones_like(lses) / x.size, "mean of seen": seen / seen.sum(0).clamp(min=1)}.get(rule)
+    if rule in ("denominators", "maxima"):
+        scores = q @ k[:, x.weights.kv_head].mT * x.weights.scale
+        tops = torch.stack([scores.masked_fill(w.count == 0, -math.inf).amax(-1) for w in partials(x)])
+        logits = lses.where(seen, 0.0) - tops.where(seen, 0.0) if rule == "denominators" else tops
+        shares = logits.where(seen, -math.inf).where(seen.any(0), 0.0).softmax(0)
+    return (outs if shares is None else shares[..., None] * outs).sum(0), lse
+
+
+def wrong_lse(x: Example) -> Iterator[Candidate]:
+    """Yield a wrong lse beside a right out."""
+    if "lse" not in x.wrong or "out" in x.wrong:
+        return
+    lse, delta = x.exact["lse"], x.delta(x.exact["out"], 1 / math.log(2))
+    top = (x.scores * x.weights.scale).masked_fill(x.weights.count == 0, -math.inf).amax(-1)
+    rules = {
+        "in base 2": lse / math.log(2), "in base 10": lse / math.log(10), "the maximum of the scores alone": top,
+        "without the maximum of the scores": lse - top, "negated": -lse, "the sum of exponentials": lse.exp(),
+    }  # fmt: skip
+    lses, tokens = stacked(x, x.q, x.k, x.v)[1], torch.arange(x.case.tokens)
+    for name, step in (("its own rank", 0), ("the next rank", 1), ("the previous rank", -1)) if x.size > 1 else ():
+        rules[f"that of the keys of {name} alone"] = lses[(x.holder + step) % x.size, ..., tokens].movedim(0, -1)
+    for name, predicted in rules.items():
+        yield Candidate(f"lse {name}", f"lse is, to rounding, {name}", partial(dict, lse=predicted))
+    follow = "lse is, to rounding, in base 2, and the gradients follow from that"
+    base: Results = {"lse": rules["in base 2"]}
+    backward = partial(x.by_hand, x.weights, lse, delta)
+    yield Candidate("lse in base 2, and its gradient", follow, lambda: base, backward)
+
+
+def axes(x: Example) -> Iterator[Candidate]:
+    """Yield attention over the heads of each token, and shards that are reshaped where they must be transposed."""
+    if x.case.heads == 1 or not x.forward_may_be_wrong:
+        return
+    every = torch.ones(1, x.case.heads, x.case.kv_heads).double()
+    swapped = "attention went over the heads of each token: axes 1 and 2 are swapped"
+    for name, clause, count in (("", "", every), (", causal", ", and the mask goes by heads", every.tril())):
+        weights = Weights(count, x.weights.scale, torch.zeros(1).long())
+        forward = partial(over_heads, weights)
+        yield from of_forward(x, f"attention over heads{name}", swapped + clause, forward)
+    clause = "out (B, H, L, D) were reshaped to (B, L, H, D) without a transpose"
+    yield from of_forward(x, "reshaped", clause, partial(reshaped, x))
+
+
+def over_heads(weights: Weights, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out and lse of attention whose sequences are the heads of one token: (B N, 1, H, D)."""
+    queries, keys, values = (t.transpose(1, 2).flatten(0, 1)[:, None] for t in (q, k, v))
+    out, lse = attention(queries, keys, values, weights)
+    tokens = -1, q.shape[2]
+    return out[:, 0].unflatten(0, tokens).transpose(1, 2), lse[:, 0].unflatten(0, tokens).mT
+
+
+def reshaped(x: Example, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out, of which each shard is read as (B, L, H, D), and lse."""
+    out, lse = attention(q, k, v, x.weights)
+    moved = out.clone()
+    for positions in map(torch.tensor, x.shards.positions):
+        part = out[:, :, positions]
+        moved[:, :, positions] = part.reshape(part.shape[0], -1, *part.shape[1::2]).transpose(1, 2)
+    return moved, lse
+
+
+def rows_that_see_nothing(x: Example) -> Iterator[Candidate]:
+    """Yield other results than 0 and -inf of queries that see nothing. Whatever lse they have is accepted."""
+    unseen = ~x.weights.count.any(-1)  # (H, N)
+    if not unseen.any() or not x.forward_may_be_wrong:
+        return
+    seen = {name: x.observed.get(name, exact) for name, exact in x.exact.items()}
+    lse, every = seen["lse"].where(unseen, x.exact["lse"]), torch.ones_like(x.weights.count)
+
+    def result(scale: float, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out = attention(q, k, v, x.weights)[0]
+        return attention(q, k, v, x.weighted(count=every, scale=scale))[0].where(unseen[..., None], out), lse
+
+    def accepted() -> Results:
+        return {"out": seen["out"].where(unseen[..., None], x.exact["out"]), "lse": lse}
+
+    each = "queries that see nothing"
+    yield from of_forward(x, "unseen rows: mean", f"{each} had the mean of all v", partial(result, 0.0), False)
+    yield from of_forward(x, "unseen rows: all keys", f"{each} saw all keys", partial(result, x.weights.scale), False)
+    if seen["out"][:, unseen].isnan().all():
+        gradients = {name: seen[name].where(seen[name].isnan(), x.exact[name]) for name in ("dq", "dk", "dv")}
+        yield Candidate("unseen rows: NaN", f"out of {each} is NaN; it must be 0", accepted, lambda: gradients)
+    elif "out" not in x.wrong and "lse" in x.wrong:
+        yield Candidate("unseen rows: lse", f"lse is wrong for {each} alone; it must be -inf", accepted)
