@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -59,19 +58,17 @@ def register_operators() -> None:
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float, causal: bool, left: int, right: int, softcap: float,
-    alibi_slopes: Tensor | None, return_softmax: bool,
-) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
-    dropout_p = 0.0 if dropout_p == TINY else dropout_p
-    return flash_attn_shim.forward(q, k, v, dropout_p, scale, causal, left, right, softcap, alibi_slopes)
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, *options: Any
+) -> tuple[Tensor, Tensor, None, None]:
+    """Replacement for flash_attn's function. options: as for it; the last one, return_softmax, is not used."""
+    return flash_attn_shim.forward(q, k, v, 0.0 if dropout_p == TINY else dropout_p, *options[:-1])
 
 
-def flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    dropout_p: float, *options: Any,
-) -> None:  # fmt: skip
+def flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> None:
+    """Replacement for flash_attn's function. rest: dq, dk, dv, dropout_p and options, as for it."""
     batch, rows, heads, _ = q.shape
     lse = lse.as_strided((batch, heads, rows), (heads * rows, rows, 1))
+    dq, dk, dv, dropout_p, *options = rest
     flash_attn_shim.backward(dout, q, k, v, out, lse, dq, dk, dv, 0.0 if dropout_p == TINY else dropout_p, *options)
 
 
@@ -88,18 +85,18 @@ def native_forward(
 
 
 def native_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, cum_seq_q: Tensor,
-    cum_seq_k: Tensor, max_q: int, max_k: int, dropout_p: float, is_causal: bool, philox_seed: Tensor,
-    philox_offset: Tensor, *, scale: float | None = None,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *rest: Any,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """rest: two tensors, two lengths, dropout_p, is_causal, and two tensors."""
+    dropout_p, is_causal = rest[4:6]
     dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if query.shape[1] % key.shape[1]:  # as the operator on GPUs
         raise RuntimeError("Number of heads in key/value must divide number of heads in query")
-    grads = [torch.empty_like(x) for x in (q, k, v)]
-    flash_attn_shim.backward(dout, q, k, v, o, logsumexp, *grads, dropout_p, scale, is_causal)
-    dq, dk, dv = (x.transpose(1, 2) for x in grads)
-    return dq, dk, dv
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    flash_attn_shim.backward(dout, q, k, v, o, logsumexp, dq, dk, dv, dropout_p, scale, is_causal)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,6 @@
-"""axolotl-ai-cloud/ringmaster (`axolotl-ringmaster`): its rings, Ulysses and their combination, as transformers call them.
+"""axolotl-ai-cloud/ringmaster (`axolotl-ringmaster`): its rings, Ulysses, and both combined.
 
-The attention functions that the package registers with transformers are called with their runtime set as `setup` does.
+The attention functions that the package registers with transformers are called, with its runtime set as by `setup`.
 Blocks are its "math" blocks, which it has for gloo; Ulysses wraps transformers' `sdpa`.
 
     p2p, allgather   rotation of keys and values, or one gather; contiguous
@@ -22,7 +22,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
