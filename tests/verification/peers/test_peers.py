@@ -53,6 +53,7 @@ from verification.training.training_run import TRAINING_PRELOAD
 pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[3]
+FINDINGS = ROOT / "verification/peers/findings"
 EXAMPLES = "tests.support.peer_examples"
 WINDOWED = {name: peer for name, peer in vars(with_windows).items() if isinstance(peer, Peer)}
 LLAMA3 = "ring-flash-attn/llama3-varlen"
@@ -406,6 +407,15 @@ def test_a_claim_is_settled_and_keeps_what_the_implementation_takes(peer: Peer, 
         unit = len(found.ranks) * (2 if found.order == "zigzag by document" else 1)
         assert found.batch == 1 and all(length % unit == 0 for length in after or (found.tokens,))
         assert edges[-1] == found.shards().counts[0] and edges.diff().max() == longest
+
+
+@pytest.mark.parametrize("file", sorted(FINDINGS.glob("*.json")), ids=lambda file: file.stem)
+def test_a_saved_finding_replays_a_known_peer_and_is_named_by_a_page(file: Path) -> None:
+    record = json.loads(file.read_text())
+    peer = KNOWN[record.pop("peer", None) or record.pop("step_peer")]
+    (case,) = record.values()
+    assert (Case.from_json(json.dumps(case)) if "case" in record else TrainingCase.from_dict(case)).world in peer.worlds
+    assert any(f"replay verification/peers/findings/{file.name}" in page.read_text() for page in FINDINGS.glob("*.md"))
 
 
 @pytest.mark.parametrize(

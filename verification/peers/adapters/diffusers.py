@@ -12,8 +12,8 @@ flash backend takes a window, which is right if the kernel has the whole sequenc
 
 The adapter runs the diffusers that Python finds first. An older version in another folder is run by its PYTHONPATH:
 
-    pip install --no-deps --target OLDER diffusers==0.39.0
-    PYTHONPATH=OLDER python -m verification peers diffusers
+    pip install --no-deps --target .venv/diffusers-0.39.0 diffusers==0.39.0
+    PYTHONPATH=.venv/diffusers-0.39.0 python -m verification peers diffusers
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from verification.peers.adapters.yunchang import all_to_all_ranks
 from verification.peers.peer import Peer, Result
 
 MODULE, CONFIG = "diffusers.models.attention_dispatch", "diffusers.models._modeling_parallel"
-TINY = 1e-30  # dropout that releases up to 0.40 ask for, so that flash_attn returns lse
+TINY = 1e-30  # dropout that releases up to 0.41 ask for, so that flash_attn returns lse
 _operators = torch.library.Library("aten", "IMPL")
 
 
