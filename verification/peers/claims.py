@@ -154,6 +154,17 @@ def default_scale(case: Case) -> Case:
     return dataclasses.replace(case, scale=None)
 
 
+def divisible_heads(case: Case, ranks: int) -> Case:
+    """Use the next number of key/value heads that so many ranks divide, with as many query heads to each."""
+    kv_heads = -(-case.kv_heads // ranks) * ranks
+    return dataclasses.replace(case, kv_heads=kv_heads, heads=kv_heads * (case.heads // case.kv_heads))
+
+
+def positive_scale(case: Case) -> Case:
+    """Use head_dim ** -0.5 instead of a scale of zero or less."""
+    return case if case.scale is None or case.scale > 0 else default_scale(case)
+
+
 def without_lse(case: Case) -> Case:
     """Return the Case without lse: for implementations that return only the output.
 

@@ -12,10 +12,13 @@ from typing import Any
 
 from verification.peers.adapters import (
     context_parallel,
+    deepspeed_ulysses,
+    diffusers,
     dilated_attention_pytorch,
     ring_attention_pytorch,
     ring_flash_attn,
     ring_flash_attn_varlen,
+    ringmaster,
     torchscale,
     yunchang,
 )
@@ -24,7 +27,7 @@ from verification.peers.peer import Peer, Refused
 # The part of a name before the first "/" selects all peers that begin with it.
 ADAPTERS = (
     ring_attention_pytorch, ring_flash_attn, ring_flash_attn_varlen, yunchang, torchscale, dilated_attention_pytorch,
-    context_parallel,
+    context_parallel, ringmaster, diffusers, deepspeed_ulysses,
 )  # fmt: skip
 KNOWN = {peer.name: peer for module in ADAPTERS for peer in vars(module).values() if isinstance(peer, Peer)}
 

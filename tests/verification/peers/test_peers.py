@@ -64,9 +64,12 @@ from verification.training.training_run import TRAINING_PRELOAD
 pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[3]
+FINDINGS = ROOT / "verification/peers/findings"
 EXAMPLES = "tests.support.peer_examples"
 WINDOWED = {name: peer for name, peer in vars(with_windows).items() if isinstance(peer, Peer)}
 LLAMA3 = "ring-flash-attn/llama3-varlen"
+WITH_WINDOWS = {"ringmaster/ring-varlen", "ringmaster/ulysses-varlen", "ringmaster/usp-varlen", LLAMA3}  # if causal
+IMPORTED_AS = {"axolotl-ringmaster": "ringmaster"}
 SCALE, TOKENS = 0.7, 9
 PLAIN = plain(1, tokens=5, pattern=Pattern.dense(True), batch=2, seed=3)
 
@@ -277,7 +280,8 @@ def test_what_is_no_adapter() -> None:
 @pytest.mark.parametrize("name", [name for name in KNOWN if not name.startswith("torch")])
 def test_a_package_that_is_not_installed_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     package = str(load(name).package)
-    monkeypatch.setattr(sys, "modules", sys.modules | {package.replace("-", "_"): None})  # importing it fails
+    module = IMPORTED_AS.get(package, package.replace("-", "_"))
+    monkeypatch.setattr(sys, "modules", sys.modules | {module: None})  # importing it fails
     missing = Mock(side_effect=importlib.metadata.PackageNotFoundError)
     monkeypatch.setattr(importlib.metadata, "version", missing)
     assert load(name).version is None
@@ -287,7 +291,7 @@ def test_a_package_that_is_not_installed_is_refused_by_name(name: str, monkeypat
 
 def test_names() -> None:
     assert selected("ring-flash-attn") == [name for name in KNOWN if name.startswith("ring-flash-attn/")]
-    assert selected("yunchang/strip") == ["yunchang/strip"] and selected("a.b:c") == ["a.b:c"] and len(KNOWN) == 14
+    assert selected("yunchang/strip") == ["yunchang/strip"] and selected("a.b:c") == ["a.b:c"] and len(KNOWN) == 32
     assert load("verification.peers.adapters.torchscale:adapter") is load("torchscale"), "as older records name it"
     for wrong in ("ring-flash", "a.b", ":c", "a:", "a:b:c", "a.:b", "/", ""):
         with pytest.raises(Refused, match="argument NAME"):
@@ -496,17 +500,28 @@ def test_a_claim_is_settled_and_keeps_what_the_implementation_takes(peer: Peer, 
     assert found.pattern == Pattern.dense(found.pattern.causal, after, window)
     if peer.name.endswith(" with windows"):
         assert window == claims.window(with_windows.with_a_window(case)) is not None
+    elif peer.name == "diffusers/ulysses-flash":
+        assert not found.pattern.causal
     else:
-        assert window is None or (peer.name == LLAMA3 and found.pattern.causal)
+        assert window is None or (peer.name in WITH_WINDOWS and found.pattern.causal)
     if "-varlen" not in peer.name:
         assert after is None
-    elif "llama3" in peer.name:  # documents are as drawn, but for the last, which ends the last shard
+    elif not found.order.endswith("by document"):  # they are as drawn, but for the last, which ends the last shard
         assert before == after or (before is not None and after is not None and before[:-1] == after[:-1])
     else:
         edges, longest = lengths(found, len(found.ranks))
         unit = len(found.ranks) * (2 if found.order == "zigzag by document" else 1)
         assert found.batch == 1 and all(length % unit == 0 for length in after or (found.tokens,))
         assert edges[-1] == found.shards().counts[0] and edges.diff().max() == longest
+
+
+@pytest.mark.parametrize("file", sorted(FINDINGS.glob("*.json")), ids=lambda file: file.stem)
+def test_a_saved_finding_replays_a_known_peer_and_is_named_by_a_page(file: Path) -> None:
+    record = json.loads(file.read_text())
+    peer = KNOWN[record.pop("peer", None) or record.pop("step_peer")]
+    (case,) = record.values()
+    assert (Case.from_json(json.dumps(case)) if "case" in record else TrainingCase.from_dict(case)).world in peer.worlds
+    assert any(f"replay verification/peers/findings/{file.name}" in page.read_text() for page in FINDINGS.glob("*.md"))
 
 
 @pytest.mark.parametrize(
