@@ -30,7 +30,7 @@ from verification.cli.arguments import (
     write_json,
 )  # fmt: skip
 from verification.peers.expected_failures import read_expected_failures
-from verification.peers.known_peers import KNOWN, load, ready, selected
+from verification.peers.known_peers import KNOWN, load, selected
 from verification.peers.peer import Refused
 from verification.peers.peer_experiment import (
     LAWS_OF_ANY,
@@ -39,6 +39,7 @@ from verification.peers.peer_experiment import (
     experiments,
     implementation,
     must_be_claimed,
+    rehearse,
 )
 from verification.peers.peer_rank import prepare
 from verification.peers.probe import probe
@@ -145,7 +146,8 @@ def peer_names(names: Sequence[str], known: Mapping[str, Any]) -> list[str]:
 @dataclass(frozen=True)
 class Kind:
     """Peers of attention, or of training steps, and how to run them. command: of `python -m verification`. case_of: the
-    field of a saved record with the Case. load: finds a peer by its name. ready: the same, with its packages.
+    field of a saved record with the Case. load: finds a peer by its name. ready: does the
+    imports of one, and looks for faults of the adapter.
     experiments: of a peer on a world size, each with its number of examples."""
 
     command: str
@@ -179,7 +181,7 @@ def step_experiments(name: str, world: int, plan: RunPlan, options: argparse.Nam
     return [(step_experiment(name), plan.examples_for(world))]
 
 
-ATTENTIONS = Kind("peers", "case", KNOWN, load, ready, attention_experiments, prepare, PRELOAD, TIMEOUT, Coverage)
+ATTENTIONS = Kind("peers", "case", KNOWN, load, rehearse, attention_experiments, prepare, PRELOAD, TIMEOUT, Coverage)
 STEPS = Kind(
     "training", "training_case", KNOWN_STEP_PEERS, load_step_peer, ready_step_peer, step_experiments, prepare_step_peer,
     TRAINING_PRELOAD, STEP_TIMEOUT, partial(Coverage, groups=TRAINING_GROUPS),

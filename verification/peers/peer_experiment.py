@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from reference.fast_oracle import Expectation, Inputs, evaluate
@@ -20,8 +21,8 @@ from verification.check.expectation import counts_of
 from verification.check.laws import LAWS, Law
 from verification.experiments import law_experiment
 from verification.peers import interpolated_merge
-from verification.peers.known_peers import load
-from verification.peers.peer import Peer
+from verification.peers.known_peers import load, ready
+from verification.peers.peer import Peer, Refused
 from verification.peers.peer_rank import observe_peer
 from verification.run.backends import Backend
 from verification.run.observation import Observation
@@ -37,6 +38,7 @@ TITLES = tuple(
     p.title for p in properties.PROPERTIES if p is properties.EVERY_RANK_ANSWERS or set(p.checks) <= set(APPLICABLE)
 )
 LAWS_OF_ANY = tuple(law for law in LAWS if law.of_any)
+REHEARSED = 20  # Cases on each world size
 LAW_SHARE = 0.1  # of the plain examples, for each law
 
 
@@ -120,6 +122,25 @@ def cause_of(name: str, attention: Implementation, backend: Backend, minimal: Ca
 
     larger = min((world for world in load(name).worlds if world > minimal.world), default=minimal.world)
     return find_cause(results, backend, minimal, first, attention.claims, larger)
+
+
+def rehearse(name: str) -> None:
+    """Do the imports of a peer, and apply its claim to some Cases of each world size. Raises Refused for a peer that
+    cannot be loaded, or a claim that is at fault."""
+    peer = ready(name)
+    quickly = settings(
+        max_examples=REHEARSED, phases=[Phase.generate], database=None, deadline=None, derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+
+    def claim(case: Case) -> None:
+        nearest_claimed(peer, case)
+
+    try:
+        for world in peer.worlds:
+            quickly(given(cases(world))(claim))()
+    except ToolError as error:
+        raise Refused(str(error)) from error
 
 
 def must_be_claimed(attention: Implementation, case: Case) -> None:

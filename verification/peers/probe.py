@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 
-from verification.failures import RankFailure
+import torch
+
+from verification.failures import name_exit
 from verification.peers.known_peers import ready
 from verification.peers.peer import Refused
-from verification.run.backends import PRELOAD, Unavailable
-from verification.run.processes.pool import Pool, PoolError
 
 TIMEOUT = 120.0  # seconds: the first import may compile
 
 
 def probe(name: str, timeout: float = TIMEOUT, ready: Callable[[str], object] = ready) -> None:
-    """Import the peer in a new process. Raises Refused if it or its requirements cannot be imported, Unavailable if no
-    process starts. ready: finds the peer of that name and does its imports."""
+    """Import the peer in a process of its own. Raises Refused if it cannot be run. ready: finds the peer of that name,
+    does its imports, and raises Refused for what it finds wrong.
+
+    The process is forked, since this one has imported torch already: a wrong name is told at once.
+    """
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_answer, args=(sender, name, ready), daemon=True)
+    process.start()
+    sender.close()
     try:
-        with Pool(1, timeout=timeout, preload=PRELOAD) as pool:
-            (reason,) = pool.run(refusal, name, ready)
-    except PoolError as error:
-        raise Unavailable(f"no process to import {name} in could be started: {error}") from error
-    except RankFailure as failure:
-        raise Refused(f"importing {name} failed: {failure.headline}") from failure
+        if not receiver.poll(timeout):
+            raise Refused(f"importing {name} failed: no answer within {timeout:g} s")
+        reason: str | None = receiver.recv()
+    except EOFError:
+        process.join()
+        raise Refused(f"importing {name} failed: its process {name_exit(process.exitcode)}") from None
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
     if reason is not None:
         raise Refused(reason)
 
 
-def refusal(name: str, ready: Callable[[str], object]) -> str | None:
-    """Task: return the reason why the peer cannot be run; None if it can."""
+def _answer(sender: Connection, name: str, ready: Callable[[str], object]) -> None:
+    """Send the reason why the peer cannot be run; None if it can."""
+    torch.set_num_threads(1)  # threads of the parent's pool do not exist here: a parallel product would wait for them
     try:
         ready(name)
     except Refused as error:
-        return str(error)
-    return None
+        sender.send(str(error))
+    else:
+        sender.send(None)

@@ -13,7 +13,7 @@ from rich.console import Console
 from verification.check import properties
 from verification.peers.known_peers import load
 from verification.peers.peer import Peer
-from verification.peers.peer_experiment import LAWS_OF_ANY, TITLES, experiments
+from verification.peers.peer_experiment import LAWS_OF_ANY, TITLES, experiments, rehearse
 from verification.peers.peer_rank import prepare
 from verification.peers.probe import probe
 from verification.report.counter_example import CounterExample
@@ -57,7 +57,7 @@ class Conformance:
 
     def prepare(self) -> Peer:
         """Return the Peer, once a process of its own could import it. Raises Refused or Unavailable."""
-        probe(self.name)
+        probe(self.name, ready=rehearse)
         return load(self.name)
 
     def counter_examples(self, title: str, selected: set[str]) -> list[CounterExample]:

@@ -106,7 +106,7 @@ REFUSED: list[tuple[Any, str]] = [
     (fault(case(), more=1), "how must be an object with the fields kind, rank, post, send"),
     (fault(as_json(plain(2, pattern=Pattern((Branch(6),))))), "the ranks of case send no messages"),
     (CALL | {"peer": 3}, "peer is 3; it must be package.module:adapter, or one of "),
-    (CALL | {"peer": "no.such:peer"}, "a replay imports no module that a file names; if it is yours, write --attention"),
+    (CALL | {"peer": "no.such:peer"}, "a replay imports no module that a file names"),
     (case(backward=False), "backward is False; it must be True: only peers run forward alone"),
     (STEP | {"step_peer": 3}, "step_peer is 3; it must be package.module:adapter, or one of "),
     (STEP | {"training_case": {}}, "a TrainingCase: missing fields"),
