@@ -88,4 +88,5 @@ def rows_last(x: Any) -> Any:
 adapter = Peer(
     "ring in JAX", "dense causal, fp32 and bf16, a few sizes, four devices of one process",
     nearest_supported, attend, worlds=(1,), package="jax", prepare=prepare, arrays="jax",
+    timeout=60.0,  # it compiles
 )  # fmt: skip

@@ -259,7 +259,8 @@ def _run(kind: Kind, outcome: PeerOutcome, plan: RunPlan, console: Console, opti
     report = Report(console, verbose=options.verbose)
     report.coverage = kind.coverage()
     make = NcclBackend if plan.backend == "nccl" else GlooBackend
-    backend = make(kind.timeout, partial(kind.prepare, name), (*kind.preload, *getattr(peer, "preload", ())))
+    timeout = max(kind.timeout, getattr(peer, "timeout", 0.0))
+    backend = make(timeout, partial(kind.prepare, name), (*kind.preload, *getattr(peer, "preload", ())))
     backend.device = getattr(options, "device", None) or backend.device
     try:
         with report:

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ from verification import runner
 from verification.case import Case
 from verification.cli import arguments as cli
 from verification.failures import RankCrash, RankHang, VerificationFailure
+from verification.peers import peer_experiment
+from verification.peers.peer import Refused
+from verification.peers.peer_rank import prepare as ready_peer
+from verification.peers.peer_rank import run_named
+from verification.peers.probe import probe
 from verification.problems import links, long_problems
 from verification.problems.long_problems import LongProblem
 from verification.replay import replay as replays
@@ -32,6 +38,7 @@ from verification.run.torchrun.agents import Address, Agent, NotUnderTorchrun, R
 from verification.run.torchrun.backend import ShrinkBackend, TorchrunBackend
 from verification.run.torchrun.rank_zero import AgentLost, Agents
 from verification.search.experiment import ToolError, case_record
+from verification.search.search import Search
 from verification.wording import counted
 
 SCRIPT = "scripts/validate_nccl.py"
@@ -54,12 +61,17 @@ status but 0 into 1."""
 
 
 class TorchrunReport(Report):
-    """A report whose counter-examples are replayed under torchrun, or in the simulation if they fail only there."""
+    """A report whose counter-examples are replayed under torchrun, or in the simulation if they fail only there.
+    attention: the peer under test, if any."""
+
+    attention: str | None = None
 
     def failed(self, failure: CounterExample) -> None:
         if failure.backend != "sim":
             start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={failure.world}"]
             again = ["--backend", failure.backend, "--replay", str(failure.file.resolve())]
+            name = failure.record.get("peer") or self.attention
+            again += ["--attention", name] if name else []
             failure = replace(failure, command=(*start, "-m", "verification.cli.validate", *again))
         super().failed(failure)
 
@@ -92,6 +104,11 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--budget", type=seconds, default=BUDGET, metavar="S",
         help="seconds for shrinking a failure, and for finding others after the first (default: %(default)g)",
+    )  # fmt: skip
+    top.add_argument(
+        "--attention", metavar="NAME",
+        help="check this peer, or your own package.module:adapter, in place of ring_attention: the same links, drawn "
+        "Cases and laws that its claim supports, and long dense problems",
     )  # fmt: skip
     top.add_argument("--replay", type=Path, metavar="CASE.json", help="run only this saved counter-example")
     cli.add_outputs(top, "the rates of all links, each long problem, the full coverage, each counter-example")
@@ -133,9 +150,14 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
     signal.signal(signal.SIGINT, agents.on_sigint)
     extras = {"backend": options.backend, "world": agents.address.world_size}
     report = TorchrunReport(cli.console(), extras, options.verbose)
+    report.attention = options.attention
+    if options.attention is not None:
+        prepare = partial(ready_peer, options.attention)
     backend = TorchrunBackend(agents, options.backend, options.timeout, prepare)
     shrink_backend = ShrinkBackend(agents, prepare)
     try:
+        if options.attention is not None:
+            probe(options.attention, ready=peer_experiment.rehearse)
         cli.check_outputs(options)
         if options.replay is not None:
             _replay(options, report, backend)
@@ -143,7 +165,7 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
             _run(options, report, backend, shrink_backend)
     except AgentLost as lost:
         _record_loss(lost, report, backend, options.failures)
-    except (Unavailable, OSError) as error:
+    except (Unavailable, Refused, OSError) as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would lose the report, which takes no time
@@ -192,16 +214,32 @@ def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, 
             profile = replace(runner.PROFILES["quick"], budget=options.budget)
             examples = options.examples or EXAMPLES[backend.name]
             plan = runner.RunPlan((world,), profile, examples, seed, backend.name, options.failures, real_size=0)
-            runner.run_world(plan, report, backend, shrink_backend, world)
+            if options.attention is None:
+                runner.run_world(plan, report, backend, shrink_backend, world)
+            else:
+                run_attention(options.attention, plan, report, backend)
             length = LONG[backend.name] if options.long is None else options.long
             if runner.hangs(report.failures):
                 report.say(f"ranks hang, so {long_problems.TITLE} are skipped")
             elif length:
                 for kind in options.long_kinds:
-                    run_long(report, backend, LongProblem(world, length, kind), options.failures)
+                    run_long(report, backend, LongProblem(world, length, kind), options.failures, options.attention)
         else:
             report.say("the links fail, so everything else is skipped")
     report.summary()
+
+
+def run_attention(name: str, plan: runner.RunPlan, report: Report, backend: TorchrunBackend) -> None:
+    """Draw Cases that the peer of that name claims, then Cases of the laws. Failures are shrunk on the ranks themselves:
+    a peer is not simulated."""
+    world = backend.agents.address.world_size
+    drawn = peer_experiment.experiments(name, world, plan.examples_for(world), device=backend.device)
+    report.start_world(world, sum(examples for _, examples in drawn), name)
+    for experiment, examples in drawn:
+        search = Search(experiment, backend, report, world, plan.profile.budget)
+        if runner.explore(plan, report, search, examples):
+            break
+    report.end_world(name)
 
 
 def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
@@ -233,13 +271,24 @@ def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
     return True
 
 
-def run_long(report: Report, backend: TorchrunBackend, problem: LongProblem, folder: Path) -> None:
-    case = problem.case("cuda" if backend.name == "nccl" else "cpu")
+def run_long(
+    report: Report, backend: TorchrunBackend, problem: LongProblem, folder: Path, attention: str | None = None
+) -> None:
+    """Check a long problem. attention: name of a peer, whose claim may change the Case, but not its tokens or mask."""
+    case = problem.case(backend.device)
+    arguments: tuple[Any, ...] = ()
+    if attention is not None:
+        claimed = peer_experiment.implementation(attention, backend.device).claims(case)
+        if claimed is None or (claimed.tokens, claimed.pattern) != (case.tokens, case.pattern):
+            report.say(f"{problem.kind}, {problem.tokens} tokens: {attention} does not claim it")
+            return
+        case = claimed
+        arguments = partial(run_named, attention), partial(peer_experiment.arithmetic_named, attention)
     timeout, started, record = backend.timeout, time.perf_counter(), {"long": asdict(problem)}
     report.start_world(problem.world, 1, problem.kind)
     backend.timeout, about = max(LARGE_TIMEOUT, timeout), f"{problem.kind}, {problem.tokens} tokens"
     try:
-        backend.submit(long_problems.judge, case)
+        backend.submit(long_problems.judge, case, *arguments)
         backend.last = record
         judgements: list[long_problems.Judgement] = backend.collect()
         ratios = long_problems.verdict(problem, judgements)
@@ -274,14 +323,14 @@ def _replay(options: argparse.Namespace, report: Report, backend: TorchrunBacken
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise Unavailable(f"argument --replay: cannot read a counter-example from {file}: {error}") from error
     if special is None:
-        replays.replay(file, report, backend, "--replay")
+        replays.replay(file, report, backend, "--replay", options.attention)
         return
     with report:
         backend.start(backend.agents.address.world_size if problem is None else problem.world)
         if problem is None:
             run_links(report, backend, options.failures)
         else:
-            run_long(report, backend, problem, options.failures)
+            run_long(report, backend, problem, options.failures, options.attention)
     report.summary(replayed=True)
 
 

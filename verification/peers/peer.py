@@ -40,11 +40,13 @@ class Peer:
         package: name of its distribution, for its version; None for a function of your own.
         arithmetic: precision for 16-bit inputs, see `reference.roundoff`. "math" computes in fp32 and rounds once at
             the end; "flash" does so with a coarser exponential; "half" rounds probabilities and partial results to 16
-            bits, as fused kernels do. For fp32 and fp64 "half" means "math".
+            bits, as fused kernels on CPUs do, and "gpu" likewise as those on GPUs do. For fp32 and fp64 these two mean
+            "math".
         merge: "weighted", or "interpolated", which loses more: see `interpolated_merge`.
         prepare: imports what `attend` needs, in every process that runs it. Raises ImportError or Refused.
         arrays: what `attend` takes and returns. "torch": tensors. "numpy": NumPy arrays, forward only. "jax": JAX
             arrays, of a pure function, with gradients by `jax.vjp`.
+        timeout: seconds for an example, after which it counts as a hang; more for one that compiles.
         heads_first: whether q, k, v and out are (B, H, L, D) rather than (B, L, H, D).
 
     Raises: ValueError for a field with a wrong value.
@@ -60,6 +62,7 @@ class Peer:
     merge: str = "weighted"
     prepare: Callable[[], object] = lambda: None
     arrays: str = "torch"
+    timeout: float = 10.0
     heads_first: bool = False
 
     def __post_init__(self) -> None:
@@ -73,9 +76,11 @@ class Peer:
         sizes = self.worlds
         if not isinstance(sizes, tuple) or not sizes or not all(type(w) is int and 0 < w <= MAX_RANKS for w in sizes):
             raise ValueError(f"worlds is {sizes!r}; it must be a tuple of integers from 1 to {MAX_RANKS}")
-        validators.choice("arithmetic", self.arithmetic, ("math", "flash", "half"))
+        validators.choice("arithmetic", self.arithmetic, ("math", "flash", "half", "gpu"))
         validators.choice("merge", self.merge, ("weighted", "interpolated"))
         validators.choice("arrays", self.arrays, ARRAYS)
+        if not isinstance(self.timeout, (int, float)) or not 0 < self.timeout < 86_400:
+            raise ValueError(f"timeout is {self.timeout!r}; it must be seconds, more than 0 and less than a day")
         validators.flag("heads_first", self.heads_first)
 
     @property

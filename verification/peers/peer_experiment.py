@@ -175,12 +175,18 @@ def apply_claim(name: str, claims: Callable[[AnyCase], AnyCase | None], case: An
     return nearest
 
 
+def arithmetic_named(name: str, case: Case) -> Arithmetic:
+    """Return the arithmetic of the peer of that name, as `arithmetic_of`."""
+    return arithmetic_of(load(name), case)
+
+
 def arithmetic_of(peer: Peer, case: Case) -> Arithmetic:
     """Return the arithmetic of a correct implementation of the peer's class. The Case determines the counts (keys per
     row, partial results, blocks), the class the roundings."""
     narrow = case.dtype in ("bfloat16", "float16")
-    kernel = "math" if peer.arithmetic == "half" and not narrow else peer.arithmetic
-    return Arithmetic.of(case.dtype, kernel, case.head_dim, case.softmax_scale, counts_of(case, "math"))
+    kernel = "math" if peer.arithmetic in ("half", "gpu") and not narrow else peer.arithmetic
+    counts = counts_of(case, "gpu" if kernel == "gpu" else "math")
+    return Arithmetic.of(case.dtype, kernel, case.head_dim, case.softmax_scale, counts)
 
 
 def evaluate_for(peer: Peer, inputs: Inputs, arithmetic: Arithmetic) -> Expectation:

@@ -32,6 +32,11 @@ def observe_peer(
     return observation_of(layout_answers(case, transport.rank), inputs, copies, run, again)
 
 
+def run_named(name: str, transport: Transport, case: Case, inputs: Tensors) -> CallResult:
+    """Run the peer of that name, as `run_peer`."""
+    return run_peer(ready(name), transport, case, inputs)
+
+
 def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> CallResult:
     """Run forward and, unless the Case has none, backward. Raises ValueError for a malformed result: it may depend on
     the Case, so it is a counter-example."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from reference import validators
-from verification.peers.known_peers import KNOWN
+from verification.peers.known_peers import KNOWN, load
 from verification.peers.peer import Refused
 from verification.peers.peer_experiment import LAWS_OF_ANY, experiment, law_of
 from verification.peers.peer_rank import prepare
@@ -26,7 +26,8 @@ class SavedPeerExample(SavedExample):
         self.prepare_ranks(backend)
 
     def prepare_ranks(self, backend: Backend) -> None:
-        backend.prepare = partial(prepare, self.record["peer"])
+        name = self.record["peer"]
+        backend.timeout, backend.prepare = max(backend.timeout, load(name).timeout), partial(prepare, name)
 
 
 def experiment_with(record: Any, field: str, known: Iterable[str], make: Callable[[str], Experiment]) -> Experiment:

@@ -9,6 +9,7 @@ sampled rows, and `dq` is exactly zero elsewhere.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from reference import validators
 from reference.fast_oracle import QUANTITIES, Expectation, Inputs, evaluate
 from reference.pattern import Pattern
+from reference.roundoff import Arithmetic
 from ring.comm.transport import Transport
 from verification.case import Case
 from verification.check.expectation import arithmetic_of
@@ -27,7 +29,7 @@ from verification.problems.links import finish
 from verification.problems.longnet import case_of, longnet
 from verification.run.layouts import layout_of
 from verification.run.memory_meter import process_peak
-from verification.run.rank import rank_device, repeats, run_attention, same_bits, shards
+from verification.run.rank import CallResult, rank_device, repeats, run_attention, same_bits, shards
 
 TITLE = "long problems"
 HEADS, KV_HEADS = 4, 2
@@ -95,10 +97,17 @@ class Judgement:
     bytes: int  # peak memory in use, of the GPU or else of the process
 
 
-def judge(transport: Transport, case: Case) -> Judgement:
+Attend = Callable[[Transport, Case, tuple[Tensor, ...]], CallResult]
+
+
+def judge(
+    transport: Transport, case: Case, attend: Attend = run_attention,
+    arithmetic: Callable[[Case], Arithmetic] = arithmetic_of,
+) -> Judgement:  # fmt: skip
     """Task: run forward and backward on this rank's shards, and compare with exact results of its own device.
 
-    Repeats with deterministic kernels, since at this length the fastest ones need not give the same bits again."""
+    Repeats with deterministic kernels, since at this length the fastest ones need not give the same bits again.
+    attend: forward and backward of the attention under test. arithmetic: of which its bounds follow."""
     rows = judged_rows(case)
     q, k, v, dout, dlse = case.tensors()
     others = torch.ones(case.tokens, dtype=torch.bool).scatter_(0, rows, False)
@@ -107,36 +116,39 @@ def judge(transport: Transport, case: Case) -> Judgement:
     copies = [x.clone() for x in inputs]
     if rank_device().type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # an earlier problem's exact results took more
-    run_attention(transport, case, inputs)  # plan and warm up
+    attend(transport, case, inputs)  # plan and warm up
     finish()
     started = time.perf_counter()
-    run = run_attention(transport, case, inputs)
+    run = attend(transport, case, inputs)
     finish()
     seconds, peak = time.perf_counter() - started, process_peak(rank_device())
     torch.use_deterministic_algorithms(True)
     try:
-        once, again = (run_attention(transport, case, inputs) for _ in range(2))
+        once, again = (attend(transport, case, inputs) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
     wrong = [] if repeats(once, again) else ["the second run differs from the first"]
     if not all(same_bits(x, y) for x, y in zip(inputs, copies, strict=True)):
         wrong.append("an input was changed")
     del once, again, inputs, copies
-    ratios, errors = _compare(case, layout_of(case).positions(transport.rank), rows, run.results, (q, k, v, dout))
+    positions, whole = layout_of(case).positions(transport.rank), (q, k, v, dout)
+    ratios, errors = _compare(case, positions, rows, run.results, whole, arithmetic(case))
     return Judgement(len(rows), ratios, (*wrong, *errors), seconds, peak)
 
 
 def _compare(
-    case: Case, positions: Tensor, rows: Tensor, results: tuple[Tensor | None, ...], whole: tuple[Tensor, ...]
-) -> tuple[dict[str, float], list[str]]:
+    case: Case, positions: Tensor, rows: Tensor, results: tuple[Tensor | None, ...], whole: tuple[Tensor, ...],
+    arithmetic: Arithmetic,
+) -> tuple[dict[str, float], list[str]]:  # fmt: skip
     rows, positions = rows.to(rank_device()), positions.to(rank_device())
-    expectation: Any = expect_rows(case, rows, tuple(x.to(rank_device()) for x in whole))
+    expectation: Any = expect_rows(case, rows, tuple(x.to(rank_device()) for x in whole), arithmetic)
     exact, bound = expectation.exact, expectation.bound
     indices = torch.searchsorted(rows, positions).clamp_(max=len(rows) - 1)
     judged = rows[indices] == positions  # mask of this rank's tokens
     ratios, wrong = {}, []
     for name, result in zip(QUANTITIES, results, strict=True):
-        assert result is not None
+        if result is None:  # lse that is not returned, or forward alone
+            continue
         x, expected, limit = result.detach().double(), exact[name], bound[name]
         if name == "lse":  # move tokens to dimension 1, as in the other quantities
             x, expected, limit = (t.transpose(1, 2) for t in (x, expected, limit))
@@ -154,13 +166,15 @@ def _compare(
     return ratios, wrong
 
 
-def expect_rows(case: Case, rows: Tensor, whole: tuple[Tensor, ...]) -> Expectation:
+def expect_rows(
+    case: Case, rows: Tensor, whole: tuple[Tensor, ...], arithmetic: Arithmetic | None = None
+) -> Expectation:
     """Exact results and bounds of these query rows against all keys, as tensors on the device of `rows`.
-    whole: q, k, v, dout of the whole sequence."""
+    whole: q, k, v, dout of the whole sequence. arithmetic: None for that of this project's attention."""
     q, k, v, dout = (x.double() for x in whole)
     tensors: dict[str, Any] = {"q": q[:, rows], "k": k, "v": v, "dout": dout[:, rows], "rows": rows}
     inputs = Inputs(**tensors, dlse=None, pattern=case.pattern, scale=case.softmax_scale)
-    return evaluate(inputs, arithmetic_of(case))
+    return evaluate(inputs, arithmetic_of(case) if arithmetic is None else arithmetic)
 
 
 def _ratio(x: Tensor, exact: Tensor, bound: Tensor) -> Tensor:
@@ -174,4 +188,4 @@ def verdict(problem: LongProblem, judgements: list[Judgement]) -> dict[str, floa
     wrong = [f"on rank {rank}: {'; '.join(x.wrong)}" for rank, x in enumerate(judgements) if x.wrong]
     if wrong:
         raise WrongResult(f"long: {problem.kind}, {problem.tokens} tokens: {'. '.join(wrong)}")
-    return {name: max(x.ratios[name] for x in judgements) for name in QUANTITIES}
+    return {name: max(x.ratios[name] for x in judgements) for name in QUANTITIES if name in judgements[0].ratios}

@@ -95,7 +95,7 @@ class Conformance:
     def _on(self, world: int) -> Backend:
         if world not in self._backends:
             make: Any = NcclBackend if self.backend == "nccl" else GlooBackend
-            self._backends[world] = make(prepare=partial(prepare, self.name))
+            self._backends[world] = make(load(self.name).timeout, partial(prepare, self.name))
             self._backends[world].start(world)
         return self._backends[world]
 

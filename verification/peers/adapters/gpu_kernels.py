@@ -1,0 +1,155 @@
+"""Attention kernels of GPUs as peers of one rank: FlashAttention-4, cuDNN, FlashAttention-2, flex_attention.
+
+    python -m verification peers --device cuda verification.peers.adapters.gpu_kernels:flash_attention_4
+
+They are run by name, since they need a GPU. Head dims and lengths are few: most of them are compiled anew for each.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from verification.case import Case
+from verification.peers import Peer, Refused, claims
+
+COMPILES = 120.0  # seconds for an example that compiles a kernel
+HEADS = ((1, 1), (2, 1), (4, 2), (3, 3))
+
+
+def on_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise Refused("these kernels need a GPU, and torch sees none; write --device cuda on a machine with one")
+    torch.use_deterministic_algorithms(True)  # the fastest kernels need not give the same bits again
+
+
+def nearest(case: Case, head_dims: tuple[int, ...], lse: bool, positive: bool = True) -> Case:
+    """Dense attention in bf16 on one process. lse: returned and differentiated. positive: a scale above 0."""
+    case = claims.dense(claims.one_process(claims.without_own_settings(case)))
+    case = claims.in_dtypes(case if lse else claims.without_lse(case), "bfloat16")
+    case = claims.of_sizes(case, tokens=(), heads=HEADS, head_dims=head_dims)
+    return claims.positive_scale(case) if positive else case
+
+
+# --- FlashAttention-4 -------------------------------------------------------------------------------------------------
+
+
+class _FlashAttention4(torch.autograd.Function):
+    """The package's own forward and backward, with a gradient through lse."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        out, lse = _flash_attn_fwd(q, k, v, causal=causal, softmax_scale=scale, return_lse=True)[:2]
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.causal, ctx.scale = causal, scale
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = _flash_attn_bwd(
+            q, k, v, out, dout.contiguous(), lse, causal=ctx.causal, softmax_scale=ctx.scale, dlse=dlse.contiguous(),
+            deterministic=True,
+        )  # fmt: skip
+        return *grads[:3], None, None
+
+
+def flash4(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> tuple[Tensor, Tensor]:
+    return _FlashAttention4.apply(*(x.contiguous() for x in (q, k, v)), case.pattern.causal, case.softmax_scale)
+
+
+def flash4_ready() -> None:
+    on_gpu()
+    import flash_attn.cute.interface  # noqa: F401
+
+
+flash_attention_4 = Peer(
+    "flash-attention-4", "dense, bf16, head dims 32, 64, 96, 128, scale > 0, lse",
+    partial(nearest, head_dims=(32, 64, 96, 128), lse=True), flash4, (1,), "flash-attn-4", arithmetic="gpu",
+    prepare=flash4_ready, timeout=COMPILES,
+)  # fmt: skip
+flash_attention_4_any_head_dim = Peer(
+    "flash-attention-4 with any head dim", "dense, bf16, head dims that are multiples of 8, scale > 0, lse",
+    partial(nearest, head_dims=(32, 40, 64, 72, 96, 112, 128), lse=True), flash4, (1,), "flash-attn-4",
+    arithmetic="gpu", prepare=flash4_ready, timeout=COMPILES,
+)  # fmt: skip
+flash_attention_4_any_scale = Peer(
+    "flash-attention-4 with any scale", "dense, bf16, head dim 64, any scale, lse",
+    partial(nearest, head_dims=(64,), lse=True, positive=False), flash4, (1,), "flash-attn-4",
+    arithmetic="gpu", prepare=flash4_ready, timeout=COMPILES,
+)  # fmt: skip
+
+
+# --- torch's own ------------------------------------------------------------------------------------------------------
+
+
+def by_backend(kind: SDPBackend, q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
+    """Run scaled_dot_product_attention by one kernel, which raises where it does not support a call."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
+    with sdpa_kernel(kind):
+        out = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=case.pattern.causal, scale=case.softmax_scale, enable_gqa=case.heads != case.kv_heads
+        )
+    return out.transpose(1, 2)
+
+
+cudnn = Peer(
+    "cudnn", "dense, bf16, head dims 8 to 128, scale > 0", partial(nearest, head_dims=(8, 32, 64, 128), lse=False),
+    partial(by_backend, SDPBackend.CUDNN_ATTENTION), (1,), "torch", arithmetic="gpu", prepare=on_gpu, timeout=COMPILES,
+)  # fmt: skip
+flash_attention_2 = Peer(
+    "flash-attention-2", "dense, bf16, head dims 8 to 256, scale > 0",
+    partial(nearest, head_dims=(8, 32, 64, 96, 128, 256), lse=False),
+    partial(by_backend, SDPBackend.FLASH_ATTENTION), (1,), "torch", arithmetic="gpu", prepare=on_gpu, timeout=COMPILES,
+)  # fmt: skip
+
+
+# --- flex_attention ---------------------------------------------------------------------------------------------------
+
+
+def flexible(case: Case) -> Case:
+    """Documents and windows in bf16 on one process, with lse, in few sizes."""
+    case = claims.packed(claims.one_process(claims.without_own_settings(case)), windows=True)
+    case = claims.positive_scale(claims.in_dtypes(case, "bfloat16"))
+    return claims.of_sizes(case, tokens=(32, 128), heads=((2, 2), (4, 2)), head_dims=(64,), batches=(1,))
+
+
+@cache
+def compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    lengths = torch.tensor(case.pattern.documents or (case.tokens,), device=q.device)
+    document = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
+    window = claims.window(case)
+    reach = case.tokens if window is None else window
+
+    def sees(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        near = (i - j <= reach) & (j - i <= (0 if case.pattern.causal else reach))
+        return near & (document[i] == document[j])
+
+    mask = create_block_mask(sees, None, None, case.tokens, case.tokens, device=str(q.device))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
+    out, lse = compiled_flex()(
+        q, k, v, block_mask=mask, scale=case.softmax_scale, enable_gqa=case.heads != case.kv_heads, return_lse=True
+    )
+    return out.transpose(1, 2), lse
+
+
+flex_attention = Peer(
+    "flex-attention", "dense, documents, windows, bf16, 32 and 128 tokens, head dim 64, scale > 0, lse",
+    flexible, flex, (1,), "torch", arithmetic="gpu", prepare=on_gpu, timeout=COMPILES,
+)  # fmt: skip
