@@ -230,8 +230,8 @@ def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, 
 
 
 def run_attention(name: str, plan: runner.RunPlan, report: Report, backend: TorchrunBackend) -> None:
-    """Draw Cases that the peer of that name claims, then Cases of the laws. Failures are shrunk on the ranks themselves:
-    a peer is not simulated."""
+    """Draw Cases that the peer of that name claims, then Cases of the laws. Failures are shrunk on the ranks
+    themselves, since a peer is not simulated."""
     world = backend.agents.address.world_size
     drawn = peer_experiment.experiments(name, world, plan.examples_for(world), device=backend.device)
     report.start_world(world, sum(examples for _, examples in drawn), name)
@@ -274,12 +274,14 @@ def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
 def run_long(
     report: Report, backend: TorchrunBackend, problem: LongProblem, folder: Path, attention: str | None = None
 ) -> None:
-    """Check a long problem. attention: name of a peer, whose claim may change the Case, but not its tokens or mask."""
+    """Check a long problem. attention: name of a peer, whose claim may change the Case, but not tokens, mask or dtype."""
     case = problem.case(backend.device)
     arguments: tuple[Any, ...] = ()
     if attention is not None:
         claimed = peer_experiment.implementation(attention, backend.device).claims(case)
-        if claimed is None or (claimed.tokens, claimed.pattern) != (case.tokens, case.pattern):
+        if claimed is None or any(
+            getattr(claimed, name) != getattr(case, name) for name in ("tokens", "pattern", "dtype")
+        ):
             report.say(f"{problem.kind}, {problem.tokens} tokens: {attention} does not claim it")
             return
         case = claimed
