@@ -27,7 +27,7 @@ ROAD = (
     "verification.check", "verification.search", "verification.report", "verification.problems",
     "verification.runner", "verification.whole_run",
     "verification.replay", "verification.faults", "verification.training",
-    "verification.mutants", "verification.peers",
+    "verification.mutants", "verification.peers", "verification.models",
     "verification.cli", "verification.__main__",
 )  # fmt: skip
 NO_BEGINNINGS = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from verification.failures import VerificationFailure
+from verification.failures import VerificationFailure, WrongResult
 from verification.report.counter_example import counter_example
 from verification.report.report import Report
 from verification.run.backends import Backend, Unavailable
@@ -51,6 +51,7 @@ READERS = {
     "fault": "verification.faults.fault_run:read_fault",
     "training": "verification.training.saved_training:read_training_example",
     "peer": "verification.peers.saved_peer:read_peer_example",
+    "model": "verification.models.saved_model:read_model_example",
     "step_peer": "verification.peers.training.saved_step_peer:read_step_peer_example",
 }
 
@@ -77,6 +78,8 @@ class SavedExample(Saved):
         try:
             ratios = self.experiment.check(backend, subject)
         except VerificationFailure as failure:
+            if self.experiment.cause is not None and isinstance(failure, WrongResult):
+                failure.add_note(self.experiment.cause(backend, subject) or "")
             title = self.experiment.property_of(subject, failure)
             report.failed(counter_example(failure, title, case.world, self.record, file, backend.name))
         except Unavailable as error:  # such as a peer whose package is not installed; the rest is the ranks' tracebacks

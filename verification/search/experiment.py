@@ -50,6 +50,7 @@ class Experiment:
     fewest_ranks  smallest world size with subjects
     premise       raises ValueError for a subject that cannot be drawn: it validates simpler subjects
                   (`verification.search.simplify`). None: subjects are not simplified
+    cause         a sentence on the cause of a failing subject, or None, on a backend with its world size
     """
 
     name: str
@@ -64,6 +65,7 @@ class Experiment:
     on_fewer: bool = False
     fewest_ranks: int = 1
     premise: Callable[[Any], None] | None = None
+    cause: Callable[[Backend, Any], str | None] | None = None
 
     def placed(self, subject: Any, backend: str) -> Any:
         """Return the subject for the backend of that name: on GPUs for "nccl", else on the CPU."""

@@ -22,7 +22,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import Unsatisfiable
 from hypothesis.strategies import SearchStrategy
 
-from verification.failures import RankHang, VerificationFailure
+from verification.failures import RankHang, VerificationFailure, WrongResult
 from verification.protocols import Example
 from verification.run.backends import Backend, SimBackend
 from verification.search.diagnose import cause_in
@@ -272,7 +272,12 @@ class Search:
         return first if shrunk.backend == self.backend.name else shrunk
 
     def _with_cause(self, example: FoundFailure) -> FoundFailure:
-        """Add the cause that the simulation names, if any, as a note of the failure (PEP 678)."""
+        """Add the cause that the simulation or the experiment names, if any, as a note of the failure (PEP 678)."""
+        if self.experiment.cause is not None and isinstance(example.failure, WrongResult):
+            self.backend.start(self.experiment.case_of(example.subject).world)
+            if cause := self.experiment.cause(self.backend, example.subject):
+                example.failure.add_note(cause)
+            self.backend.start(self.world)
         sim, subject, failure = self.shrink_backend, example.subject, example.failure
         if isinstance(sim, SimBackend) and (cause := cause_in(sim, self.experiment, subject, failure)):
             failure.add_note(cause)

@@ -1,0 +1,219 @@
+"""Finds a user's Setup by `package.module:attribute`, and probes it in a process of its own: an import may hang or abort."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+import verification
+from ring import Layout
+from ring.nn import ContextParallel
+from verification.failures import RankFailure, RankState
+from verification.models.model_case import ModelCase
+from verification.models.precision import computing_in
+from verification.models.setup import Misuse, Run, Setup
+from verification.models.whole_batch import Rows, labelled
+from verification.peers.peer import Refused
+from verification.run.backends import PRELOAD, Unavailable
+from verification.run.processes.pool import Pool, PoolError
+from verification.training.training_case import VOCABULARY
+
+TIMEOUT = 120.0  # seconds to import the module and to build the model
+OURS = str(Path(verification.__file__).parent)
+FORM = "it must be a function build(context), or a verification.models.Setup"
+
+
+class UserError(Exception):
+    """An exception of a function of the user's, with its name."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Properties of a user's model. fp64: it computes in fp64. layers: it has layers to shard and to recompute.
+    documents: its forward takes the handle, which has the documents. modules: its module, to be preloaded."""
+
+    fp64: bool
+    layers: bool
+    documents: bool
+
+    def nearest(self, case: ModelCase) -> ModelCase:
+        """Return the nearest ModelCase that the model supports."""
+        if not self.fp64:
+            case = replace(case, dtype="float32")
+        if not self.documents:
+            case = replace(case, packed=None)
+        if not self.layers:
+            wrapper = case.wrapper if case.wrapper in ("none", "ddp") else "none"
+            case = replace(case, checkpointing="none", wrapper=wrapper)
+        return case
+
+
+class BuildOnly(Setup):
+    """A function `build(context)` as a Setup."""
+
+    def __init__(self, build: Any) -> None:
+        self.build = build  # type: ignore[method-assign]
+
+
+@lru_cache(maxsize=64)
+def load(name: str) -> Setup:
+    """Import `package.module:attribute`. Raises Refused for one that cannot be imported, or is no Setup."""
+    module, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), attribute)):
+        raise Refused(f"argument NAME: {name!r} is no model; it must be package.module:attribute")
+    if os.getcwd() not in sys.path:  # scripts run Python with -P, which omits it
+        sys.path.append(os.getcwd())
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or module
+        where = (
+            f"there is no module {missing}" if module.startswith(missing) else f"it imports {missing}, not installed"
+        )
+        raise Refused(f"{name} cannot be imported: {where}") from error
+    except BaseException as error:  # importing a user's module may raise anything
+        raise Refused(f"{name} cannot be imported: {module} raised {type(error).__name__}: {error}") from error
+    if not hasattr(imported, attribute):
+        raise Refused(f"{name} cannot be imported: {module} has no {attribute!r}; {FORM}")
+    return _setup(name, getattr(imported, attribute))
+
+
+def _setup(name: str, value: Any) -> Setup:
+    if isinstance(value, type) and issubclass(value, Setup):
+        value = value()
+    if isinstance(value, Setup):
+        return value
+    if isinstance(value, (type, nn.Module, ModuleType)) or not callable(value):
+        raise Refused(f"{name} is {value!r}; {FORM}")
+    try:
+        inspect.signature(value).bind(None)
+    except TypeError as error:
+        raise Refused(f"{name} is {value!r}, which takes no single argument ({error}); {FORM}") from error
+    return BuildOnly(value)
+
+
+def name_of(setup: object) -> str:
+    """Return the name under which other processes import the Setup. Raises Refused if there is none."""
+    if isinstance(setup, str):
+        return setup
+    module = sys.modules.get(setup.__module__ if isinstance(setup, (type, FunctionType)) else type(setup).__module__)
+    names = [name for name, value in vars(module).items() if value is setup] if module is not None else []
+    if module is None or module.__name__ == "__main__" or not names:
+        raise Refused(f"setup is {setup!r}; it must be an attribute of a module that other processes can import")
+    return f"{module.__name__}:{names[0]}"
+
+
+@contextmanager
+def calling(function: str) -> Iterator[None]:
+    """Name the user's function in its exceptions."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (Misuse, UserError)):
+            raise
+        raise UserError(f"{function} raised {type(error).__name__}: {error}") from error
+
+
+def built(setup: Setup, case: ModelCase, context: ContextParallel | None) -> nn.Module:
+    """Build the model with the Case's seed and dtype. Raises UserError and Misuse."""
+    argument = "None" if context is None else "context"
+    torch.manual_seed(case.seed)
+    with calling(f"build({argument})"):
+        model: object = setup.build(context)
+    if not isinstance(model, nn.Module):
+        raise Misuse(f"build({argument}) returned {model!r}; it must return a torch.nn.Module")
+    return model.to(torch.float64 if case.dtype == "float64" else torch.float32)
+
+
+def probe(name: str, timeout: float = TIMEOUT) -> Facts:
+    """Build the model in a new process, for one process and for one rank, and call it. Raises Refused if that fails,
+    Unavailable if no process starts."""
+    try:
+        with Pool(1, timeout=timeout, preload=PRELOAD) as pool:
+            (facts,) = pool.run(facts_of, name)
+    except PoolError as error:
+        raise Unavailable(f"no process to import {name} in could be started: {error}") from error
+    except RankFailure as failure:
+        raise Refused(f"importing and building {name}: {told(failure)}") from failure
+    if isinstance(facts, str):
+        raise Refused(facts)
+    return facts
+
+
+SMALLEST = ModelCase(
+    world=1, data=1, arrangement="contiguous", tokens=4, batch=2, order="contiguous", cuts=None, packed=None,
+    padding=False, labels="all", exchange="direct", dtype="float64", wrapper="none", accumulation=1,
+    checkpointing="none", clipping=None, optimiser="sgd", steps=1, seed=0,
+)  # fmt: skip
+
+
+def facts_of(name: str) -> Facts | str:
+    """Task: return the model's Facts, or the reason why it cannot be run."""
+    try:
+        setup = load(name)
+        try:
+            fp64 = _runs(setup, SMALLEST)
+        except UserError:
+            _runs(setup, replace(SMALLEST, dtype="float32"))
+            fp64 = False
+        context = ContextParallel(Layout.contiguous(SMALLEST.tokens, 1))
+        model = built(setup, SMALLEST, context)
+    except (Refused, Misuse, UserError) as error:
+        return f"{name}: {error}" if not str(error).startswith(name) else str(error)
+    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    if sizes and sizes[0] < VOCABULARY:
+        return f"{name}: the model's first Embedding has {sizes[0]} entries; it must have at least {VOCABULARY}"
+    own = type(setup).loss is not Setup.loss or type(setup).step is not Setup.step
+    accepted = inspect.signature(model.forward).parameters
+    documents = own or "context" in accepted or "position_ids" in accepted
+    return Facts(fp64, bool(setup.layers(model)), documents)
+
+
+def _runs(setup: Setup, case: ModelCase) -> bool:
+    """Call the model as the one process does. Raises UserError and Misuse."""
+    from verification.models.steps import part_alone
+
+    with computing_in(case.dtype):
+        model = built(setup, case, None)
+        run = Run(case, labelled=labelled(case, 0))
+        with calling("loss, in one process,"):
+            setup.loss(model, part_alone(Rows.of(case), case, 0), run)
+    return True
+
+
+def told(failure: RankFailure) -> str:
+    """Return the failure's first message without the name of our function."""
+    return re.sub(r" in verification\.[\w.]+ \(world of \d+\)", "", failure.headline).replace(
+        "verification.models.loading.UserError: ", ""
+    )
+
+
+def with_users_frames(failure: RankFailure) -> RankFailure:
+    """Return the failure with stacks of the user's functions only."""
+    states = [
+        RankState(
+            state.rank, state.outcome, re.sub(r"verification\.models\.\w+\.", "", state.detail), _cut(state.trace)
+        )
+        for state in failure.states
+    ]
+    return type(failure)(told(failure), states)
+
+
+def _cut(trace: str) -> str:
+    """Return the stack without frames in this project's folder `verification`, and without what they raised."""
+    first = trace.partition("\nThe above exception was the direct cause")[0]
+    frame = rf'^  File "{re.escape(OURS)}/[^\n]*\n(?:    [^\n]*\n)*'
+    return re.sub(frame, "", first, flags=re.MULTILINE)

@@ -1,0 +1,87 @@
+"""ModuleTrace: inputs, outputs and gradients of the outputs of all modules of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verification.run.observation import to_numpy
+from verification.training.step_observation import Array
+
+
+@dataclass(eq=False)
+class Entry:
+    """One call of a module. number: of the micro-batch; call: of the module in it. gradient: of the output."""
+
+    name: str
+    number: int
+    call: int
+    inputs: list[Array] = field(default_factory=list)
+    output: Array | None = None
+    gradient: Array | None = None
+
+
+class ModuleTrace:
+    """Records every call within a forward of the whole model, in the order in which calls end: a module after those
+    that it contains. Forwards that a backward recomputes are left out.
+
+    prefixes: parts of names that wrappers insert.
+    """
+
+    def __init__(self, model: nn.Module, prefixes: tuple[str, ...]) -> None:
+        self._entries: list[Entry] = []
+        self._number, self._running = -1, False
+        self._calls: dict[str, int] = {}
+        model.register_forward_pre_hook(self._begin)
+        for name, module in model.named_modules():
+            plain = name
+            for prefix in prefixes:
+                plain = f"{plain}.".replace(prefix, "").removesuffix(".")
+            module.register_forward_hook(partial(self._note, plain), with_kwargs=True)
+        model.register_forward_hook(self._end)
+
+    def entries(self) -> list[Entry]:
+        return self._entries
+
+    def _begin(self, *_: object) -> None:
+        self._number, self._running, self._calls = self._number + 1, True, {}
+
+    def _end(self, *_: object) -> None:
+        self._running = False
+
+    def _note(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if not self._running:
+            return
+        call = self._calls[name] = self._calls.get(name, -1) + 1
+        entry = Entry(name, self._number, call, [_copy(x) for x in tensors((args, kwargs))])
+        self._entries.append(entry)
+        first = next(tensors(getattr(output, "logits", output)), None)
+        if first is None:
+            return
+        entry.output = _copy(first)
+        if first.requires_grad:
+
+            def note(grad: Tensor) -> None:
+                entry.gradient = _copy(grad)
+
+            first.register_hook(note)
+
+
+def tensors(values: object) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists and dicts."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict):
+        yield from tensors(list(values.values()))
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from tensors(value)
+
+
+def _copy(x: Tensor) -> Array:
+    return to_numpy(x.to(torch.float64) if x.is_floating_point() else x).copy()
