@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import time
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from reference.pattern import Pattern
 from ring.nn import ContextParallel, RingAttention, rotary
-from verification.models import Setup
 
 VOCABULARY, DIM, HEADS = 13, 8, 2
 

@@ -1,4 +1,4 @@
-"""Finds a user's Setup by `package.module:attribute`, and probes it in a process of its own: an import may hang or abort."""
+"""Finds a user's Setup by `package.module:attribute`, and probes it in a new process: an import may hang or abort."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import numpy as np
 from verification.check.properties import EVERY_RANK_ANSWERS, Property, run_checks
 from verification.failures import WrongResult
 from verification.models.model_case import ModelCase
-from verification.models.steps import ModelExpectation, ModelObservation
+from verification.models.model_observation import ModelExpectation, ModelObservation
 from verification.report.coverage import Has
 from verification.training import training_case
 from verification.training.step_checks import check_quantity, deviations

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,16 @@ from hypothesis.strategies import SearchStrategy
 from rich.console import Console
 
 from verification import runner
-from verification.failures import RankError, RankFailure
+from verification.failures import RankFailure
 from verification.models.first_module import first_difference
 from verification.models.loading import Facts, load, name_of, probe, told, with_users_frames
 from verification.models.model_case import ModelCase
 from verification.models.model_checks import MODEL_GROUPS, check_model_step
 from verification.models.setup import Misuse
-from verification.models.steps import expect, train_on_rank
 from verification.models.strategies import model_cases
 from verification.models.whole_batch import labelled
 from verification.peers.peer import Refused
 from verification.peers.peer_experiment import apply_claim
-from verification.protocols import Example
 from verification.report.coverage import Coverage
 from verification.report.report import Report
 from verification.run.backends import Backend, GlooBackend, PoolBackend, Task
@@ -63,7 +61,7 @@ class ModelExperiment:
             AloneBackend(TIMEOUT, preload=preload_of(name)),
         )
 
-    def draw(self, world: int) -> SearchStrategy[ModelCase]:
+    def draw(self, world: int) -> SearchStrategy[ModelCase | None]:
         return model_cases(world).map(self._nearest).filter(lambda case: case is not None)
 
     def _nearest(self, case: ModelCase) -> ModelCase | None:
@@ -77,7 +75,8 @@ class ModelExperiment:
             raise ValueError(f"the Setup {self.name} does not support {case}")
 
     def check(self, backend: Backend, case: ModelCase) -> dict[str, float]:
-        return check_model_step(case, *self._results(backend, case), self.only)
+        expectation, observations = self._results(backend, case)
+        return check_model_step(case, expectation, observations, self.only)
 
     def cause(self, backend: Backend, case: ModelCase) -> str | None:
         """Return a sentence on the first module that differs in a failing example; None if a rank fails."""
@@ -89,6 +88,8 @@ class ModelExperiment:
     def _results(self, backend: Backend, case: ModelCase, traced: bool = False) -> Any:
         """Return the expectation and the ranks' observations. Raises ToolError for faults of the Setup that are no
         counter-examples: those in one process, and results that are malformed on ranks."""
+        from verification.models.steps import expect, train_on_rank  # lazy: importing FSDP slows every command
+
         self.alone.submit(expect, case, self.name, traced)
         backend.submit(train_on_rank, case, self.name, traced)
         try:
@@ -102,8 +103,6 @@ class ModelExperiment:
             if misuse:
                 raise ToolError(f"{self.name}: {misuse[0].partition(f'{Misuse.__qualname__}: ')[2]}") from None
             error = with_users_frames(failure)
-        if isinstance(error, RankError):  # each kind on its own line: Hypothesis tells failures apart by line
-            raise error
         raise error
 
     def experiment(self) -> Experiment:

@@ -28,8 +28,9 @@ class Fp64(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.float:
             return args[0].double()
-        args = tuple(_wide(x) for x in args)
-        return func(*args, **{name: _wide(x) for name, x in (kwargs or {}).items()})
+        if any(x is torch.float32 for x in args):
+            args = tuple(_wide(x) for x in args)
+        return func(*args, **{name: _wide(x) for name, x in kwargs.items()}) if kwargs else func(*args)
 
 
 def _wide(x: Any) -> Any:

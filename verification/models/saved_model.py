@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from reference import validators
@@ -11,7 +10,6 @@ from verification.models.model_case import ModelCase
 from verification.models.model_run import TIMEOUT, ModelExperiment, preload_of
 from verification.peers.peer import Refused
 from verification.replay.registry import Saved, SavedExample
-from verification.report.report import Report
 from verification.run.backends import Backend, Unavailable
 
 

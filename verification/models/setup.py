@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -132,7 +132,7 @@ class Setup:
         """Call the model with the conventions of transformers, or as model(tokens, positions=, context=) with the
         keywords that its forward has; record and return the logits."""
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        accepted = inspect.signature(inner.forward).parameters
+        accepted = inspect.signature(cast(nn.Module, inner).forward).parameters
         keywords: dict[str, Any] = {}
         if "position_ids" in accepted:
             keywords = {"position_ids": part.positions[None]} | ({"context": part.context} if part.context else {})
@@ -165,7 +165,9 @@ class Setup:
         """Context of a micro-batch's forward and backward: wrappers reduce gradients in the last one of a step."""
         if isinstance(model, DistributedDataParallel):
             return nullcontext() if last else model.no_sync()
-        if hasattr(model, "set_requires_gradient_sync"):
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last)
         return nullcontext()
 

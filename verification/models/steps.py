@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +14,8 @@ from ring.comm.transport import Transport
 from ring.nn import ContextParallel
 from verification.models.loading import built, calling, load
 from verification.models.model_case import ModelCase
-from verification.models.module_trace import Entry, ModuleTrace
+from verification.models.model_observation import ModelExpectation, ModelObservation, Named
+from verification.models.module_trace import ModuleTrace
 from verification.models.precision import computing_in
 from verification.models.setup import Misuse, Part, Run, Setup, scalar
 from verification.models.whole_batch import Rows, labelled, whole_batches
@@ -29,37 +29,6 @@ from verification.training.step_observation import Array
 
 QUANTITIES = ("start", "logits", "losses", "gradients", "norms", "parameters")
 PREFIXES = ("_orig_mod.", RECOMPUTED)
-Named = dict[str, Array]
-
-
-@dataclass(eq=False)
-class ModelObservation:
-    """Results of a run. On a rank, logits are those of its tokens, and `held` their indices in the sequence; `entries`
-    are those of a ModuleTrace of step one.
-
-    start, gradients, parameters  by parameter: before the first step; as the optimizer of step one gets them; at the end
-    logits           by micro-batch of step one
-    losses, norms    by step
-    """
-
-    data_rank: int = 0
-    start: Named = field(default_factory=dict)
-    logits: Named = field(default_factory=dict)
-    losses: Named = field(default_factory=dict)
-    gradients: Named = field(default_factory=dict)
-    norms: Named = field(default_factory=dict)
-    parameters: Named = field(default_factory=dict)
-    held: list[Array] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class ModelExpectation:
-    """Results of the one process, and the largest allowed deviation from each, by quantity and name."""
-
-    exact: dict[str, Named]
-    allowed: dict[str, dict[str, float]]
-    entries: list[Entry]
 
 
 def train_on_rank(transport: Transport, case: ModelCase, name: str, traced: bool = False) -> ModelObservation:
@@ -102,8 +71,8 @@ def _note_logits(seen: ModelObservation, run: Run) -> None:
     for number, (logits, held) in enumerate(run.logits):
         if held is None or logits.dim() != 3 or logits.shape[1] != len(held):
             raise Misuse(
-                f"run.see got logits of shape {tuple(logits.shape)} and held {held}; logits must be (B, N, vocabulary), "
-                "held the indices (N,) of their tokens in the whole sequence"
+                f"run.see got logits of shape {tuple(logits.shape)} and held {held}; logits must be (B, N, vocabulary) "
+                "and held the indices (N,) of their tokens in the whole sequence"
             )
         seen.logits[f"micro-batch {number + 1}"] = to_numpy(logits)
         seen.held.append(held.numpy())

@@ -18,12 +18,12 @@ from verification.peers import interpolated_merge
 from verification.peers.known_peers import load
 from verification.peers.peer import Peer
 from verification.peers.peer_rank import observe_peer
+from verification.protocols import Example
 from verification.run.backends import Backend
 from verification.search.experiment import Experiment, ToolError, case_record
 from verification.strategies.cases import cases
-from verification.training.training_case import TrainingCase
 
-AnyCase = TypeVar("AnyCase", Case, TrainingCase)
+AnyCase = TypeVar("AnyCase", bound=Example)
 
 # The `checks.CHECKS` for any implementation; those of messages, bytes and buffers are for this project's own.
 APPLICABLE = ("answers", "unseen", "finite", "values", "gradients", "inputs", "repeat")
@@ -60,7 +60,7 @@ def apply_claim(name: str, claims: Callable[[AnyCase], AnyCase | None], case: An
         kind = type(case).__name__
         raise ToolError(f"claims of {name} gave {nearest!r}; it must be a {kind} with world {case.world}, or None")
     if claims(nearest) != nearest:
-        raise ToolError(f"claims of {name} changes its own result: {nearest.to_json()}; it must return that unchanged")
+        raise ToolError(f"claims of {name} changes its own result: {nearest!r}; it must return that unchanged")
     return nearest
 
 
