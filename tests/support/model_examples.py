@@ -76,3 +76,16 @@ def build_llama(context: ContextParallel | None) -> nn.Module:
         )
     )  # fmt: skip
     return model if context is None else prepare(model)
+
+
+class Llama(Setup):
+    """A Llama whose masks need a token: transformers raises for a rank without any."""
+
+    def build(self, context: ContextParallel | None) -> nn.Module:
+        return build_llama(context)
+
+    def claims(self, case: ModelCase) -> ModelCase:
+        return case.without_empty_shards()
+
+
+llama = Llama()

@@ -91,6 +91,18 @@ class _Comparison:
             }
         )
 
+    def changed_inputs(self, entry: Entry) -> list[str]:
+        """Arguments of a call that differ on some rank."""
+        return [name for name in entry.inputs if self.differing(entry, lambda x, at=name: x.inputs.get(at))]  # type: ignore[misc]
+
+    def around(self, entry: Entry) -> Iterator[Entry]:
+        """Yield the calls of the modules that contain it, from the inside out."""
+        name = entry.name
+        while name:
+            name = name.rpartition(".")[0]
+            later = self.expectation.entries[self.expectation.entries.index(entry) :]
+            yield from [other for other in later if other.name == name][:1]
+
 
 def first_difference(case: ModelCase, expectation: ModelExpectation, observations: Sequence[ModelObservation]) -> str:
     """Return a sentence on the first module that differs in step one, or on what differs beside the modules."""
@@ -113,9 +125,14 @@ def first_difference(case: ModelCase, expectation: ModelExpectation, observation
         )
     for entry in reversed(entries):
         if comparison.differing(entry, lambda x: x.gradient, factor):
+            right = (
+                outer for outer in comparison.around(entry)
+                if outer.gradient is not None and not comparison.differing(outer, lambda x: x.gradient, factor)
+            )  # fmt: skip
             return (
                 f"in step one the outputs of all modules agree; the first module, in the order of the backward, whose "
-                f"output has another gradient is {named(entry.name)}: the backward of what follows it differs"
+                f"output has another gradient is {named(entry.name)}: the cause is in the backward of "
+                f"{named(next(right, loss).name)}"
             )
     return _of_parameters(expectation, observations)
 
@@ -123,10 +140,18 @@ def first_difference(case: ModelCase, expectation: ModelExpectation, observation
 def _of_output(comparison: _Comparison, entry: Entry, ranks: list[int]) -> str:
     where = "all ranks" if len(ranks) == len(comparison.observations) > 1 else f"rank {', '.join(map(str, ranks))}"
     sentence = f"the first module, in the order of the forward, whose output differs is {named(entry.name)}, on {where}"
-    for number in range(len(entry.inputs)):
-        if comparison.differing(entry, lambda x, at=number: x.inputs[at] if at < len(x.inputs) else None):  # type: ignore[misc]
-            return f"{sentence}; its input differs already, so the cause is outside of the modules before it"
-    return f"{sentence}; its inputs agree"
+    changed = comparison.changed_inputs(entry)
+    if not changed:
+        return f"{sentence}; its inputs agree"
+    for outer in comparison.around(entry):
+        outer_changed = comparison.changed_inputs(outer)
+        if not outer_changed:
+            return (
+                f"{sentence}, since its {' and '.join(changed)} does: the cause is in the forward of "
+                f"{named(outer.name)}, beside its submodules"
+            )
+        changed = outer_changed
+    return f"{sentence}: the model is called with another {' and '.join(changed)}"
 
 
 def _of_parameters(expectation: ModelExpectation, observations: Sequence[ModelObservation]) -> str:

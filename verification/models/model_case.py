@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reference import shards, validators
@@ -87,6 +87,12 @@ class ModelCase:
     def shards(self) -> Shards:
         """Positions held by each index of a context group."""
         return shards.shards(*self.division())
+
+    def without_empty_shards(self) -> ModelCase:
+        """Return the nearest ModelCase in which every rank has tokens, for `Setup.claims`."""
+        if 0 not in self.shards().counts:
+            return self
+        return replace(self, cuts=None, packed=None, tokens=max(self.tokens, 2 * self.world))
 
     def division(self) -> Division:
         seed = self.seed if self.order in SEEDED_ORDERS else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ class Entry:
     name: str
     number: int
     call: int
-    inputs: list[Array] = field(default_factory=list)
+    inputs: dict[str, Array] = field(default_factory=dict)  # by argument
     output: Array | None = None
     gradient: Array | None = None
 
@@ -58,7 +59,7 @@ class ModuleTrace:
         if not self._running:
             return
         call = self._calls[name] = self._calls.get(name, -1) + 1
-        entry = Entry(name, self._number, call, [_copy(x) for x in tensors((args, kwargs))])
+        entry = Entry(name, self._number, call, _arguments(module, args, kwargs))
         self._entries.append(entry)
         first = next(tensors(getattr(output, "logits", output)), None)
         if first is None:
@@ -70,6 +71,13 @@ class ModuleTrace:
                 entry.gradient = _copy(grad)
 
             first.register_hook(note)
+
+
+def _arguments(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Array]:
+    """The tensors among the arguments of a module's call, each argument's first one, by its name."""
+    named = signature(module.forward).bind(*args, **kwargs).arguments
+    found = {name: next(tensors(value), None) for name, value in named.items()}
+    return {name: _copy(x) for name, x in found.items() if x is not None}
 
 
 def tensors(values: object) -> Iterator[Tensor]:

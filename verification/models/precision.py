@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -44,9 +45,22 @@ def computing_in(dtype: str) -> Iterator[None]:
     torch.set_default_dtype(DTYPES[dtype])
     try:
         if dtype == "float64":
-            with Fp64():
+            with Fp64() as mode, _in_backward(mode):
                 yield
         else:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def _in_backward(mode: Fp64) -> Iterator[None]:
+    """Keep the mode in forwards that a backward recomputes: torch leaves a mode while it calls a function."""
+    run: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
+
+    def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run(*args, **kwargs)
+
+    with patch.object(torch.autograd, "_engine_run_backward", run_in_mode):
+        yield
