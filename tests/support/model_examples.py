@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from reference.pattern import Pattern
 from ring.nn import ContextParallel, RingAttention, rotary
+from verification.models import ModelCase, Setup
 
 VOCABULARY, DIM, HEADS = 13, 8, 2
 
