@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ring.nn import IGNORED, ContextParallel, average_gradients, cross_entropy, next_tokens
+from reference.pattern import Pattern
+from ring.nn import IGNORED, ContextParallel, RingAttention, average_gradients, cross_entropy, next_tokens
 from tests.support.model_examples import Attention, Layer, PlainModel
 from verification.models import ModelCase, Part, Run, Setup, WholeBatch
 
