@@ -385,9 +385,8 @@ class KeysWithoutGradient(Plain):
 
 def attending(attention: type[Attention]) -> type[Layer]:
     class Attending(Layer):
-        def __init__(self, ranks: bool) -> None:
-            super().__init__(ranks)
-            self.attention = attention(ranks)
+        def new_attention(self, ranks: bool) -> Attention:
+            return attention(ranks)
 
     return Attending
 
@@ -414,27 +413,30 @@ class Defect:
     worlds: tuple[int, ...] = (2,)
 
 
-NO_MODULE = "the outputs of all modules agree"
+NO_MODULE = "in step one the outputs of all modules and their gradients agree"
+LOSS = "the loss, not a module"
+REDUCTION = "differ, after the backward: their reduction or clipping"
+SCALE = "times the expected ones: no single module"
 DEFECTS = (
-    Defect(LabelsShiftedAfterSharding, NO_MODULE),
-    Defect(PaddingCounted, NO_MODULE),
-    Defect(EndsOfDocumentsLabelled, NO_MODULE),
-    Defect(PositionsLocal, "the model is called with another positions"),
-    Defect(PositionsNotReset, "the model is called with another positions"),
-    Defect(MeanOfEachRank, NO_MODULE),
-    Defect(AveragedTwice, "gradients of all parameters are 0.5 times the expected"),
-    Defect(MeanOfMicroBatches, NO_MODULE),
-    Defect(RouterLossOfLocalTokens, NO_MODULE),
+    Defect(LabelsShiftedAfterSharding, LOSS),
+    Defect(PaddingCounted, LOSS),
+    Defect(EndsOfDocumentsLabelled, LOSS),
+    Defect(PositionsLocal, "the model is called with other positions"),
+    Defect(PositionsNotReset, "the model is called with other positions"),
+    Defect(MeanOfEachRank, LOSS),
+    Defect(AveragedTwice, SCALE),
+    Defect(MeanOfMicroBatches, LOSS),
+    Defect(RouterLossOfLocalTokens, LOSS),
     Defect(LossOfThisRank, NO_MODULE),
-    Defect(NotOverContext, NO_MODULE),
-    Defect(DdpOverData, NO_MODULE),
+    Defect(NotOverContext, REDUCTION),
+    Defect(DdpOverData, REDUCTION),
     Defect(ClippedBeforeReduction, NO_MODULE),
-    Defect(NormOfLocalShards, NO_MODULE),
+    Defect(NormOfLocalShards, REDUCTION),
     Defect(ZeroedLate, NO_MODULE),
     Defect(RateScaledByWorld, NO_MODULE),
-    Defect(TyingBroken, NO_MODULE),
-    Defect(ChangedContext, "in the order of the backward, whose output has another gradient is layers.1"),
-    Defect(GatheredInOrderOfRanks, NO_MODULE),
+    Defect(TyingBroken, "whose parameter has another gradient is embedding"),
+    Defect(ChangedContext, "the cause is in the backward of layers.1"),
+    Defect(GatheredInOrderOfRanks, "the model is called with other tokens and positions"),
     Defect(NormOverSequence, "whose output differs is layers.0.mixer,"),
     Defect(ConvolutionWithoutHalo, "whose output differs is layers.0.mixer.convolution,"),
     Defect(PooledOutput, "whose output differs is layers.0.mixer.pool,"),

@@ -33,9 +33,12 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     def __init__(self, ranks: bool) -> None:
         super().__init__()
-        self.attention_norm, self.attention = nn.LayerNorm(DIM), Attention(ranks)
+        self.attention_norm, self.attention = nn.LayerNorm(DIM), self.new_attention(ranks)
         self.mixer = self.new_mixer()
         self.feed_norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def new_attention(self, ranks: bool) -> Attention:
+        return Attention(ranks)
 
     def new_mixer(self) -> nn.Module:
         return nn.Identity()

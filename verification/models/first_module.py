@@ -106,6 +106,9 @@ class _Comparison:
 
 def first_difference(case: ModelCase, expectation: ModelExpectation, observations: Sequence[ModelObservation]) -> str:
     """Return a sentence on the first module that differs in step one, or on what differs beside the modules."""
+    for name, x in expectation.exact["start"].items():
+        if any(not np.array_equal(seen.start.get(name), x) for seen in observations):  # type: ignore[arg-type]
+            return f"build(context) draws other initial parameters than build(None): {name}"
     comparison = _Comparison(case, expectation, observations)
     for entry in expectation.entries:
         ranks = comparison.differing(entry, lambda x: x.output)
@@ -151,39 +154,36 @@ def _of_output(comparison: _Comparison, entry: Entry, ranks: list[int]) -> str:
                 f"{named(outer.name)}, beside its submodules"
             )
         changed = outer_changed
-    return f"{sentence}: the model is called with another {' and '.join(changed)}"
+    return f"{sentence}: the model is called with other {' and '.join(changed)}"
 
 
 def _of_parameters(expectation: ModelExpectation, observations: Sequence[ModelObservation]) -> str:
     """Return a sentence on the gradients of parameters, where those of all outputs agree."""
-    exact = expectation.exact["gradients"]
-    limit = max(expectation.allowed["gradients"].values(), default=0.0)
-    ratios, wrong = [], []
-    for name, x in exact.items():
-        for seen in observations:
-            grad = seen.gradients.get(name)
-            if grad is None or grad.shape != x.shape or not float(np.abs(grad - x).max(initial=0.0)) <= limit:
-                wrong.append(name)
-            if grad is not None and grad.shape == x.shape and float((x**2).sum()) > limit**2:
-                ratios.append((float((grad * x).sum() / (x**2).sum()), float(np.abs(grad).max())))
+    exact, allowed = expectation.exact["gradients"], expectation.allowed["gradients"]
     agree = "in step one the outputs of all modules and their gradients agree"
+
+    def differs(factor: float, seen: ModelObservation, name: str) -> bool:
+        x, grad = exact[name], seen.gradients.get(name)
+        limit = allowed[name] * max(1.0, abs(factor))
+        return grad is None or grad.shape != x.shape or not float(np.abs(grad - factor * x).max(initial=0.0)) <= limit
+
+    wrong = [name for name in exact if any(differs(1.0, seen, name) for seen in observations)]
     if not wrong:
         return f"{agree}, and the gradients of the parameters too"
-    factor = ratios[0][0] if ratios else 1.0
-    scaled = all(
-        name in seen.gradients
-        and seen.gradients[name].shape == x.shape
-        and float(np.abs(seen.gradients[name] - factor * x).max(initial=0.0)) <= 10 * limit * max(1.0, abs(factor))
-        for name, x in exact.items()
-        for seen in observations
-    )
-    if scaled and ratios:
+    used = [name for name, x in exact.items() if float(np.abs(x).max(initial=0.0)) > allowed[name]]
+    if not set(used) <= set(wrong):
+        module = named(wrong[-1].rpartition(".")[0])  # parameters are listed in the order of the forward
+        return (
+            f"{agree}; the first module, in the order of the backward, whose parameter has another gradient is "
+            f"{module} ({wrong[-1]})"
+        )
+    factor = 1.0
+    if used and exact[used[-1]].shape == observations[0].gradients.get(used[-1], np.zeros(0)).shape:
+        x = exact[used[-1]]
+        factor = float((observations[0].gradients[used[-1]] * x).sum() / (x**2).sum())
+    if not any(differs(factor, seen, name) for seen in observations for name in exact):
         return f"{agree}; the gradients of all parameters are {factor:.6g} times the expected ones: no single module"
-    module = named(wrong[-1].rpartition(".")[0])  # parameters are listed in the order of the forward
-    return (
-        f"{agree}; the first module, in the order of the backward, whose parameter has another gradient is {module} "
-        f"({wrong[-1]}); so have {len(set(wrong))} of {len(exact)} parameters"
-    )
+    return f"{agree}; the gradients of all parameters differ, after the backward: their reduction or clipping"
 
 
 def named(name: str) -> str:

@@ -186,11 +186,11 @@ def _runs(setup: Setup, case: ModelCase) -> bool:
     """Call the model as the one process does. Raises UserError and Misuse."""
     from verification.models.steps import part_alone
 
+    part, run = part_alone(Rows.of(case), case, 0), Run(case, labelled=labelled(case, 0))
     with computing_in(case.dtype):
         model = built(setup, case, None)
-        run = Run(case, labelled=labelled(case, 0))
         with calling("loss, in one process,"):
-            setup.loss(model, part_alone(Rows.of(case), case, 0), run)
+            setup.loss(model, part, run)
     return True
 
 

@@ -36,6 +36,7 @@ def train_on_rank(transport: Transport, case: ModelCase, name: str, traced: bool
     ModuleTrace."""
     setup, drawn = load(name), cast(Any, case)
     seen = ModelObservation(case.coordinates(transport.rank)[0])
+    batches = [whole_batches(case, step)[seen.data_rank] for step in range(case.steps)]  # before the dtype changes
     with computing_in(case.dtype):
         mesh = mesh_of(drawn)
         context = ContextParallel(layout_of(case), mesh["context"], exchange=case.exchange)
@@ -51,7 +52,7 @@ def train_on_rank(transport: Transport, case: ModelCase, name: str, traced: bool
         trace = ModuleTrace(model, PREFIXES) if traced else None
         for step in range(1 if traced else case.steps):
             with calling("step"):
-                result: object = setup.step(wrapped, optimizer, whole_batches(case, step)[seen.data_rank], run)
+                result: object = setup.step(wrapped, optimizer, batches[step], run)
             if not isinstance(result, tuple) or len(result) != 2:
                 raise Misuse(f"step returned {result!r}; it must return (loss, norm), norm may be None")
             _note_step(seen, step, *result)
@@ -104,6 +105,7 @@ def train_alone(case: ModelCase, name: str, rounded: Rounded | None = None, trac
     """Train in this process on all sequences. rounded: applied to parameters and to outputs of all modules."""
     setup, rows, seen = load(name), Rows.of(case), ModelObservation()
     shape = (case.data, case.accumulation, case.batch, case.tokens)
+    parts = [(part_alone(rows, case, step), labelled(case, step)) for step in range(case.steps)]
     with computing_in(case.dtype):
         model = built(setup, case, None)
         perturb(model)
@@ -115,9 +117,9 @@ def train_alone(case: ModelCase, name: str, rounded: Rounded | None = None, trac
         for step in range(1 if traced else case.steps):
             if rounded is not None:
                 _round(model, rounded, hooked=step == 0)
-            run.labelled = labelled(case, step)
+            part, run.labelled = parts[step]
             with calling("loss, in one process,"):
-                loss = scalar("loss, in one process,", setup.loss(model, part_alone(rows, case, step), run))
+                loss = scalar("loss, in one process,", setup.loss(model, part, run))
                 loss.backward()
             limit = math.inf if case.clipping is None else case.clipping
             norm = nn.utils.clip_grad_norm_(parameters, limit)

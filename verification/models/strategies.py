@@ -44,4 +44,6 @@ def model_cases(draw: Draw, world: int) -> ModelCase:
     )  # fmt: skip
     padding, packed = draw(_flags), documents_of(draw, tokens, ends_of(case.shards()))
     case = replace(case, packed=packed, padding=padding and packed is None)
-    return case if all(labelled(case, step) for step in range(case.steps)) else replace(case, packed=None, labels="all")
+    if all(labelled(case, step) for step in range(case.steps)):
+        return case
+    return replace(case, packed=None, padding=False, labels="all")
