@@ -163,7 +163,7 @@ def console() -> Console:
 
     from verification.report.text import WIDTH
 
-    return Console(width=min(WIDTH, Console().width) if sys.stdout.isatty() else WIDTH)
+    return Console(width=min(WIDTH, Console().width) if sys.stdout.isatty() else WIDTH, emoji=False)
 
 
 def say(console: Console, line: str) -> None:

@@ -173,5 +173,5 @@ def check_model(
     """
     printed = io.StringIO()
     plan = RunPlan(tuple(worlds), PROFILE, examples, seed, "gloo", failures, only=tuple(only))
-    if run_model(name_of(setup), plan, Report(Console(file=printed, width=80))).failures:
+    if run_model(name_of(setup), plan, Report(Console(file=printed, width=80, emoji=False))).failures:
         raise AssertionError(printed.getvalue())
