@@ -24,7 +24,7 @@ from ring.nn import ContextParallel
 from verification.failures import RankFailure, RankState
 from verification.models.model_case import ModelCase
 from verification.models.precision import computing_in
-from verification.models.setup import Misuse, Run, Setup
+from verification.models.setup import Misuse, Run, Setup, described
 from verification.models.whole_batch import Rows, labelled
 from verification.peers.peer import Refused
 from verification.run.backends import PRELOAD, Unavailable
@@ -97,11 +97,11 @@ def _setup(name: str, value: Any) -> Setup:
     if isinstance(value, Setup):
         return value
     if isinstance(value, (type, nn.Module, ModuleType)) or not callable(value):
-        raise Refused(f"{name} is {value!r}; {FORM}")
+        raise Refused(f"{name} is {described(value)}; {FORM}")
     try:
         inspect.signature(value).bind(None)
     except TypeError as error:
-        raise Refused(f"{name} is {value!r}, which takes no single argument ({error}); {FORM}") from error
+        raise Refused(f"{name} is {described(value)}, which takes no single argument ({error}); {FORM}") from error
     return BuildOnly(value)
 
 
@@ -134,7 +134,7 @@ def built(setup: Setup, case: ModelCase, context: ContextParallel | None) -> nn.
     with calling(f"build({argument})"):
         model: object = setup.build(context)
     if not isinstance(model, nn.Module):
-        raise Misuse(f"build({argument}) returned {model!r}; it must return a torch.nn.Module")
+        raise Misuse(f"build({argument}) returned {described(model)}; it must return a torch.nn.Module")
     return model.to(torch.float64 if case.dtype == "float64" else torch.float32)
 
 
@@ -173,9 +173,6 @@ def facts_of(name: str) -> Facts | str:
         model = built(setup, SMALLEST, context)
     except (Refused, Misuse, UserError) as error:
         return f"{name}: {error}" if not str(error).startswith(name) else str(error)
-    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    if sizes and sizes[0] < VOCABULARY:
-        return f"{name}: the model's first Embedding has {sizes[0]} entries; it must have at least {VOCABULARY}"
     own = type(setup).loss is not Setup.loss or type(setup).step is not Setup.step
     accepted = inspect.signature(model.forward).parameters
     documents = own or "context" in accepted or "position_ids" in accepted
@@ -189,6 +186,9 @@ def _runs(setup: Setup, case: ModelCase) -> bool:
     part, run = part_alone(Rows.of(case), case, 0), Run(case, labelled=labelled(case, 0))
     with computing_in(case.dtype):
         model = built(setup, case, None)
+        sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+        if sizes and sizes[0] < VOCABULARY:
+            raise Misuse(f"the model's first Embedding has {sizes[0]} entries; it must have at least {VOCABULARY}")
         with calling("loss, in one process,"):
             setup.loss(model, part, run)
     return True

@@ -143,9 +143,8 @@ class Setup:
         output = model(part.tokens, **keywords)
         logits = getattr(output, "logits", output[0] if isinstance(output, tuple) else output)
         if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != part.tokens.shape:
-            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise Misuse(
-                f"the model returned {got} for tokens of shape {tuple(part.tokens.shape)}; it must return logits "
+                f"the model returned {described(logits)} for tokens of shape {tuple(part.tokens.shape)}; it must return logits "
                 "(B, N, vocabulary), or an object or tuple that has them (else write `loss`)"
             )
         return run.see(logits)
@@ -208,5 +207,12 @@ def scalar(function: str, x: object) -> Tensor:
         return x
     if isinstance(x, (int, float)) and not isinstance(x, bool):
         return torch.tensor(x)
-    got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{x!r}"
-    raise Misuse(f"{function} returned {got}; it must be a scalar")
+    raise Misuse(f"{function} returned {described(x)}; it must be a scalar")
+
+
+def described(x: object) -> str:
+    """Describe what a function returned in a few words."""
+    if isinstance(x, Tensor):
+        return f"a tensor of shape {tuple(x.shape)}"
+    shown = repr(x)
+    return shown if len(shown) < 80 and "\n" not in shown else f"a {type(x).__name__}"

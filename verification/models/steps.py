@@ -17,7 +17,7 @@ from verification.models.model_case import ModelCase
 from verification.models.model_observation import ModelExpectation, ModelObservation, Named
 from verification.models.module_trace import ModuleTrace
 from verification.models.precision import computing_in
-from verification.models.setup import Misuse, Part, Run, Setup, scalar
+from verification.models.setup import Misuse, Part, Run, Setup, described, scalar
 from verification.models.whole_batch import Rows, labelled, whole_batches
 from verification.run.layouts import layout_of
 from verification.run.observation import to_numpy
@@ -47,14 +47,14 @@ def train_on_rank(transport: Transport, case: ModelCase, name: str, traced: bool
         with calling("wrap"):
             wrapped: object = setup.wrap(model, run)
         if not isinstance(wrapped, nn.Module):
-            raise Misuse(f"wrap returned {wrapped!r}; it must return a torch.nn.Module")
+            raise Misuse(f"wrap returned {described(wrapped)}; it must return a torch.nn.Module")
         optimizer = _optimizer(setup, wrapped, run, seen)
         trace = ModuleTrace(model, PREFIXES) if traced else None
         for step in range(1 if traced else case.steps):
             with calling("step"):
                 result: object = setup.step(wrapped, optimizer, batches[step], run)
             if not isinstance(result, tuple) or len(result) != 2:
-                raise Misuse(f"step returned {result!r}; it must return (loss, norm), norm may be None")
+                raise Misuse(f"step returned {described(result)}; it must return (loss, norm), norm may be None")
             _note_step(seen, step, *result)
             if step == 0:
                 _note_logits(seen, run)
@@ -72,7 +72,7 @@ def _note_logits(seen: ModelObservation, run: Run) -> None:
     for number, (logits, held) in enumerate(run.logits):
         if held is None or logits.dim() != 3 or logits.shape[1] != len(held):
             raise Misuse(
-                f"run.see got logits of shape {tuple(logits.shape)} and held {held}; logits must be (B, N, vocabulary) "
+                f"run.see got logits of shape {tuple(logits.shape)} and held {described(held)}; logits must be (B, N, vocabulary) "
                 "and held the indices (N,) of their tokens in the whole sequence"
             )
         seen.logits[f"micro-batch {number + 1}"] = to_numpy(logits)
@@ -167,7 +167,7 @@ def _optimizer(setup: Setup, model: nn.Module, run: Run, seen: ModelObservation)
     with calling("optimizer"):
         optimizer: object = setup.optimizer(list(named.values()), run)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise Misuse(f"optimizer returned {optimizer!r}; it must return a torch.optim.Optimizer")
+        raise Misuse(f"optimizer returned {described(optimizer)}; it must return a torch.optim.Optimizer")
 
     def note(*_: object) -> None:
         if not seen.gradients:
