@@ -49,7 +49,10 @@ class ModelCase:
         if self.padding and self.packed is not None:
             raise ValueError(f"padding is True; it must be False with packed {self.packed}")
         Pattern.dense(documents=self.packed).validate_tokens(self.tokens)
-        shards.shards(*self.division())  # refuses wrong cuts
+        cuts = (0, self.tokens) if self.cuts is None else self.cuts
+        number = len(cuts) if self.cuts is None else self.context + 1
+        if len(cuts) != number or (cuts[0], cuts[-1]) != (0, self.tokens) or list(cuts) != sorted(cuts):
+            raise ValueError(f"cuts is {cuts}; it must be {number} non-decreasing offsets from 0 to {self.tokens}")
 
     @property
     def device(self) -> str:

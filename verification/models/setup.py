@@ -144,8 +144,8 @@ class Setup:
         logits = getattr(output, "logits", output[0] if isinstance(output, tuple) else output)
         if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != part.tokens.shape:
             raise Misuse(
-                f"the model returned {described(logits)} for tokens of shape {tuple(part.tokens.shape)}; it must return logits "
-                "(B, N, vocabulary), or an object or tuple that has them (else write `loss`)"
+                f"the model returned {described(logits)} for tokens of shape {tuple(part.tokens.shape)}; it must "
+                "return logits (B, N, vocabulary), or an object or tuple that has them (else write `loss`)"
             )
         return run.see(logits)
 

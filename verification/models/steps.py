@@ -72,8 +72,8 @@ def _note_logits(seen: ModelObservation, run: Run) -> None:
     for number, (logits, held) in enumerate(run.logits):
         if held is None or logits.dim() != 3 or logits.shape[1] != len(held):
             raise Misuse(
-                f"run.see got logits of shape {tuple(logits.shape)} and held {described(held)}; logits must be (B, N, vocabulary) "
-                "and held the indices (N,) of their tokens in the whole sequence"
+                f"run.see got logits of shape {tuple(logits.shape)} and held {described(held)}; logits must "
+                "be (B, N, vocabulary) and held the indices (N,) of their tokens in the whole sequence"
             )
         seen.logits[f"micro-batch {number + 1}"] = to_numpy(logits)
         seen.held.append(held.numpy())

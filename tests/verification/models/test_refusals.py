@@ -57,10 +57,7 @@ def test_what_is_no_setup_is_refused(modules: None, name: str, said: str) -> Non
         ("raises_on_ranks", "build(context) raised LookupError: no weights here"),
         ("exits", "rank 0 ended with exit code 3"),
         ("hangs", "no answer within 4 s from rank 0"),
-        (
-            "pools",
-            "the model returned a tensor of shape (2, 8) for tokens of shape (2, 4); it must return logits (B, N, vocabulary)",
-        ),
+        ("pools", "a tensor of shape (2, 8) for tokens of shape (2, 4); it must return logits (B, N, vocabulary)"),
         ("of_few_tokens", "the model's first Embedding has 5 entries; it must have at least 11"),
     ],
 )
