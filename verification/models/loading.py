@@ -68,14 +68,19 @@ class BuildOnly(Setup):
         self.build = build  # type: ignore[method-assign]
 
 
+def import_from_here() -> None:
+    """Make modules of the working directory importable, here and in new processes: Python's -P omits it."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
 @lru_cache(maxsize=64)
 def load(name: str) -> Setup:
     """Import `package.module:attribute`. Raises Refused for one that cannot be imported, or is no Setup."""
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), attribute)):
         raise Refused(f"argument NAME: {name!r} is no model; it must be package.module:attribute")
-    if os.getcwd() not in sys.path:  # scripts run Python with -P, which omits it
-        sys.path.append(os.getcwd())
+    import_from_here()
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -15,7 +15,7 @@ from rich.console import Console
 from verification import runner
 from verification.failures import RankFailure
 from verification.models.first_module import first_difference
-from verification.models.loading import Facts, load, name_of, probe, told, with_users_frames
+from verification.models.loading import Facts, import_from_here, load, name_of, probe, told, with_users_frames
 from verification.models.model_case import ModelCase
 from verification.models.model_checks import MODEL_GROUPS, check_model_step
 from verification.models.setup import Misuse
@@ -115,6 +115,7 @@ class ModelExperiment:
 
 def preload_of(name: str) -> tuple[str, ...]:
     """Modules that ranks preload: the user's own, whose import may take longer than an example."""
+    import_from_here()
     return (*TRAINING_PRELOAD, "verification.models.steps", name.partition(":")[0])
 
 

@@ -11,9 +11,8 @@ from verification.models.whole_batch import labelled
 from verification.strategies.cases import Draw, cuts_of
 from verification.strategies.documents import documents_of, ends_of
 
-MAX_TOKENS = 24
-
-_tokens = st.integers(2, MAX_TOKENS)
+_ceilings = st.sampled_from((4, 24, 24, 24))
+_tokens = {ceiling: st.integers(2, ceiling) for ceiling in (4, 24)}
 _batches = st.sampled_from((1, 1, 2))
 _orders = st.sampled_from(("contiguous", "zigzag", "striped", "zigzag", "hilbert", "spliced", "shuffled", "permuted"))
 _arrangements = st.sampled_from(("contiguous", "strided"))
@@ -33,7 +32,7 @@ _flags = st.sampled_from((False, False, True))
 @st.composite
 def model_cases(draw: Draw, world: int) -> ModelCase:
     """Draw ModelCases for a world of that many ranks. Some label is in every step."""
-    tokens = draw(_tokens)
+    tokens = draw(_tokens[draw(_ceilings)])
     data = draw(st.sampled_from([d for d in range(1, world + 1) if world % d == 0]))
     case = ModelCase(
         world=world, data=data, arrangement=draw(_arrangements), tokens=tokens, batch=draw(_batches),

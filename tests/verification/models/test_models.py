@@ -159,7 +159,7 @@ def test_the_examples_of_the_page(tmp_path: Path) -> None:
         (("no_such:build",), "error: no_such:build cannot be imported: there is no module no_such"),
         (
             ("x:build", "--only", "loss"),
-            "argument --only: 'loss' must be in one of the titles: loss of step one, losse",
+            "argument --only: 'loss' must be in one of the titles: loss of step one",
         ),
         (("x:build", "--world", "65"), "argument --world: on gloo at most 64 ranks, got 65"),
     ],
