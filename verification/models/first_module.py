@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from verification.models.model_case import ModelCase
-from verification.models.model_observation import ModelExpectation, ModelObservation
-from verification.models.module_trace import Entry
+from verification.models.observation import Entry, ModelExpectation, ModelObservation
 from verification.models.whole_batch import Ints, Rows
 from verification.training.step_observation import Array
 

@@ -10,9 +10,10 @@ from reference.pattern import Pattern
 from reference.shards import Division, Shards
 from verification.case import EXCHANGES, ORDERS, SEEDED_ORDERS
 from verification.training.declared import FLAG, INTEGERS, REAL, check_fields, choice, integer, optional, read_fields
-from verification.training.training_case import ARRANGEMENTS, LABELS, OPTIMISERS, WRAPPERS
+from verification.training.training_case import ARRANGEMENTS, OPTIMISERS, WRAPPERS
 
 MODEL_DTYPES = ("float64", "float32")
+MODEL_LABELS = ("all", "some", "shards", "ranks")
 MODEL_CHECKPOINTING = ("none", "non-reentrant", "selective")
 
 
@@ -30,7 +31,7 @@ class ModelCase:
     cuts: tuple[int, ...] | None = field(metadata=optional(INTEGERS))
     packed: tuple[int, ...] | None = field(metadata=optional(INTEGERS))  # lengths of documents; None: one, unpacked
     padding: bool = field(metadata=FLAG)  # rows end in tokens 0 without labels, up to half of a row
-    labels: str = field(metadata=choice(*LABELS))
+    labels: str = field(metadata=choice(*MODEL_LABELS))
     exchange: str = field(metadata=choice(*EXCHANGES))
     dtype: str = field(metadata=choice(*MODEL_DTYPES))
     wrapper: str = field(metadata=choice(*WRAPPERS))

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 
 import numpy as np
 
 from verification.check.properties import EVERY_RANK_ANSWERS, Property, run_checks
 from verification.failures import WrongResult
-from verification.models.model_case import ModelCase
-from verification.models.model_observation import ModelExpectation, ModelObservation
+from verification.models.model_case import MODEL_CHECKPOINTING, MODEL_DTYPES, MODEL_LABELS, ModelCase
+from verification.models.observation import ModelExpectation, ModelObservation
 from verification.report.coverage import Has
-from verification.training import training_case
 from verification.training.step_checks import check_quantity, deviations
+from verification.training.training_coverage import TRAINING_GROUPS
 
 MODEL_CHECKS = {  # causes before effects
     "start": partial(check_quantity, "start"),
@@ -90,30 +89,13 @@ def _broken(message: str) -> WrongResult:
     return failure
 
 
-def _is(name: str, choice: object) -> Has:
-    get = attrgetter(name)
-    return lambda case: bool(get(case) == choice)
-
-
+_STEP = ("several micro-batches", "several steps", "clipping that bites")
 MODEL_GROUPS: dict[str, dict[str, Has]] = {
-    "mesh": {
-        "data alone": lambda case: case.context == 1 < case.world,
-        "context alone": lambda case: case.data == 1 < case.world,
-        "data x context": lambda case: case.data > 1 and case.context > 1,
-        "empty shard": lambda case: 0 in case.shards().counts,
-        "fewer tokens than ranks": lambda case: case.tokens < case.context,
-    },
-    "batch": {
-        "several documents": lambda case: sum(length > 0 for length in case.documents) > 1,
-        "padding": lambda case: case.padding,
-    },
-    "step": {
-        "several micro-batches": lambda case: case.accumulation > 1,
-        "several steps": lambda case: case.steps > 1,
-        "clipping that bites": lambda case: case.clipping is not None and case.clipping < 1,
-        "recomputation": lambda case: case.checkpointing != "none",
-    },
-    "wrapper": {f"wrapper {name}": _is("wrapper", name) for name in training_case.WRAPPERS},
-    "dtype": {f"dtype {name}": _is("dtype", name) for name in ("float64", "float32")},
-    "labels": {f"labels {name}": _is("labels", name) for name in ("all", "some", "shards", "ranks")},
-}
+    "mesh": TRAINING_GROUPS["mesh"] | {"fewer tokens than ranks": lambda case: case.tokens < case.context},
+    "batch": {name: TRAINING_GROUPS["model"][name] for name in ("several documents", "empty document")}
+    | {"padding": lambda case: case.padding},
+    "step": {name: TRAINING_GROUPS["step"][name] for name in _STEP},
+    "wrapper": TRAINING_GROUPS["wrapper"], "optimiser": TRAINING_GROUPS["optimiser"],
+}  # fmt: skip
+for _field, _choices in {"dtype": MODEL_DTYPES, "checkpointing": MODEL_CHECKPOINTING, "labels": MODEL_LABELS}.items():
+    MODEL_GROUPS[_field] = {f"{_field} {x}": TRAINING_GROUPS[_field][f"{_field} {x}"] for x in _choices}

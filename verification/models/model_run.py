@@ -79,9 +79,9 @@ class ModelExperiment:
         return check_model_step(case, expectation, observations, self.only)
 
     def cause(self, backend: Backend, case: ModelCase) -> str | None:
-        """Return a sentence on the first module that differs in a failing example; None if a rank fails."""
-        wide = replace(case, dtype="float64") if self.facts is None or self.facts.fp64 else case
-        with suppress(RankFailure):
+        """Return a sentence on the first module that differs in a failing example; None if a process fails."""
+        wide = replace(case, dtype="float64") if self.facts is not None and self.facts.fp64 else case
+        with suppress(RankFailure, ToolError):
             return first_difference(wide, *self._results(backend, wide, True))
         return None
 

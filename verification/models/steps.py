@@ -14,8 +14,7 @@ from ring.comm.transport import Transport
 from ring.nn import ContextParallel
 from verification.models.loading import built, calling, load
 from verification.models.model_case import ModelCase
-from verification.models.model_observation import ModelExpectation, ModelObservation, Named
-from verification.models.module_trace import ModuleTrace
+from verification.models.observation import ModelExpectation, ModelObservation, ModuleTrace, Named
 from verification.models.precision import computing_in
 from verification.models.setup import Misuse, Part, Run, Setup, described, scalar
 from verification.models.whole_batch import Rows, labelled, whole_batches

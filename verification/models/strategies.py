@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from verification.models.model_case import ModelCase
+from verification.models.model_case import MODEL_LABELS, ModelCase
 from verification.models.whole_batch import labelled
 from verification.strategies.cases import Draw, cuts_of
 from verification.strategies.documents import documents_of, ends_of
@@ -16,7 +16,7 @@ _tokens = {ceiling: st.integers(2, ceiling) for ceiling in (4, 24)}
 _batches = st.sampled_from((1, 1, 2))
 _orders = st.sampled_from(("contiguous", "zigzag", "striped", "zigzag", "hilbert", "spliced", "shuffled", "permuted"))
 _arrangements = st.sampled_from(("contiguous", "strided"))
-_labels = st.sampled_from(("all", "some", "shards", "ranks"))
+_labels = st.sampled_from(MODEL_LABELS)
 _exchanges = st.sampled_from(("direct", "ring", "gather"))
 _dtypes = st.sampled_from(("float64",) * 7 + ("float32",))
 _wrappers = st.sampled_from(("none", "ddp", "fsdp2", "none", "ddp", "hsdp2"))

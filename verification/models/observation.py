@@ -1,4 +1,4 @@
-"""ModuleTrace: inputs, outputs and gradients of the outputs of all modules of a model."""
+"""Results of a run, and ModuleTrace: inputs, outputs and gradients of the outputs of all modules of a model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from verification.run.observation import to_numpy
 from verification.training.step_observation import Array
 
+Named = dict[str, Array]
+
 
 @dataclass(eq=False)
 class Entry:
@@ -25,6 +27,37 @@ class Entry:
     inputs: dict[str, Array] = field(default_factory=dict)  # by argument
     output: Array | None = None
     gradient: Array | None = None
+
+
+@dataclass(eq=False)
+class ModelObservation:
+    """Results of a run. On a rank, logits are those of its tokens, and `held` their indices in the sequence; `entries`
+    are those of a ModuleTrace of step one.
+
+    start, parameters  by name: before the first step, and after the last
+    gradients        by the parameter's name, as the optimizer gets them in step one
+    logits           by micro-batch of step one
+    losses, norms    by step
+    """
+
+    data_rank: int = 0
+    start: Named = field(default_factory=dict)
+    logits: Named = field(default_factory=dict)
+    losses: Named = field(default_factory=dict)
+    gradients: Named = field(default_factory=dict)
+    norms: Named = field(default_factory=dict)
+    parameters: Named = field(default_factory=dict)
+    held: list[Array] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class ModelExpectation:
+    """Results of the one process, and the largest allowed deviation from each, by quantity and name."""
+
+    exact: dict[str, Named]
+    allowed: dict[str, dict[str, float]]
+    entries: list[Entry]
 
 
 class ModuleTrace:
