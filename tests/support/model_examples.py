@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -66,6 +67,19 @@ class PlainModel(nn.Module):
 
 def build(context: ContextParallel | None) -> nn.Module:
     return PlainModel(context is not None)
+
+
+class InFp32(PlainModel):
+    """Refuses fp64, as fused kernels do."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, context: ContextParallel | None = None) -> Tensor:
+        if self.norm.weight.dtype == torch.float64:
+            raise RuntimeError("no fp64")
+        return super().forward(tokens, positions, context)
+
+
+def build_in_fp32(context: ContextParallel | None) -> nn.Module:
+    return InFp32(context is not None)
 
 
 def build_llama(context: ContextParallel | None) -> nn.Module:

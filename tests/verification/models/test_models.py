@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from rich.console import Console
@@ -23,10 +24,13 @@ from tests.support.model_defects import DEFECTS, Defect
 from verification.__main__ import main
 from verification.failures import WrongResult
 from verification.models import ModelCase, check_model
+from verification.models.first_module import Place
 from verification.models.loading import SMALLEST
 from verification.models.model_run import PROFILE, ModelExperiment, preload_of, run_model
+from verification.models.observation import ModelObservation
 from verification.models.strategies import model_cases
 from verification.models.whole_batch import Rows, labelled, whole_batches
+from verification.replay.records import parse
 from verification.report.report import Report
 from verification.run.backends import GlooBackend
 from verification.runner import RunPlan
@@ -112,6 +116,14 @@ def test_sound_models_hold(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
+def test_a_model_without_fp64_runs_in_fp32(tmp_path: Path) -> None:
+    data = run(f"{EXAMPLES}:build_in_fp32", tmp_path, worlds=(2,), examples=8).to_dict()
+    assert data["held"] and {row["dtype"] for row in data["rows"]} == {"float32"}
+    assert 0 < max(row["worst_ratio"] for row in data["rows"]) < 1
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_the_function_for_tests(tmp_path: Path) -> None:
     check_model(model_examples.build, examples=5, worlds=(2,), failures=tmp_path)
     with pytest.raises(AssertionError, match=r"whose output differs is\s+layers\.0\.mixer\.pool"):
@@ -172,6 +184,22 @@ def test_the_command_refuses_in_a_line(
     assert said in line
 
 
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"model": 7, "case": {}}, "model is 7; it must be package.module:attribute"),
+        ({"model": f"{EXAMPLES}:absent", "case": {}}, "has no 'absent'"),
+        ({"model": f"{EXAMPLES}:build", "case": {"world": 1}}, "a ModelCase: .*missing"),
+        ({"model": f"{EXAMPLES}:build", "case": SMALLEST.to_dict() | {"world": 65}}, "world is 65"),
+        ({"model": f"{EXAMPLES}:build", "case": SMALLEST.to_dict(), "law": "x"}, "law"),
+    ],
+)
+def test_malformed_records_are_refused(record: dict[str, Any], said: str) -> None:
+    assert parse({"model": f"{EXAMPLES}:build", "case": SMALLEST.to_dict()}).world == 1
+    with pytest.raises(ValueError, match=said):
+        parse(record)
+
+
 @settings(max_examples=60, deadline=None)
 @given(model_cases(4))
 def test_rows_of_one_process_hold_the_same_tokens(case: ModelCase) -> None:
@@ -184,6 +212,30 @@ def test_rows_of_one_process_hold_the_same_tokens(case: ModelCase) -> None:
                 assert (getattr(alone, name)[rows.row[sequences], rows.column] == getattr(batch, name)).all()
     assert int((alone.labels != -100).sum()) == labelled(case, 0) > 0
     assert ModelCase.from_dict(json.loads(json.dumps(case.to_dict()))) == case
+
+
+WHOLE = np.arange(4 * 5 * 6.0).reshape(4, 5, 6)  # 2 sequences of documents of 5 and 4 tokens, 6 features
+
+
+@pytest.mark.parametrize(
+    ("whole", "local"),
+    [
+        (WHOLE, lambda x: x),  # (B, N, 6)
+        (WHOLE.transpose(0, 2, 1), lambda x: x.transpose(0, 2, 1)),  # (B, 6, N)
+        (WHOLE[:, None], lambda x: x[:, None]),  # (B, 1, N, 6)
+        (WHOLE.reshape(20, 6), lambda x: x.reshape(-1, 6)),  # (B N, 6)
+        (WHOLE[..., 0], lambda x: x[..., 0]),  # (B, N)
+    ],
+)
+def test_parts_of_ranks_are_found_in_those_of_one_process(whole: Any, local: Any) -> None:
+    case = replace(SMALLEST, world=2, tokens=9, batch=2, packed=(5, 4))
+    seen = ModelObservation(held=[np.array([6, 2, 0])])
+    part_of: Any = Place.of(case, Rows.of(case), seen, 0).expected
+    expected = local(np.stack([WHOLE[[1, 0, 0], [1, 2, 0]], WHOLE[[3, 2, 2], [1, 2, 0]]]))
+    assert np.array_equal(part_of(whole, expected.shape), expected)
+    assert np.array_equal(part_of(np.arange(5), (3,)), [1, 2, 0]), "positions within documents"
+    assert np.array_equal(part_of(np.arange(5)[None], (1, 3)), [[1, 2, 0]])
+    assert part_of(np.zeros((3, 7)), (2, 2)) is None
 
 
 @pytest.mark.parametrize(
