@@ -8,12 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from verification.models.model_case import ModelCase
-from verification.models.observation import Entry, ModelExpectation, ModelObservation
+from verification.models.observation import TRACED, Entry, ModelExpectation, ModelObservation
 from verification.models.whole_batch import Ints, Rows
 from verification.training.step_observation import Array
-
-# Deviation as a fraction of the largest entry. In fp32 only gross differences can be told from rounding.
-LIMITS = {"float64": 1e-9, "float32": 1e-4}
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +78,7 @@ class _Comparison:
     def differing(self, entry: Entry, value: Callable[[Entry], Array | None], factor: float = 1.0) -> list[int]:
         """Ranks on which the array differs."""
         whole = value(entry)
-        limit = LIMITS[self.case.dtype] * abs(factor) * float(np.abs(whole).max(initial=0)) if whole is not None else 0
+        limit = TRACED[self.case.dtype] * abs(factor) * float(np.abs(whole).max(initial=0)) if whole is not None else 0
         return sorted(
             {
                 rank

@@ -15,9 +15,10 @@ from rich.console import Console
 from verification import runner
 from verification.failures import RankFailure
 from verification.models.first_module import first_difference
-from verification.models.loading import Facts, import_from_here, load, name_of, probe, told, with_users_frames
+from verification.models.loading import import_from_here, load, name_of, told, with_users_frames
 from verification.models.model_case import ModelCase
 from verification.models.model_checks import MODEL_GROUPS, check_model_step
+from verification.models.probing import Facts, probe
 from verification.models.setup import Misuse
 from verification.models.strategies import model_cases
 from verification.models.whole_batch import labelled

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from verification.run.observation import to_numpy
+from verification.training.dense.tolerance import THRESHOLD
 from verification.training.step_observation import Array
 
 Named = dict[str, Array]
+# Allowed deviation of a traced run, as a fraction of the largest entry: only gross ones can be told from fp32 rounding.
+TRACED = {"float64": THRESHOLD, "float32": 1e-4}
 
 
 @dataclass(eq=False)

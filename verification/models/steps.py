@@ -14,14 +14,14 @@ from ring.comm.transport import Transport
 from ring.nn import ContextParallel
 from verification.models.loading import built, calling, load
 from verification.models.model_case import ModelCase
-from verification.models.observation import ModelExpectation, ModelObservation, ModuleTrace, Named
+from verification.models.observation import TRACED, ModelExpectation, ModelObservation, ModuleTrace, Named
 from verification.models.precision import computing_in
-from verification.models.setup import Misuse, Part, Run, Setup, described, scalar
+from verification.models.setup import Misuse, Run, Setup, described, scalar
 from verification.models.whole_batch import Rows, labelled, whole_batches
 from verification.run.layouts import layout_of
 from verification.run.observation import to_numpy
 from verification.training.dense.noise import UNIT_ROUNDOFF, Rounded, noise
-from verification.training.dense.tolerance import DRAWS, FACTOR, THRESHOLD
+from verification.training.dense.tolerance import DRAWS, FACTOR
 from verification.training.rank.meshes import mesh_of
 from verification.training.rank.wrapping import RECOMPUTED, unsharded
 from verification.training.step_observation import Array
@@ -84,7 +84,8 @@ def expect(case: ModelCase, name: str, traced: bool = False) -> ModelExpectation
     values = {quantity: getattr(exact, quantity) for quantity in QUANTITIES}
     largest = {quantity: max(map(_size, named.values()), default=0.0) for quantity, named in values.items()}
     if case.dtype == "float64" or traced:
-        allowed = {quantity: dict.fromkeys(named, THRESHOLD * largest[quantity]) for quantity, named in values.items()}
+        limit = TRACED[case.dtype]
+        allowed = {quantity: dict.fromkeys(named, limit * largest[quantity]) for quantity, named in values.items()}
         return ModelExpectation(values, allowed, exact.entries)
     unit = UNIT_ROUNDOFF[case.dtype]
     squares = {quantity: dict.fromkeys(named, 0.0) for quantity, named in values.items()}
@@ -104,7 +105,7 @@ def train_alone(case: ModelCase, name: str, rounded: Rounded | None = None, trac
     """Train in this process on all sequences. rounded: applied to parameters and to outputs of all modules."""
     setup, rows, seen = load(name), Rows.of(case), ModelObservation()
     shape = (case.data, case.accumulation, case.batch, case.tokens)
-    parts = [(part_alone(rows, case, step), labelled(case, step)) for step in range(case.steps)]
+    parts = [(rows.alone(case, step), labelled(case, step)) for step in range(case.steps)]
     with computing_in(case.dtype):
         model = built(setup, case, None)
         perturb(model)
@@ -132,11 +133,6 @@ def train_alone(case: ModelCase, name: str, rounded: Rounded | None = None, trac
         seen.parameters = _arrays(named_parameters(model))
         seen.entries = trace.entries() if trace is not None else []
     return seen
-
-
-def part_alone(rows: Rows, case: ModelCase, step: int) -> Part:
-    batch = rows.alone(case, step)
-    return Part(batch.tokens, batch.labels, batch.positions, None)
 
 
 @torch.no_grad()

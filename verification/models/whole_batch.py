@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from verification.models.model_case import ModelCase
-from verification.models.setup import WholeBatch
+from verification.models.setup import Part, WholeBatch
 from verification.training.inputs import IGNORED, global_batch
 
 Ints = NDArray[np.int64]
@@ -75,14 +75,11 @@ class Rows:
         """Sequences of a micro-batch of a data rank."""
         return np.arange(case.batch) + (data_rank * case.accumulation + number) * case.batch
 
-    def alone(self, case: ModelCase, step: int) -> WholeBatch:
-        """Return the batch of all ranks in these rows."""
-        drawn = [x.flatten(0, 2) for x in _tensors(case, step)]
+    def alone(self, case: ModelCase, step: int) -> Part:
+        """Return the tokens of all ranks in these rows."""
+        drawn = [x.flatten(0, 2) for x in _tensors(case, step)[:2]]
         row, column = torch.from_numpy(self.row), torch.from_numpy(self.column)
-        tokens, labels, padding = (
-            torch.full((self.rows, self.length), empty, dtype=x.dtype)
-            for x, empty in zip(drawn, (0, IGNORED, True), strict=True)
-        )
-        for filled, x in zip((tokens, labels, padding), drawn, strict=True):
+        tokens, labels = (torch.full((self.rows, self.length), empty) for empty in (0, IGNORED))
+        for filled, x in zip((tokens, labels), drawn, strict=True):
             filled[row, column.expand_as(row)] = x
-        return WholeBatch(tokens, labels, torch.arange(self.length), None, padding)
+        return Part(tokens, labels, torch.arange(self.length), None)

@@ -25,9 +25,10 @@ from verification.__main__ import main
 from verification.failures import WrongResult
 from verification.models import ModelCase, check_model
 from verification.models.first_module import Place
-from verification.models.loading import SMALLEST
+from verification.models.model_case import MODEL_DTYPES
 from verification.models.model_run import PROFILE, ModelExperiment, preload_of, run_model
 from verification.models.observation import ModelObservation
+from verification.models.probing import SMALLEST
 from verification.models.strategies import model_cases
 from verification.models.whole_batch import Rows, labelled, whole_batches
 from verification.replay.records import parse
@@ -73,9 +74,10 @@ def test_a_sound_step_holds(backend: GlooBackend, plain: ModelExperiment, change
 
 
 @pytest.mark.ranks
-def test_a_sound_step_has_no_first_module(backend: GlooBackend, plain: ModelExperiment) -> None:
+@pytest.mark.parametrize("dtype", MODEL_DTYPES)
+def test_a_sound_step_has_no_first_module(backend: GlooBackend, plain: ModelExperiment, dtype: str) -> None:
     case = replace(SMALLEST, world=2, tokens=9, packed=(4, 5), order="zigzag", wrapper="fsdp2", accumulation=2)
-    cause = plain.cause(backend, replace(case, checkpointing="non-reentrant", dtype="float32"))
+    cause = plain.cause(backend, replace(case, checkpointing="non-reentrant", dtype=dtype))
     assert cause is not None and cause.endswith("their gradients agree, and the gradients of the parameters too")
 
 
@@ -208,7 +210,7 @@ def test_rows_of_one_process_hold_the_same_tokens(case: ModelCase) -> None:
     for data_rank, batches in enumerate(whole_batches(case, 0)):
         for number, batch in enumerate(batches):
             sequences = rows.sequences(case, data_rank, number)
-            for name in ("tokens", "labels", "padding"):
+            for name in ("tokens", "labels"):
                 assert (getattr(alone, name)[rows.row[sequences], rows.column] == getattr(batch, name)).all()
     assert int((alone.labels != -100).sum()) == labelled(case, 0) > 0
     assert ModelCase.from_dict(json.loads(json.dumps(case.to_dict()))) == case
