@@ -7,10 +7,12 @@ import inspect
 import os
 import re
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from traceback import extract_tb
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -24,6 +26,7 @@ from verification.models.setup import Misuse, Setup, described
 from verification.peers.peer import Refused
 
 OURS = str(Path(__file__).parents[1])
+LIBRARIES = ("<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 FORM = "it must be a function build(context), or a verification.models.Setup"
 
 
@@ -59,8 +62,8 @@ def load(name: str) -> Setup:
             f"there is no module {missing}" if module.startswith(missing) else f"it imports {missing}, not installed"
         )
         raise Refused(f"{name} cannot be imported: {where}") from error
-    except BaseException as error:  # importing a user's module may raise anything
-        raise Refused(f"{name} cannot be imported: {module} raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # importing a user's module may raise anything
+        raise Refused(f"{name} cannot be imported: {module} {_raised(error)}") from error
     if not hasattr(imported, attribute):
         raise Refused(f"{name} cannot be imported: {module} has no {attribute!r}; {FORM}")
     return _setup(name, getattr(imported, attribute))
@@ -68,7 +71,10 @@ def load(name: str) -> Setup:
 
 def _setup(name: str, value: Any) -> Setup:
     if isinstance(value, type) and issubclass(value, Setup):
-        value = value()
+        try:
+            value = value()
+        except Exception as error:
+            raise Refused(f"{name}() {_raised(error)}; it must take no argument") from error
     if isinstance(value, Setup):
         return value
     if isinstance(value, (type, nn.Module, ModuleType)) or not callable(value):
@@ -87,7 +93,9 @@ def name_of(setup: object) -> str:
     module = sys.modules.get(setup.__module__ if isinstance(setup, (type, FunctionType)) else type(setup).__module__)
     names = [name for name, value in vars(module).items() if value is setup] if module is not None else []
     if module is None or module.__name__ == "__main__" or not names:
-        raise Refused(f"setup is {setup!r}; it must be an attribute of a module that other processes can import")
+        raise Refused(
+            f"setup is {described(setup)}; it must be an attribute of a module that other processes can import"
+        )
     return f"{module.__name__}:{names[0]}"
 
 
@@ -99,7 +107,14 @@ def calling(function: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, (Misuse, UserError)):
             raise
-        raise UserError(f"{function} raised {type(error).__name__}: {error}") from error
+        raise UserError(f"{function} {_raised(error)}") from error
+
+
+def _raised(error: BaseException) -> str:
+    """Describe an exception in a line, with the last place in the user's own files."""
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith((OURS, *LIBRARIES))]
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}{where}"
 
 
 def built(setup: Setup, case: ModelCase, context: ContextParallel | None) -> nn.Module:

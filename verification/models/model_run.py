@@ -55,15 +55,11 @@ class ModelExperiment:
     """Checks of the Setup of that name. only: titles of the properties to check; all if empty."""
 
     def __init__(self, name: str, facts: Facts | None = None, only: Sequence[str] = ()) -> None:
-        self.name, self.facts, self.only, self.alone = (
-            name,
-            facts,
-            only,
-            AloneBackend(TIMEOUT, preload=preload_of(name)),
-        )
+        self.name, self.facts, self.only = name, facts, only
+        self.alone = AloneBackend(TIMEOUT, preload=preload_of(name))
 
     def draw(self, world: int) -> SearchStrategy[ModelCase | None]:
-        return model_cases(world).map(self._nearest).filter(lambda case: case is not None)
+        return model_cases(world).map(self._nearest).filter(has_labels)
 
     def _nearest(self, case: ModelCase) -> ModelCase | None:
         if self.facts is not None:
@@ -72,7 +68,7 @@ class ModelExperiment:
 
     def premise(self, case: ModelCase) -> None:
         """Raises ValueError for a ModelCase that cannot be drawn."""
-        if self._nearest(case) != case or not all(labelled(case, step) for step in range(case.steps)):
+        if self._nearest(case) != case or not has_labels(case):
             raise ValueError(f"the Setup {self.name} does not support {case}")
 
     def check(self, backend: Backend, case: ModelCase) -> dict[str, float]:
@@ -112,6 +108,11 @@ class ModelExperiment:
             record_of=lambda case: {"model": self.name, "case": case.to_dict()},
             on_fewer=True, premise=self.premise, cause=self.cause,
         )  # fmt: skip
+
+
+def has_labels(case: ModelCase | None) -> bool:
+    """True for a ModelCase with a label in every step: without, a mean over labels is not defined."""
+    return case is not None and all(labelled(case, step) for step in range(case.steps))
 
 
 def preload_of(name: str) -> tuple[str, ...]:

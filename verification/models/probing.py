@@ -26,7 +26,7 @@ TIMEOUT = 120.0  # seconds to import the module and to build the model
 @dataclass(frozen=True)
 class Facts:
     """Properties of a user's model. fp64: it computes in fp64. layers: it has layers to shard and to recompute.
-    documents: its forward takes the handle, which has the documents. modules: its module, to be preloaded."""
+    documents: its forward takes the handle, which has the documents."""
 
     fp64: bool
     layers: bool
