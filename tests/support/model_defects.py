@@ -1,6 +1,6 @@
-"""Defects of composition seen in public, each planted in a Setup: FOUND has the module that is at fault, if one is.
+"""Defects of composition, each planted in a Setup, with what the diagnosis must name.
 
-A defect is on ranks only: one process has no shards to get wrong.
+A defect is on ranks only: one process has no shards to get wrong. Public bugs of their kind are cited.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Plain(Setup):
 
 
 class LabelsShiftedAfterSharding(Plain):
-    """Each shard's last token has no label, and the next token of a zigzag shard is not the next of the sequence."""
+    """Each shard's last token has no label; the next one in a zigzag shard is not the next one (transformers#48491)."""
 
     def shard(self, batch: WholeBatch, run: Run) -> Part:
         part = super().shard(batch, run)
@@ -52,6 +52,8 @@ class PaddingCounted(Plain):
 
 
 class EndsOfDocumentsLabelled(Plain):
+    """The last token of a document predicts the next document (bionemo-recipes#1449)."""
+
     def shard(self, batch: WholeBatch, run: Run) -> Part:
         part, labels = super().shard(batch, run), next_tokens(batch.tokens)
         assert run.context is not None
@@ -81,7 +83,7 @@ class PositionsNotReset(Plain):
 
 
 class MeanOfEachRank(Plain):
-    """The mean over each rank's labels, then over ranks, whose numbers of labels differ."""
+    """The mean over each rank's labels, then over ranks, whose numbers of labels differ (transformers#34373)."""
 
     def loss(self, model: nn.Module, part: Part, run: Run) -> Tensor:
         if run.mesh is None:
@@ -104,7 +106,7 @@ class AveragedTwice(Plain):
 
 
 class MeanOfMicroBatches(Plain):
-    """Each micro-batch has a mean of its own, divided by their number: labels are unequal."""
+    """The mean of the micro-batches' means, whose numbers of labels differ (transformers#34191)."""
 
     def loss(self, model: nn.Module, part: Part, run: Run) -> Tensor:
         if run.mesh is None:
@@ -139,7 +141,7 @@ class LossOfThisRank(Plain):
 
 
 class NotOverContext(Plain):
-    """Gradients are averaged over the data ranks only."""
+    """Gradients are averaged over the data ranks only (torchtune#2879)."""
 
     def reduce(self, model: nn.Module, run: Run) -> None:
         if run.case.wrapper == "none":
@@ -350,7 +352,7 @@ class AttentionNotSharded(Plain):
 
 
 class GatheredAttention(Attention):
-    """Gathers keys and values by a collective without autograd: gradients stay on the rank of the query."""
+    """Gathers keys and values without autograd, so their gradients are incomplete (as in Megatron-LM#1464)."""
 
     def forward(self, x: Tensor, positions: Tensor, context: ContextParallel | None) -> Tensor:
         if context is None:
@@ -406,7 +408,7 @@ def torch_clip(model: nn.Module, run: Run) -> Any:
 
 @dataclass(frozen=True)
 class Defect:
-    """named: the module at fault, or another cause, as the diagnosis names it."""
+    """named: part of the diagnosis, the module at fault or another cause."""
 
     setup: type[Setup]
     named: str

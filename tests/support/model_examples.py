@@ -1,4 +1,4 @@
-"""Users' models for tests/verification/models: sound ones, and Setups that are used wrongly."""
+"""Sound models of users, for tests/verification/models."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Setup:
 
     def build(self, context: ContextParallel | None) -> nn.Module:
         """Return the model: with ordinary attention for None, which stands for one process, else for these ranks.
-        Both must draw the same initial parameters."""
+        Both must draw the same initial parameters, and are not wrapped yet (`wrap`)."""
         raise NotImplementedError
 
     def claims(self, case: ModelCase) -> ModelCase | None:
