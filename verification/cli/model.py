@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only",
         action="append",
         metavar="PROPERTY",
-        help=f"check one property, by a unique part of its title: {', '.join(x.title for x in MODEL_PROPERTIES)}",
+        help=f"check one property, by a unique part of its title: {'; '.join(x.title for x in MODEL_PROPERTIES)}",
     )
     cli.add_seed(parser)
     cli.add_outputs(parser, "a row per property and world size, the full coverage, each counter-example")
@@ -69,5 +69,5 @@ def title_of(text: str) -> str:
     matches = [title for title in titles if text.lower() in title.lower()]
     exact = [title for title in matches if title == text]
     if len(exact or matches) != 1:
-        raise Unavailable(f"argument --only: {text!r} must be in one of the titles: {', '.join(matches or titles)}")
+        raise Unavailable(f"argument --only: {text!r} must be in one of the titles: {'; '.join(matches or titles)}")
     return (exact or matches)[0]
