@@ -27,12 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="run it with this peer, or package.module:adapter: needed for a counter-example of your own module",
     )
+    parser.add_argument("--model", metavar="NAME", help="likewise for a model: module:attribute")
     add_backend(parser, BACKENDS)
     add_json(parser)
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """Return 0 if the example holds, 1 if it fails again. Raises Unavailable if it cannot run."""
-    report = replay.replay(options.case, Report(console), open_backend(options.backend), attention=options.attention)
+    report = replay.replay(
+        options.case, Report(console), open_backend(options.backend), attention=options.attention or options.model
+    )
     write_json(options.json, report.to_dict())
     return 1 if report.failures else 0

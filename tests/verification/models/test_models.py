@@ -162,7 +162,7 @@ def test_the_examples_of_the_page(tmp_path: Path) -> None:
     assert failure["case"]["case"]["accumulation"] == failure["case"]["case"]["steps"] == 1, "it is shrunk"
     (said,) = re.findall(r"(in step one the outputs.*?)```", page, re.DOTALL)
     assert " ".join(said.split()) in failure["message"]
-    again = verification(tmp_path, "replay", shlex.split(failure["replay"])[-1])
+    again = verification(tmp_path, *shlex.split(failure["replay"])[3:])
     assert again.returncode == 1 and "whose output has another" in again.stdout, again.stdout + again.stderr
 
 

@@ -119,7 +119,7 @@ def test_failures_of_ranks_have_the_users_frames_only(backend: GlooBackend, name
 def test_a_setup_that_claims_nothing_is_refused() -> None:
     run = ModelExperiment(f"{MISUSE}:ClaimsNothing")
     with pytest.raises(ValueError, match="does not support"):
-        run.premise(TWO)
+        run.validate(TWO)
 
 
 def test_a_setup_must_have_a_name_for_other_processes() -> None:
