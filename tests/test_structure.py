@@ -27,7 +27,8 @@ ROAD = (
     "verification.check", "verification.causes", "verification.search", "verification.experiments",
     "verification.report", "verification.problems", "verification.runner", "verification.whole_run",
     "verification.replay", "verification.faults", "verification.training",
-    "verification.mutants", "verification.peers", "verification.testing", "verification.pytest_plugin",
+    "verification.mutants", "verification.peers", "verification.models", "verification.testing",
+    "verification.pytest_plugin",
     "verification.cli", "verification.__main__",
 )  # fmt: skip
 NO_BEGINNINGS = (

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from verification.cli import doctor, faults, mutants, peers, replay, run, training
+from verification.cli import doctor, faults, model, mutants, peers, replay, run, training
 from verification.cli.arguments import MODULE, STATUS, check_outputs, console, prog_name
 from verification.run.backends import Unavailable
 from verification.search.experiment import ToolError
@@ -14,8 +14,8 @@ from verification.search.experiment import ToolError
 # Each module has HELP, ABOUT, add_arguments(parser) and carry_out(options, console), which returns the exit status. A
 # module whose exit statuses differ from the default has its own STATUS.
 COMMANDS = {
-    "run": run, "training": training, "replay": replay, "mutants": mutants, "peers": peers, "faults": faults,
-    "doctor": doctor,
+    "run": run, "training": training, "model": model, "replay": replay, "mutants": mutants, "peers": peers,
+    "faults": faults, "doctor": doctor,
 }  # fmt: skip
 DESCRIPTION = """\
 Property-based tests of ring_attention. Hypothesis draws Cases (pattern, layout,

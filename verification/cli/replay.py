@@ -16,7 +16,8 @@ HELP = "run one saved counter-example again"
 ABOUT = """\
 Runs a saved counter-example again, on as many ranks as it names, and checks it.
 The file may hold a Case, a law with its Case, the problem of real size, a peer
-with its Case, a training run (also of a peer), or a fault with its Case."""
+with its Case, a training run (also of a peer or of your own model), or a fault
+with its Case."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,12 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="run it with this peer, or package.module:adapter: needed for a counter-example of your own module",
     )
+    parser.add_argument("--model", metavar="NAME", help="likewise for a model: module:attribute")
     add_backend(parser, BACKENDS)
     add_json(parser)
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """Return 0 if the example holds, 1 if it fails again. Raises Unavailable if it cannot run."""
-    report = replay.replay(options.case, Report(console), open_backend(options.backend), attention=options.attention)
+    report = replay.replay(
+        options.case, Report(console), open_backend(options.backend), attention=options.attention or options.model
+    )
     write_json(options.json, report.to_dict())
     return 1 if report.failures else 0

@@ -24,13 +24,13 @@ from verification.peers import interpolated_merge
 from verification.peers.known_peers import load, ready
 from verification.peers.peer import Peer, Refused
 from verification.peers.peer_rank import observe_peer
+from verification.protocols import CaseLike
 from verification.run.backends import Backend
 from verification.run.observation import Observation
 from verification.search.experiment import Experiment, ToolError, case_record
 from verification.strategies.cases import cases
-from verification.training.training_case import TrainingCase
 
-AnyCase = TypeVar("AnyCase", Case, TrainingCase)
+AnyCase = TypeVar("AnyCase", bound=CaseLike)
 
 # The `checks.CHECKS` for any implementation; those of messages, bytes and buffers are for this project's own.
 APPLICABLE = ("answers", "unseen", "finite", "values", "gradients", "inputs", "repeat")
@@ -121,7 +121,8 @@ def cause_of(name: str, attention: Implementation, backend: Backend, minimal: Ca
         return expectation, observations
 
     larger = min((world for world in load(name).worlds if world > minimal.world), default=minimal.world)
-    return find_cause(results, backend, minimal, first, attention.claims, larger)
+    cause = find_cause(results, backend, minimal, first, attention.claims, larger)
+    return cause and f"cause: {cause}"
 
 
 def rehearse(name: str) -> None:
@@ -171,7 +172,7 @@ def apply_claim(name: str, claims: Callable[[AnyCase], AnyCase | None], case: An
         kind = type(case).__name__
         raise ToolError(f"claims of {name} gave {nearest!r}; it must be a {kind} with world {case.world}, or None")
     if settled != nearest:
-        raise ToolError(f"claims of {name} changes its own result: {nearest.to_json()}; it must return that unchanged")
+        raise ToolError(f"claims of {name} changes its own result: {nearest!r}; it must return that unchanged")
     return nearest
 
 

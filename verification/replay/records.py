@@ -35,7 +35,7 @@ def parse(record: object, attention: str | None = None) -> Saved:
 
     Args:
         record: as saved.
-        attention: name of a peer that runs it, in place of the attention that the record names.
+        attention: name of a peer, or of a Setup of a model, that runs it in place of the one that the record names.
 
     Raises:
         ValueError: no counter-example; or one of a user's own module, which only `attention` may name, since data
@@ -45,12 +45,12 @@ def parse(record: object, attention: str | None = None) -> Saved:
         raise ValueError(f"a counter-example must be a JSON object, got {type(record).__name__}")
     if attention is not None:
         record = _with_attention(record, attention)
-    for field in ("peer", "step_peer"):
+    for field, option in (("peer", "--attention"), ("step_peer", "--attention"), ("model", "--model")):
         name = record.get(field)
         if attention is None and isinstance(name, str) and ":" in name and not name.startswith(OWN_ADAPTERS):
             raise ValueError(
                 f"{field} is {name!r}, and a replay imports no module that a file names; if it is yours, "
-                f"write --attention {name}"
+                f"write {option} {name}"
             )
     reader = next((name for field, name in READERS.items() if field in record), None)
     return SavedExample(EXAMPLES, read_own_case(record), record) if reader is None else resolve_name(reader)(record)
@@ -58,6 +58,8 @@ def parse(record: object, attention: str | None = None) -> Saved:
 
 def _with_attention(record: dict[str, Any], attention: str) -> dict[str, Any]:
     """Return the record with that attention. Raises ValueError for one of a kind that no other attention can run."""
+    if "model" in record:
+        return record | {"model": attention}
     if "step_peer" in record:
         return record | {"step_peer": attention}
     if "peer" in record or "law" in record:

@@ -55,6 +55,8 @@ def counter_example(
     peer = record.get("peer", record.get("step_peer"))
     if isinstance(peer, str) and ":" in peer:  # a user's own module, which the file alone must not import
         options += ["--attention", peer]
+    if "model" in record:
+        options += ["--model", str(record["model"])]
     command = (sys.executable, "-m", "verification", "replay", *options, str(file.resolve()))
     first, *rest = str(failure).splitlines() or [""]
     message = "\n".join([first, *getattr(failure, "__notes__", ()), *rest])

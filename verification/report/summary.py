@@ -46,7 +46,8 @@ def describe(failure: CounterExample, most: int | None = None) -> list[Text]:
     if most is not None and len(message) > most:
         message = [*message[: most - 1], f"  ... ({len(message) - most + 1} more lines were printed when it was found)"]
     lines = [_headline(failure), *_plain(message)]
-    needs_groups = {"peer", "training", "step_peer"} & set(failure.record)  # a simulation has no process groups
+    # A simulation has no process groups.
+    needs_groups = {"peer", "training", "step_peer", "model"} & set(failure.record)
     if failure.kind == RankHang.kind and failure.backend != "sim" and not needs_groups:
         lines.append(Text("  if a replay with --backend sim hangs too, it says which rank waits for which"))
     return lines

@@ -74,9 +74,10 @@ class Experiment:
         return subject if case.device == device else self.with_case(subject, self.moved(case, device))
 
     def add_cause(self, failure: VerificationFailure, backend: Backend, subject: Any, first: Any) -> None:
-        """Add the cause of a wrong result, if `explain` finds it, as a note (PEP 678)."""
+        """Add the cause of a wrong result, if `explain` finds it, as a note (PEP 678), on a backend that has the world
+        size of the subject."""
         if isinstance(failure, WrongResult) and self.explain and (cause := self.explain(backend, subject, first)):
-            failure.add_note(f"cause: {cause}")
+            failure.add_note(cause)
 
 
 @dataclass(frozen=True)

@@ -286,5 +286,10 @@ class Search:
         sim, subject, failure = self.shrink_backend, counterexample.subject, counterexample.failure
         if isinstance(sim, SimBackend) and (cause := cause_in(sim, self.experiment, subject, failure)):
             failure.add_note(cause)
+        world = self.experiment.case_of(subject).world
+        if world != self.world:
+            self.backend.start(world)
         self.experiment.add_cause(failure, self.backend, subject, first.subject)
+        if world != self.world:
+            self.backend.start(self.world)
         return counterexample

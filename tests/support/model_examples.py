@@ -1,0 +1,109 @@
+"""Sound models of users, for tests/verification/models."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from reference.pattern import Pattern
+from ring.nn import ContextParallel, RingAttention, rotary
+from verification.models import ModelCase, Setup
+
+VOCABULARY, DIM, HEADS = 13, 8, 2
+
+
+class Attention(nn.Module):
+    """Causal attention: torch's own in one process, the ring's on ranks."""
+
+    def __init__(self, ranks: bool) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.inner = RingAttention(Pattern.dense(causal=True)) if ranks else None
+
+    def forward(self, x: Tensor, positions: Tensor, context: ContextParallel | None) -> Tensor:
+        q, k, v = (y.unflatten(2, (HEADS, -1)) for y in self.qkv(x).chunk(3, -1))  # (B, N, H, D)
+        q, k, v = (y.transpose(1, 2) for y in (rotary(q, positions), rotary(k, positions), v))
+        if self.inner is None:
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            out = self.inner(q, k, v, context=context)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, ranks: bool) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.LayerNorm(DIM), self.new_attention(ranks)
+        self.mixer = self.new_mixer()
+        self.feed_norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def new_attention(self, ranks: bool) -> Attention:
+        return Attention(ranks)
+
+    def new_mixer(self) -> nn.Module:
+        return nn.Identity()
+
+    def forward(self, x: Tensor, positions: Tensor, context: ContextParallel | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), positions, context)
+        return self.mixer(x + self.down(functional.gelu(self.up(self.feed_norm(x)))))
+
+
+class PlainModel(nn.Module):
+    """tokens (B, N) -> logits (B, N, VOCABULARY)."""
+
+    def __init__(self, ranks: bool, layer: type[Layer] = Layer) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.layers = nn.ModuleList([layer(ranks), layer(ranks)])
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor, context: ContextParallel | None = None) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, positions, context)
+        return self.head(self.norm(x))
+
+
+def build(context: ContextParallel | None) -> nn.Module:
+    return PlainModel(context is not None)
+
+
+class InFp32(PlainModel):
+    """Refuses fp64, as fused kernels do."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, context: ContextParallel | None = None) -> Tensor:
+        if self.norm.weight.dtype == torch.float64:
+            raise RuntimeError("no fp64")
+        return super().forward(tokens, positions, context)
+
+
+def build_in_fp32(context: ContextParallel | None) -> nn.Module:
+    return InFp32(context is not None)
+
+
+def build_llama(context: ContextParallel | None) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ring.nn.frameworks.transformers import prepare
+
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=19, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64,
+        )
+    )  # fmt: skip
+    return model if context is None else prepare(model)
+
+
+class Llama(Setup):
+    """A Llama whose masks need a token: transformers raises for a rank without any."""
+
+    def build(self, context: ContextParallel | None) -> nn.Module:
+        return build_llama(context)
+
+    def claims(self, case: ModelCase) -> ModelCase:
+        return case.without_empty_shards()
+
+
+llama = Llama()

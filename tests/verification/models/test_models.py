@@ -1,0 +1,256 @@
+"""Users' setups: sound ones hold, planted defects are found, and the module at fault is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from rich.console import Console
+
+from tests.support import model_defects, model_examples
+from tests.support.model_defects import DEFECTS, Defect
+from verification.__main__ import main
+from verification.failures import WrongResult
+from verification.models import ModelCase, check_model
+from verification.models.first_module import Place
+from verification.models.model_case import MODEL_DTYPES
+from verification.models.model_run import PROFILE, ModelExperiment, preload_of, run_model
+from verification.models.observation import ModelObservation
+from verification.models.probing import SMALLEST
+from verification.models.strategies import model_cases
+from verification.models.whole_batch import Rows, labelled, whole_batches
+from verification.replay.records import parse
+from verification.report.report import Report
+from verification.run.backends import GlooBackend
+from verification.runner import RunPlan
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = "tests.support.model_examples"
+QUICK = ("NormOverSequence", "AveragedTwice", "LabelsShiftedAfterSharding")  # a module, a scale, a loss
+CASES: list[dict[str, Any]] = [
+    {"tokens": 9, "order": "zigzag", "packed": (4, 0, 5), "wrapper": "ddp", "accumulation": 2, "clipping": 0.02},
+    {"tokens": 1, "labels": "all", "batch": 1, "wrapper": "fsdp2", "padding": True},
+    {"tokens": 7, "order": "striped", "padding": True, "wrapper": "fsdp2", "checkpointing": "selective", "steps": 2},
+    {"data": 2, "labels": "ranks", "checkpointing": "non-reentrant", "optimiser": "adamw", "steps": 3, "clipping": 0.1},
+    {"data": 2, "arrangement": "strided", "wrapper": "hsdp2", "accumulation": 3, "labels": "some", "cuts": (0, 6)},
+    {"tokens": 12, "cuts": (0, 0, 12), "packed": (12,), "exchange": "gather"},
+    {"tokens": 11, "order": "permuted", "dtype": "float32", "labels": "shards", "exchange": "ring"},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[GlooBackend]:
+    with closing(GlooBackend(30.0, preload=preload_of(f"{EXAMPLES}:build"))) as backend:
+        backend.start(2)
+        yield backend
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[ModelExperiment]:
+    run = ModelExperiment(f"{EXAMPLES}:build")
+    with closing(run.alone):
+        yield run
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("changes", CASES, ids=range(len(CASES)))
+def test_a_sound_step_holds(backend: GlooBackend, plain: ModelExperiment, changes: dict[str, Any]) -> None:
+    case = replace(SMALLEST, **{"world": 2, "tokens": 6} | changes)
+    ratios = plain.check(backend, case)
+    assert "dtype" in changes or max(ratios.values()) < 1e-3
+    assert ("norm of the gradients" in ratios) == (case.clipping is not None)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", MODEL_DTYPES)
+def test_a_sound_step_has_no_first_module(backend: GlooBackend, plain: ModelExperiment, dtype: str) -> None:
+    case = replace(SMALLEST, world=2, tokens=9, packed=(4, 5), order="zigzag", wrapper="fsdp2", accumulation=2)
+    cause = plain.cause(backend, replace(case, checkpointing="non-reentrant", dtype=dtype))
+    assert cause is not None and cause.endswith("their gradients agree, and the gradients of the parameters too")
+
+
+def run(name: str, folder: Path, **changes: Any) -> Report:
+    plan = RunPlan((2,), replace(PROFILE, budget=5.0), 100, 0, "gloo", folder)
+    return run_model(name, replace(plan, **changes), Report(Console(quiet=True)))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("defect", [defect for defect in DEFECTS if defect.setup.__name__ in QUICK])
+def test_an_example_with_a_defect_fails_and_its_place_is_named(backend: GlooBackend, defect: Defect) -> None:
+    case = replace(SMALLEST, world=2)
+    with closing((run := ModelExperiment(f"{model_defects.__name__}:{defect.setup.__name__}")).alone):
+        with pytest.raises(WrongResult, match="times the allowed"):
+            run.check(backend, case)
+        cause = run.cause(backend, case)
+    assert cause is not None and re.search(defect.named, cause)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.setup.__name__)
+def test_a_defect_is_found_and_its_place_named(defect: Defect, tmp_path: Path) -> None:
+    report = run(f"{model_defects.__name__}:{defect.setup.__name__}", tmp_path, worlds=defect.worlds)
+    (failure, *_) = report.failures
+    assert failure.kind == "wrong result" and re.search(defect.named, failure.message), failure.message
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["build", "llama"])
+def test_sound_models_hold(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    data = run(f"{EXAMPLES}:{name}", tmp_path, worlds=(1, 2, 3, 4), examples=15).to_dict()
+    assert data["held"] and data["examples"] == 60
+    assert max(row["worst_ratio"] for row in data["rows"] if row["dtype"] == "float64") < 1e-3
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_model_without_fp64_runs_in_fp32(tmp_path: Path) -> None:
+    data = run(f"{EXAMPLES}:build_in_fp32", tmp_path, worlds=(2,), examples=8).to_dict()
+    assert data["held"] and {row["dtype"] for row in data["rows"]} == {"float32"}
+    assert 0 < max(row["worst_ratio"] for row in data["rows"]) < 1
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_the_function_for_tests(tmp_path: Path) -> None:
+    check_model(model_examples.build, examples=5, worlds=(2,), failures=tmp_path)
+    with pytest.raises(AssertionError, match=r"whose output differs is\s+layers\.0\.mixer\.pool"):
+        check_model(model_defects.PooledOutput, examples=20, worlds=(2,), failures=tmp_path)
+
+
+def verification(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as scripts do it: with -P, so that the working directory is no place to import from."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "verification", *arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_the_examples_of_the_page(tmp_path: Path) -> None:
+    """Both hold. Without `grad_placements` the second is found, shrunk, its place named as there, and replayed."""
+    pytest.importorskip("transformers")
+    page = (ROOT / "verification/README.md").read_text()
+    for name in ("my_model", "my_step"):
+        (code,) = re.findall(rf"```python\n(# {name}\.py.*?)```", page, re.DOTALL)
+        (tmp_path / f"{name}.py").write_text(code)
+    (tmp_path / "wrong.py").write_text(code.replace("grad_placements=[Partial()]", ""))
+    where = ("--seed", "3", "--world", "2", "--failures", "kept", "--json", "report.json")
+    for name in ("my_model:Llama", "my_step:Gathered"):
+        done = verification(tmp_path, "model", name, "--examples", "10", *where)
+        assert done.returncode == 0, done.stdout + done.stderr
+    done = verification(tmp_path, "model", "wrong:Gathered", "--only", "gradients at", *where)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
+    assert failure["property"] == "gradients at the optimizer" and failure["case"]["model"] == "wrong:Gathered"
+    assert failure["case"]["case"]["accumulation"] == failure["case"]["case"]["steps"] == 1, "it is shrunk"
+    (said,) = re.findall(r"(in step one the outputs.*?)```", page, re.DOTALL)
+    assert " ".join(said.split()) in failure["message"]
+    again = verification(tmp_path, *shlex.split(failure["replay"])[3:])
+    assert again.returncode == 1 and "whose output has another" in again.stdout, again.stdout + again.stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("no_such:build",), "error: no_such:build cannot be imported: there is no module no_such"),
+        (
+            ("x:build", "--only", "loss"),
+            "argument --only: 'loss' must be in one of the titles: loss of step one",
+        ),
+        (("x:build", "--world", "65"), "argument --world: on gloo at most 64 ranks, got 65"),
+    ],
+)
+def test_the_command_refuses_in_a_line(
+    arguments: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["model", *arguments, "--failures", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"model": 7, "case": {}}, "model is 7; it must be package.module:attribute"),
+        ({"model": f"{EXAMPLES}:absent", "case": {}}, "has no 'absent'"),
+        ({"model": f"{EXAMPLES}:build", "case": {"world": 1}}, "a ModelCase: .*missing"),
+        ({"model": f"{EXAMPLES}:build", "case": SMALLEST.to_dict() | {"world": 65}}, "world is 65"),
+        ({"model": f"{EXAMPLES}:build", "case": SMALLEST.to_dict(), "law": "x"}, "law"),
+    ],
+)
+def test_malformed_records_are_refused(record: dict[str, Any], said: str) -> None:
+    assert parse({"model": f"{EXAMPLES}:build", "case": SMALLEST.to_dict()}).world == 1
+    with pytest.raises(ValueError, match=said):
+        parse(record)
+
+
+@settings(max_examples=60, deadline=None)
+@given(model_cases(4))
+def test_rows_of_one_process_hold_the_same_tokens(case: ModelCase) -> None:
+    rows = Rows.of(case)
+    alone = rows.alone(case, 0)
+    for data_rank, batches in enumerate(whole_batches(case, 0)):
+        for number, batch in enumerate(batches):
+            sequences = rows.sequences(case, data_rank, number)
+            for name in ("tokens", "labels"):
+                assert (getattr(alone, name)[rows.row[sequences], rows.column] == getattr(batch, name)).all()
+    assert int((alone.labels != -100).sum()) == labelled(case, 0) > 0
+    assert ModelCase.from_dict(json.loads(json.dumps(case.to_dict()))) == case
+
+
+WHOLE = np.arange(4 * 5 * 6.0).reshape(4, 5, 6)  # 2 sequences of documents of 5 and 4 tokens, 6 features
+
+
+@pytest.mark.parametrize(
+    ("whole", "local"),
+    [
+        (WHOLE, lambda x: x),  # (B, N, 6)
+        (WHOLE.transpose(0, 2, 1), lambda x: x.transpose(0, 2, 1)),  # (B, 6, N)
+        (WHOLE[:, None], lambda x: x[:, None]),  # (B, 1, N, 6)
+        (WHOLE.reshape(20, 6), lambda x: x.reshape(-1, 6)),  # (B N, 6)
+        (WHOLE[..., 0], lambda x: x[..., 0]),  # (B, N)
+    ],
+)
+def test_parts_of_ranks_are_found_in_those_of_one_process(whole: Any, local: Any) -> None:
+    case = replace(SMALLEST, world=2, tokens=9, batch=2, packed=(5, 4))
+    seen = ModelObservation(held=[np.array([6, 2, 0])])
+    part_of: Any = Place.of(case, Rows.of(case), seen, 0).expected
+    expected = local(np.stack([WHOLE[[1, 0, 0], [1, 2, 0]], WHOLE[[3, 2, 2], [1, 2, 0]]]))
+    assert np.array_equal(part_of(whole, expected.shape), expected)
+    assert np.array_equal(part_of(np.arange(5), (3,)), [1, 2, 0]), "positions within documents"
+    assert np.array_equal(part_of(np.arange(5)[None], (1, 3)), [[1, 2, 0]])
+    assert part_of(np.zeros((3, 7)), (2, 2)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"world": 2, "data": 3}, "data is 3"),
+        ({"world": 4, "data": 3}, "data is 3; it must divide world, 4"),
+        ({"packed": (1, 2)}, "documents"),
+        ({"padding": True, "packed": (4,)}, "padding is True; it must be False with packed"),
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16'"),
+        ({"cuts": (0, 9)}, "cuts"),
+    ],
+)
+def test_wrong_fields_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        replace(SMALLEST, **changes)

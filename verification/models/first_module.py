@@ -1,0 +1,186 @@
+"""First module of a failing example that differs from the one process: in its output, or in the gradient of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verification.models.model_case import ModelCase
+from verification.models.observation import TRACED, Entry, ModelExpectation, ModelObservation
+from verification.models.whole_batch import Ints, Rows
+from verification.training.step_observation import Array
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Tokens of a rank's micro-batch in the one process: row and column of each, (B, N). sequences: its sequences."""
+
+    row: Ints
+    column: Ints
+    sequences: Ints
+    rows: Rows
+
+    @classmethod
+    def of(cls, case: ModelCase, rows: Rows, seen: ModelObservation, number: int) -> Place:
+        sequences = rows.sequences(case, seen.data_rank, number)
+        held = seen.held[number]
+        return cls(rows.row[sequences][:, held], rows.column[held], sequences, rows)
+
+    def expected(self, whole: Array, shape: tuple[int, ...]) -> Array | None:
+        """Return the entries of an array of the one process that belong to a rank's array of that shape; None if no
+        dimension of it runs along the tokens, and it belongs to no sequences."""
+        rows, length, (b, n) = self.rows.rows, self.rows.length, self.row.shape
+        for along in range(1, whole.ndim):
+            if whole.shape[along] == length and whole.shape[0] in (rows, 1):
+                batch = b if whole.shape[0] == rows and shape[:1] == (b,) else 1
+                if shape == (batch, *whole.shape[1:along], n, *whole.shape[along + 1 :]):
+                    row = self.row if whole.shape[0] == rows and batch == b else np.zeros((1, 1), np.int64)
+                    chosen = np.moveaxis(whole, along, 1)[row, np.broadcast_to(self.column, (batch, n))]
+                    return np.moveaxis(chosen, 1, along)
+        rest = whole.shape[1:]
+        if whole.shape[:1] == (length,) and shape == (n, *rest):
+            return whole[self.column]
+        if whole.shape[:1] == (rows * length,) and shape == (b * n, *rest):
+            return whole.reshape(rows, length, *rest)[self.row, self.column].reshape(shape)
+        if rows == len(self.rows.row) and whole.shape[:1] == (rows,) and shape == (b, *rest):
+            return whole[self.sequences]
+        return whole if whole.shape == shape else None
+
+
+@dataclass
+class _Comparison:
+    """The calls of a module on all ranks beside those in the one process, in its order."""
+
+    case: ModelCase
+    expectation: ModelExpectation
+    observations: Sequence[ModelObservation]
+
+    def __post_init__(self) -> None:
+        rows = Rows.of(self.case)
+        self.on_ranks: dict[tuple[str, int], list[tuple[int, Place, Entry]]] = {}
+        for rank, seen in enumerate(self.observations):
+            for entry in seen.entries:
+                place = Place.of(self.case, rows, seen, entry.number)
+                self.on_ranks.setdefault((entry.name, entry.call), []).append((rank, place, entry))
+
+    def pairs(self, entry: Entry, value: Callable[[Entry], Array | None]) -> Iterator[tuple[int, Array, Array]]:
+        """Yield (rank, its array, that of the one process), where both can be compared."""
+        whole = value(entry)
+        for rank, place, other in self.on_ranks.get((entry.name, entry.call), ()):
+            seen = value(other)
+            if whole is not None and seen is not None:
+                expected = place.expected(whole, seen.shape)
+                if expected is not None:
+                    yield rank, seen, expected
+
+    def differing(self, entry: Entry, value: Callable[[Entry], Array | None], factor: float = 1.0) -> list[int]:
+        """Ranks on which the array differs."""
+        whole = value(entry)
+        limit = TRACED[self.case.dtype] * abs(factor) * float(np.abs(whole).max(initial=0)) if whole is not None else 0
+        return sorted(
+            {
+                rank
+                for rank, seen, expected in self.pairs(entry, value)
+                if seen.size and not float(np.abs(seen - factor * expected).max()) <= limit
+            }
+        )
+
+    def changed_inputs(self, entry: Entry) -> list[str]:
+        """Arguments of a call that differ on some rank."""
+        return [name for name in entry.inputs if self.differing(entry, lambda x, at=name: x.inputs.get(at))]  # type: ignore[misc]
+
+    def around(self, entry: Entry) -> Iterator[Entry]:
+        """Yield the calls of the modules that contain it, from the inside out."""
+        name = entry.name
+        while name:
+            name = name.rpartition(".")[0]
+            later = self.expectation.entries[self.expectation.entries.index(entry) :]
+            yield from [other for other in later if other.name == name][:1]
+
+
+def first_difference(case: ModelCase, expectation: ModelExpectation, observations: Sequence[ModelObservation]) -> str:
+    """Return a sentence on the first module that differs in step one, or on what differs beside the modules."""
+    for name, x in expectation.exact["start"].items():
+        if any(not np.array_equal(seen.start.get(name), x) for seen in observations):  # type: ignore[arg-type]
+            return f"build(context) draws other initial parameters than build(None): {name}"
+    comparison = _Comparison(case, expectation, observations)
+    for entry in expectation.entries:
+        ranks = comparison.differing(entry, lambda x: x.output)
+        if ranks:
+            return _of_output(comparison, entry, ranks)
+    entries = [entry for entry in expectation.entries if entry.gradient is not None]
+    if not entries:
+        return "in step one the outputs of all modules agree"
+    loss = entries[-1]
+    pairs = list(comparison.pairs(loss, lambda x: x.gradient))
+    square = sum(float((expected**2).sum()) for _, _, expected in pairs)
+    factor = sum(float((seen * expected).sum()) for _, seen, expected in pairs) / square if square else 1.0
+    if comparison.differing(loss, lambda x: x.gradient, factor):
+        return (
+            "in step one the outputs of all modules agree; the gradient of the loss with respect to the model's output "
+            "differs, by more than a factor: the loss, not a module"
+        )
+    for entry in reversed(entries):
+        if comparison.differing(entry, lambda x: x.gradient, factor):
+            right = (
+                outer for outer in comparison.around(entry)
+                if outer.gradient is not None and not comparison.differing(outer, lambda x: x.gradient, factor)
+            )  # fmt: skip
+            return (
+                f"in step one the outputs of all modules agree; the first module, in the order of the backward, whose "
+                f"output has another gradient is {named(entry.name)}: the cause is in the backward of "
+                f"{named(next(right, loss).name)}"
+            )
+    return _of_parameters(expectation, observations)
+
+
+def _of_output(comparison: _Comparison, entry: Entry, ranks: list[int]) -> str:
+    where = "all ranks" if len(ranks) == len(comparison.observations) > 1 else f"rank {', '.join(map(str, ranks))}"
+    sentence = f"the first module, in the order of the forward, whose output differs is {named(entry.name)}, on {where}"
+    changed = comparison.changed_inputs(entry)
+    if not changed:
+        return f"{sentence}; its inputs agree"
+    for outer in comparison.around(entry):
+        outer_changed = comparison.changed_inputs(outer)
+        if not outer_changed:
+            return (
+                f"{sentence}, since its {' and '.join(changed)} does: the cause is in the forward of "
+                f"{named(outer.name)}, beside its submodules"
+            )
+        changed = outer_changed
+    return f"{sentence}: the model is called with other {' and '.join(changed)}"
+
+
+def _of_parameters(expectation: ModelExpectation, observations: Sequence[ModelObservation]) -> str:
+    """Return a sentence on the gradients of parameters, where those of all outputs agree."""
+    exact, allowed = expectation.exact["gradients"], expectation.allowed["gradients"]
+    agree = "in step one the outputs of all modules and their gradients agree"
+
+    def differs(factor: float, seen: ModelObservation, name: str) -> bool:
+        x, grad = exact[name], seen.gradients.get(name)
+        limit = allowed[name] * max(1.0, abs(factor))
+        return grad is None or grad.shape != x.shape or not float(np.abs(grad - factor * x).max(initial=0.0)) <= limit
+
+    wrong = [name for name in exact if any(differs(1.0, seen, name) for seen in observations)]
+    if not wrong:
+        return f"{agree}, and the gradients of the parameters too"
+    used = [name for name, x in exact.items() if float(np.abs(x).max(initial=0.0)) > allowed[name]]
+    if not set(used) <= set(wrong):
+        module = named(wrong[-1].rpartition(".")[0])  # parameters are listed in the order of the forward
+        return (
+            f"{agree}; the first module, in the order of the backward, whose parameter has another gradient is "
+            f"{module} ({wrong[-1]})"
+        )
+    factor = 1.0
+    if used and exact[used[-1]].shape == observations[0].gradients.get(used[-1], np.zeros(0)).shape:
+        x = exact[used[-1]]
+        factor = float((observations[0].gradients[used[-1]] * x).sum() / (x**2).sum())
+    if not any(differs(factor, seen, name) for seen in observations for name in exact):
+        return f"{agree}; the gradients of all parameters are {factor:.6g} times the expected ones: no single module"
+    return f"{agree}; the gradients of all parameters differ, after the backward: their reduction or clipping"
+
+
+def named(name: str) -> str:
+    return name or "the model itself"

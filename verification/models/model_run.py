@@ -1,0 +1,180 @@
+"""Runs a user's Setup on drawn ModelCases: `python -m verification model`, and `check_model` for tests."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hypothesis.strategies import SearchStrategy
+from rich.console import Console
+
+from verification import runner
+from verification.failures import RankFailure
+from verification.models.first_module import first_difference
+from verification.models.loading import import_from_here, load, name_of, told, with_users_frames
+from verification.models.model_case import ModelCase
+from verification.models.model_checks import MODEL_GROUPS, check_model_step
+from verification.models.probing import Facts, probe
+from verification.models.setup import Misuse
+from verification.models.strategies import model_cases
+from verification.models.whole_batch import labelled
+from verification.peers.peer import Refused
+from verification.peers.peer_experiment import apply_claim
+from verification.report.coverage import Coverage
+from verification.report.report import Report
+from verification.run.backends import Backend, GlooBackend, PoolBackend, Task
+from verification.runner import Profile, RunPlan
+from verification.search.experiment import Experiment, ToolError
+from verification.search.search import Search
+from verification.training.training_run import TRAINING_PRELOAD
+
+MODEL_WORLDS = (1, 2, 3, 4)
+PROFILE = Profile("for each world size", 30, budget=30.0)
+TIMEOUT = 20.0  # seconds for an example
+
+
+class AloneBackend(PoolBackend):
+    """One process, which computes the expected results while the ranks train."""
+
+    name = "alone"
+
+    def submit(self, task: Task, *arguments: Any) -> None:
+        if self._pool is None:
+            self.open_pool(1)
+        self._under_way = self.prepared().submit(task, *arguments), arguments[0]
+
+    def collect(self) -> Any:
+        return self.answers(self.timeout)[1][0]
+
+
+class ModelExperiment:
+    """Checks of the Setup of that name. only: titles of the properties to check; all if empty."""
+
+    def __init__(self, name: str, facts: Facts | None = None, only: Sequence[str] = ()) -> None:
+        self.name, self.facts, self.only = name, facts, only
+        self.alone = AloneBackend(TIMEOUT, preload=preload_of(name))
+
+    def draw(self, world: int) -> SearchStrategy[ModelCase | None]:
+        return model_cases(world).map(self._nearest).filter(has_labels)
+
+    def _nearest(self, case: ModelCase) -> ModelCase | None:
+        if self.facts is not None:
+            case = self.facts.nearest(case)
+        return apply_claim(self.name, load(self.name).claims, case)
+
+    def validate(self, case: ModelCase) -> None:
+        """Raises ValueError for a ModelCase that cannot be drawn."""
+        if self._nearest(case) != case or not has_labels(case):
+            raise ValueError(f"the Setup {self.name} does not support {case}")
+
+    def check(self, backend: Backend, case: ModelCase) -> dict[str, float]:
+        expectation, observations = self._results(backend, case)
+        return check_model_step(case, expectation, observations, self.only)
+
+    def cause(self, backend: Backend, case: ModelCase) -> str | None:
+        """Return a sentence on the first module that differs in a failing example; None if a process fails."""
+        wide = replace(case, dtype="float64") if self.facts is not None and self.facts.fp64 else case
+        with suppress(RankFailure, ToolError):
+            return first_difference(wide, *self._results(backend, wide, True))
+        return None
+
+    def _results(self, backend: Backend, case: ModelCase, traced: bool = False) -> Any:
+        """Return the expectation and the ranks' observations. Raises ToolError for faults of the Setup that are no
+        counter-examples: those in one process, and results that are malformed on ranks."""
+        from verification.models.steps import expect, train_on_rank  # lazy: importing FSDP slows every command
+
+        self.alone.submit(expect, case, self.name, traced)
+        backend.submit(train_on_rank, case, self.name, traced)
+        try:
+            expectation = self.alone.collect()
+        except RankFailure as failure:
+            raise ToolError(f"{self.name}, in one process: {told(failure)}; the example is {case.to_dict()}") from None
+        try:
+            return expectation, backend.collect()
+        except RankFailure as failure:
+            misuse = [state.detail for state in failure.states if f"{Misuse.__qualname__}: " in state.detail]
+            if misuse:
+                raise ToolError(f"{self.name}: {misuse[0].partition(f'{Misuse.__qualname__}: ')[2]}") from None
+            error = with_users_frames(failure)
+        raise error
+
+    def experiment(self) -> Experiment:
+        return Experiment(
+            f"model {self.name}", self.draw, self.check,
+            record_of=lambda case: {"model": self.name, "case": case.to_dict()},
+            on_fewer=True, validate=self.validate, explain=lambda backend, case, first: self.cause(backend, case),
+        )  # fmt: skip
+
+
+def has_labels(case: ModelCase | None) -> bool:
+    """True for a ModelCase with a label in every step: without, a mean over labels is not defined."""
+    return case is not None and all(labelled(case, step) for step in range(case.steps))
+
+
+def preload_of(name: str) -> tuple[str, ...]:
+    """Modules that ranks preload: the user's own, whose import may take longer than an example."""
+    import_from_here()
+    return (*TRAINING_PRELOAD, "verification.models.steps", name.partition(":")[0])
+
+
+def run_model(name: str, plan: RunPlan, report: Report) -> Report:
+    """Probe the Setup, and run all world sizes; failures go to the report. Raises Refused for a Setup that cannot be
+    run, ToolError for one whose functions fail in one process or return something else than they must."""
+    facts = probe(name)
+    run = ModelExperiment(name, facts, plan.only)
+    backend = GlooBackend(TIMEOUT, preload=preload_of(name))
+    report.coverage = Coverage(groups=MODEL_GROUPS)
+    if not facts.fp64:
+        report.say("the model does not compute in fp64, so all examples are in fp32")
+    try:
+        with report:
+            for world in plan.worlds:
+                backend.start(world)
+                examples = plan.examples_for(world)
+                report.start_world(world, examples)
+                search = Search(run.experiment(), backend, report, world, plan.profile.budget, plan.profile.remembers)
+                failures = runner.explore(plan, report, search, examples)
+                if not failures and not search.examples:
+                    raise Refused(f"{name} supports none of the ModelCases drawn on {world} ranks")
+                report.end_world(name)
+                if failures:
+                    break  # with the fewest ranks
+    except KeyboardInterrupt:
+        report.interrupt()
+        report.summary()
+        raise
+    finally:
+        backend.close()
+        run.alone.close()
+    report.summary()
+    return report
+
+
+def check_model(
+    setup: object,
+    *,
+    examples: int = PROFILE.examples,
+    worlds: Sequence[int] = (1, 2),
+    seed: int = 0,
+    only: Sequence[str] = (),
+    failures: Path = Path(".verification/failures"),
+) -> None:
+    """Check a user's model and training step against one process, on drawn ModelCases; for tests.
+
+    Args:
+        setup: a function `build(context)`, a Setup, or "module:attribute": an attribute of an importable module.
+        examples: number of examples for each world size. worlds: numbers of ranks.
+        only: titles of properties to check. failures: folder for counter-examples.
+
+    Raises:
+        AssertionError: with the report, if a counter-example was found.
+        Refused, ToolError: if the Setup cannot be run.
+    """
+    printed = io.StringIO()
+    plan = RunPlan(tuple(worlds), PROFILE, examples, seed, "gloo", failures, only=tuple(only))
+    if run_model(name_of(setup), plan, Report(Console(file=printed, width=80, emoji=False))).failures:
+        raise AssertionError(printed.getvalue())

@@ -1,0 +1,98 @@
+"""Probes a user's Setup in a new process, since an import or `build` may hang or abort."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from ring import Layout
+from ring.nn import ContextParallel
+from verification.failures import RankFailure
+from verification.models.loading import UserError, built, calling, load, told
+from verification.models.model_case import ModelCase
+from verification.models.precision import computing_in
+from verification.models.setup import Misuse, Run, Setup
+from verification.models.whole_batch import Rows, labelled
+from verification.peers.peer import Refused
+from verification.run.backends import PRELOAD, Unavailable
+from verification.run.processes.pool import Pool, PoolError
+from verification.training.training_case import VOCABULARY
+
+TIMEOUT = 120.0  # seconds to import the module and to build the model
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Properties of a user's model. fp64: it computes in fp64. layers: it has layers to shard and to recompute.
+    documents: its forward takes the handle, which has the documents."""
+
+    fp64: bool
+    layers: bool
+    documents: bool
+
+    def nearest(self, case: ModelCase) -> ModelCase:
+        """Return the nearest ModelCase that the model supports."""
+        if not self.fp64:
+            case = replace(case, dtype="float32")
+        if not self.documents:
+            case = replace(case, packed=None)
+        if not self.layers:
+            wrapper = case.wrapper if case.wrapper in ("none", "ddp") else "none"
+            case = replace(case, checkpointing="none", wrapper=wrapper)
+        return case
+
+
+def probe(name: str, timeout: float = TIMEOUT) -> Facts:
+    """Build the model in a new process, for one process and for one rank, and call it. Raises Refused if that fails,
+    Unavailable if no process starts."""
+    try:
+        with Pool(1, timeout=timeout, preload=PRELOAD) as pool:
+            (facts,) = pool.run(facts_of, name)
+    except PoolError as error:
+        raise Unavailable(f"no process to import {name} in could be started: {error}") from error
+    except RankFailure as failure:
+        raise Refused(f"importing and building {name}: {told(failure)}") from failure
+    if isinstance(facts, str):
+        raise Refused(facts)
+    return facts
+
+
+SMALLEST = ModelCase(
+    world=1, data=1, arrangement="contiguous", tokens=4, batch=2, order="contiguous", cuts=None, packed=None,
+    padding=False, labels="all", exchange="direct", dtype="float64", wrapper="none", accumulation=1,
+    checkpointing="none", clipping=None, optimiser="sgd", steps=1, seed=0,
+)  # fmt: skip
+
+
+def facts_of(name: str) -> Facts | str:
+    """Task: return the model's Facts, or the reason why it cannot be run."""
+    try:
+        setup = load(name)
+        try:
+            fp64 = _runs(setup, SMALLEST)
+        except UserError:
+            _runs(setup, replace(SMALLEST, dtype="float32"))
+            fp64 = False
+        context = ContextParallel(Layout.contiguous(SMALLEST.tokens, 1))
+        model = built(setup, SMALLEST, context)
+    except (Refused, Misuse, UserError) as error:
+        return f"{name}: {error}" if not str(error).startswith(name) else str(error)
+    own = type(setup).loss is not Setup.loss or type(setup).step is not Setup.step
+    accepted = inspect.signature(model.forward).parameters
+    documents = own or "context" in accepted or "position_ids" in accepted
+    return Facts(fp64, bool(setup.layers(model)), documents)
+
+
+def _runs(setup: Setup, case: ModelCase) -> bool:
+    """Call the model as the one process does. Raises UserError and Misuse."""
+    part, run = Rows.of(case).alone(case, 0), Run(case, labelled=labelled(case, 0))
+    with computing_in(case.dtype):
+        model = built(setup, case, None)
+        sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+        if sizes and sizes[0] < VOCABULARY:
+            raise Misuse(f"the model's first Embedding has {sizes[0]} entries; it must have at least {VOCABULARY}")
+        with calling("loss, in one process,"):
+            setup.loss(model, part, run)
+    return True

@@ -1,0 +1,218 @@
+"""Setup: how a user builds a model and takes a training step. Every default is plain next-token training by `ring.nn`.
+
+    class MySetup(Setup):
+        def build(self, context): ...                        # the model; context is None in one process
+        def loss(self, model, part, run): ...                # optional: a micro-batch's share of the loss of a step
+        def step(self, model, optimizer, batches, run): ...  # optional: a whole step, by any package
+
+A function `build(context)` alone is a Setup too. The same `build`, `optimizer` and `loss` serve the one process, which
+has all sequences; it never calls `shard`, `wrap`, `reduce`, `clip` or `step`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from ring.nn import ContextParallel, average_gradients, clip_grad_norm, count_labels, cross_entropy, shard_batch
+from verification.models.model_case import ModelCase
+from verification.training.inputs import IGNORED, optimiser_of
+
+Loss = Tensor | float
+
+
+class Misuse(Exception):
+    """A function of a Setup returned something else than it must."""
+
+
+@dataclass(frozen=True, eq=False)
+class WholeBatch:
+    """A micro-batch of whole sequences, the same on all ranks of a context group.
+
+    tokens, labels  (B, n) int64; labels are the next tokens, -100 for none: at ends of documents, padding, and others
+    positions       (n,) within documents
+    documents       lengths of the documents that every row is packed from, or None
+    padding         (B, n) bool, True for tokens that only fill the row
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    documents: tuple[int, ...] | None
+    padding: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """This rank's tokens of a micro-batch: tokens, labels (B, N), positions (N,) within documents, and the handle for
+    the model's modules. In one process: all sequences, a document in each row, padded at the end; context is None."""
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    context: ContextParallel | None
+
+
+@dataclass(eq=False)
+class Run:
+    """This process's part of a training run.
+
+    case      wrapper, clipping, checkpointing, ... of the run
+    context   handle of the sharded sequence; mesh: ("data", "context"). Both are None in one process
+    labelled  number of labels of the step, over all ranks
+    """
+
+    case: ModelCase
+    context: ContextParallel | None = None
+    mesh: DeviceMesh | None = None
+    labelled: int = 0
+    logits: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+
+    def see(self, logits: Tensor, held: Tensor | None = None) -> Tensor:
+        """Record a micro-batch's logits (B, N, vocabulary) to be compared; return them. held: the indices (N,) of these
+        tokens in the whole sequence; None: those of the context's layout."""
+        if held is None and self.context is not None:
+            held = self.context.layout.positions(self.context.rank)
+        self.logits.append((logits.detach(), held))
+        return logits
+
+
+class Setup:
+    """A model and its training step. Only `build` has no default."""
+
+    def build(self, context: ContextParallel | None) -> nn.Module:
+        """Return the model: with ordinary attention for None, which stands for one process, else for these ranks.
+        Both must draw the same initial parameters, and are not wrapped yet (`wrap`)."""
+        raise NotImplementedError
+
+    def claims(self, case: ModelCase) -> ModelCase | None:
+        """Return the nearest ModelCase of the same world that the Setup supports, or None."""
+        return case
+
+    def layers(self, model: nn.Module) -> tuple[type[nn.Module], ...]:
+        """Classes of the layers, which FSDP shards and checkpointing recomputes: those in the first ModuleList."""
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+        return tuple(dict.fromkeys(type(layer) for layer in lists[0])) if lists else ()
+
+    def wrap(self, model: nn.Module, run: Run) -> nn.Module:
+        """Return the model with the Case's checkpointing and wrapper."""
+        from ring.nn.frameworks import ddp, fsdp, recompute
+
+        assert run.mesh is not None
+        if run.case.checkpointing != "none":
+            recompute.wrap(model, self.layers(model), keep_attention=run.case.checkpointing == "selective")
+        if run.case.wrapper == "ddp":
+            return ddp.wrap(model, run.mesh)
+        if run.case.wrapper != "none":
+            fsdp.shard(model, run.mesh, self.layers(model), replicate=run.case.wrapper == "hsdp2")
+        return model
+
+    def optimizer(self, parameters: Sequence[nn.Parameter], run: Run) -> torch.optim.Optimizer:
+        """Return the optimizer, after wrapping: SGD with momentum or AdamW."""
+        drawn: Any = run.case
+        return optimiser_of(drawn, parameters)
+
+    def shard(self, batch: WholeBatch, run: Run) -> Part:
+        """Return this rank's part of a micro-batch."""
+        assert run.context is not None
+        part = shard_batch(run.context, batch.tokens, batch.labels, documents=batch.documents)
+        assert part.labels is not None
+        return Part(part.tokens, part.labels, part.positions, part.context)
+
+    def logits(self, model: nn.Module, part: Part, run: Run) -> Tensor:
+        """Call the model with the conventions of transformers, or as model(tokens, positions=, context=) with the
+        keywords that its forward has; record and return the logits."""
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        accepted = inspect.signature(cast(nn.Module, inner).forward).parameters
+        keywords: dict[str, Any] = {}
+        if "position_ids" in accepted:
+            keywords = {"position_ids": part.positions[None]} | ({"context": part.context} if part.context else {})
+            keywords |= {"use_cache": False} if "use_cache" in accepted else {}
+        else:
+            values = {"positions": part.positions, "context": part.context}
+            keywords = {name: value for name, value in values.items() if name in accepted}
+        output = model(part.tokens, **keywords)
+        logits = getattr(output, "logits", output[0] if isinstance(output, tuple) else output)
+        if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != part.tokens.shape:
+            raise Misuse(
+                f"the model returned {described(logits)} for tokens of shape {tuple(part.tokens.shape)}; it must "
+                "return logits (B, N, vocabulary), or an object or tuple that has them (else write `loss`)"
+            )
+        return run.see(logits)
+
+    def loss(self, model: nn.Module, part: Part, run: Run) -> Tensor:
+        """Return this micro-batch's share of the mean over all labels of the step, the same on all ranks. It goes
+        backward so that the average of all ranks' gradients is that of the mean."""
+        logits = self.logits(model, part, run)
+        if run.mesh is not None:
+            return cross_entropy(logits, part.labels, run.mesh, labelled=run.labelled)
+        total = functional.cross_entropy(
+            logits.flatten(0, 1), part.labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return total / max(1, run.labelled)
+
+    def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
+        """Context of a micro-batch's forward and backward: wrappers reduce gradients in the last one of a step."""
+        if isinstance(model, DistributedDataParallel):
+            return nullcontext() if last else model.no_sync()
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def reduce(self, model: nn.Module, run: Run) -> None:
+        """Average the gradients over all ranks, if no wrapper does."""
+        if run.case.wrapper == "none":
+            average_gradients(model.parameters(), run.mesh)
+
+    def clip(self, model: nn.Module, run: Run) -> Loss | None:
+        """Clip the gradients if the Case has clipping; return their norm before, or None."""
+        if run.case.clipping is None:
+            return None
+        return clip_grad_norm(model.parameters(), run.case.clipping, run.mesh)
+
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[WholeBatch], run: Run
+    ) -> tuple[Loss, Loss | None]:
+        """Take a step on the micro-batches of this data rank. Return the loss of the step over all ranks, and the norm
+        of the gradients before clipping, or None. A step of your own calls `run.see` with each micro-batch's logits."""
+        parts = [self.shard(batch, run) for batch in batches]
+        run.labelled = count_labels([part.labels for part in parts], run.mesh)
+        total = torch.zeros(())
+        for number, part in enumerate(parts):
+            with self.micro_batch(model, last=number == len(parts) - 1):
+                loss = self.loss(model, part, run)
+                scalar("loss", loss).backward()
+            total = total + loss.detach()
+        self.reduce(model, run)
+        norm = self.clip(model, run)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total, norm
+
+
+def scalar(function: str, x: object) -> Tensor:
+    """Return a scalar as a tensor. Raises Misuse for anything else that a function returned."""
+    if isinstance(x, Tensor) and x.dim() == 0:
+        return x
+    if isinstance(x, (int, float)) and not isinstance(x, bool):
+        return torch.tensor(x)
+    raise Misuse(f"{function} returned {described(x)}; it must be a scalar")
+
+
+def described(x: object) -> str:
+    """Describe what a function returned in a few words."""
+    if isinstance(x, Tensor):
+        return f"a tensor of shape {tuple(x.shape)}"
+    shown = repr(x)
+    return shown if len(shown) < 80 and "\n" not in shown else f"a {type(x).__name__}"
