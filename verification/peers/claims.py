@@ -175,7 +175,11 @@ def without_lse(case: Case) -> Case:
 
 
 def forward_only(case: Case) -> Case:
-    """Compare the output, and lse if the Case uses it, but no gradients."""
+    """Return the Case without backward: out is compared, and lse if the Case uses it, but no gradients.
+
+    Args:
+        case: any Case.
+    """
     return dataclasses.replace(lse_returned(case), backward=False)
 
 
@@ -188,11 +192,11 @@ def of_sizes(
     Call it after `dense` or `packed`: a pattern with heads of its own does not fit other numbers of heads.
 
     Args:
-        tokens, head_dims, batches: sizes to choose from; the smallest one that is not below the Case's, else the
-            largest. A longer last document takes further tokens; a shorter sequence loses documents and cuts.
+        case: any Case.
+        tokens, batches: sizes to choose from; the smallest one that is not below the Case's, else the largest. A longer
+            last document takes further tokens; a shorter sequence loses documents and cuts. None: the Case's.
         heads: pairs of query and key/value heads to choose from, likewise by the query heads.
-
-    No sizes: keep the Case's.
+        head_dims: to choose from; the Case's own if it is one of them, else one by its seed.
     """
     length = _fitting(tokens, case.tokens)
     if length < case.tokens:
@@ -201,10 +205,13 @@ def of_sizes(
         )
     elif length > case.tokens:
         case = case.lengthened(length, cuts=None)
+    head_dim = case.head_dim
+    if head_dims and head_dim not in head_dims:
+        head_dim = head_dims[(case.seed + head_dim) % len(head_dims)]
     query_heads = _fitting([pair[0] for pair in heads], case.heads)
     by_query_heads = dict(heads) if (case.heads, case.kv_heads) not in heads else {}
     return dataclasses.replace(
-        case, batch=_fitting(batches, case.batch), head_dim=_fitting(head_dims, case.head_dim),
+        case, batch=_fitting(batches, case.batch), head_dim=head_dim,
         heads=query_heads, kv_heads=by_query_heads.get(query_heads, case.kv_heads),
     )  # fmt: skip
 

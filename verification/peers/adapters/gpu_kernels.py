@@ -93,7 +93,7 @@ flash_attention_4_any_scale = Peer(
 
 def by_backend(kind: SDPBackend, q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
     """Run scaled_dot_product_attention by one kernel, which raises where it does not support a call."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
+    q, k, v = (x.contiguous().transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
     with sdpa_kernel(kind):
         out = nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=case.pattern.causal, scale=case.softmax_scale, enable_gqa=case.heads != case.kv_heads
@@ -101,8 +101,13 @@ def by_backend(kind: SDPBackend, q: Tensor, k: Tensor, v: Tensor, case: Case, gr
     return out.transpose(1, 2)
 
 
+def cudnn_nearest(case: Case) -> Case:
+    case = nearest(case, (32, 64, 128), lse=False)
+    return case if case.tokens > 1 else case.lengthened(2, cuts=None)
+
+
 cudnn = Peer(
-    "cudnn", "dense, bf16, head dims 8 to 128, scale > 0", partial(nearest, head_dims=(8, 32, 64, 128), lse=False),
+    "cudnn", "dense, bf16, two tokens or more, head dims 32, 64, 128, scale > 0", cudnn_nearest,
     partial(by_backend, SDPBackend.CUDNN_ATTENTION), (1,), "torch", arithmetic="gpu", prepare=on_gpu, timeout=COMPILES,
 )  # fmt: skip
 flash_attention_2 = Peer(
@@ -126,6 +131,7 @@ def flexible(case: Case) -> Case:
 def compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
+    torch._dynamo.config.recompile_limit = 64  # sizes and masks; beyond the limit it would run uncompiled
     return torch.compile(flex_attention, dynamic=False)
 
 

@@ -193,6 +193,7 @@ def limit_sends(connection: Connection, seconds: float) -> None:
 
 
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep  # verification/
+_ADAPTERS = os.path.join(_PACKAGE, "peers", "adapters")
 
 
 class RankProcess(context.ForkServerProcess):
@@ -321,7 +322,7 @@ def run_request(message: bytes) -> bytes:
 
 def _drop_own_frames(told: traceback.TracebackException) -> None:
     """Drop the frames of this package, which called the code under test, unless there are no others."""
-    others = [frame for frame in told.stack if not frame.filename.startswith(_PACKAGE)]
+    others = [x for x in told.stack if not x.filename.startswith(_PACKAGE) or x.filename.startswith(_ADAPTERS)]
     if others:
         told.stack = traceback.StackSummary.from_list(others)
     for inner in (told.__cause__, told.__context__):
