@@ -274,7 +274,7 @@ def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
 def run_long(
     report: Report, backend: TorchrunBackend, problem: LongProblem, folder: Path, attention: str | None = None
 ) -> None:
-    """Check a long problem. attention: name of a peer, whose claim may change the Case, but not tokens, mask or dtype."""
+    """Check a long problem. attention: name of a peer, whose claim may change the Case, but not its mask."""
     case = problem.case(backend.device)
     arguments: tuple[Any, ...] = ()
     if attention is not None:
