@@ -18,7 +18,7 @@ from verification.peers import Peer, claims
 def shift(*blocks: Tensor) -> list[Tensor]:
     """Send each block to the next rank and return what the previous rank sent."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    received = [torch.empty(block.shape, dtype=block.dtype) for block in blocks]
+    received = [torch.empty_like(block, memory_format=torch.contiguous_format) for block in blocks]
     sends = [dist.P2POp(dist.isend, block.contiguous(), (rank + 1) % world) for block in blocks]
     for work in dist.batch_isend_irecv(sends + [dist.P2POp(dist.irecv, x, (rank - 1) % world) for x in received]):
         work.wait()
@@ -43,7 +43,7 @@ class Ring(torch.autograd.Function):
         scale, order, mistake = settings
         rows, keys = (Ring.positions(order, q.shape[2], rank, mistake) for rank in (dist.get_rank(), owner))
         ahead = keys[None, :] > rows[:, None] - int(mistake == "diagonal_off_by_one")
-        return (q @ Ring.repeated(k, q, mistake).mT * scale).masked_fill(ahead, -torch.inf)
+        return (q @ Ring.repeated(k, q, mistake).mT * scale).masked_fill(ahead.to(q.device), -torch.inf)
 
     @staticmethod
     def repeated(x: Tensor, q: Tensor, mistake: str) -> Tensor:
