@@ -36,6 +36,10 @@ class RankState:
     trace: str = ""
 
 
+class Malformed(ValueError):
+    """A result that a function under test may not return. The message names it; a stack would show our frames only."""
+
+
 class VerificationFailure(AssertionError):
     """A counter-example. `kind` is the kind of failure in words; `broken` is the title of the broken property, if a
     check of an example raised it."""

@@ -10,9 +10,11 @@ Nothing is imported before it is used: pytest loads this module in every run of 
 
 from __future__ import annotations
 
+import argparse
+import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import pytest
 
@@ -30,8 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="check this attention, a verification.peers.Peer; without paths, nothing else is run",
     )  # fmt: skip
     group.addoption(
-        "--examples", type=int, metavar="N", default=None, help="plain examples on each number of ranks (default: 100)"
-    )
+        "--examples", type=_count, metavar="N", default=None,
+        help="plain examples on each number of ranks (default: 100); a law has a tenth",
+    )  # fmt: skip
     group.addoption(
         "--attention-xfails", metavar="FILE", default=None,
         help="properties and laws that are expected to fail: a title in a line, after `MODULE:ADAPTER: ` for one alone",
@@ -39,6 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--attention-backend", choices=("gloo", "nccl"), default="gloo", help="what joins the ranks (default: gloo)"
     )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of examples; it must be an integer from 1 up")
+    return int(text)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -62,6 +71,12 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     config.stash[CONFORMANCE] = suites
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the ranks of an attention after its last test."""
+    if isinstance(item, AttentionItem) and (nextitem is None or nextitem.parent is not item.parent):
+        item.suite.close()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     for suite in session.config.stash.get(CONFORMANCE, []):
         suite.close()
@@ -78,31 +93,29 @@ class AttentionCollector(pytest.Collector):
         from verification.testing.conformance import EXAMPLES, SLUGS, Conformance
 
         option = self.config.option
-        seed = getattr(option, "hypothesis_seed", None)
-        self.suite = Conformance(
-            self.name, option.examples or EXAMPLES, 0 if seed in (None, "random") else int(seed),
-            backend=option.attention_backend,
-        )  # fmt: skip
         try:
-            self.suite.prepare()
             file = option.attention_xfails
             expected = {} if file is None else read_expected_failures(Path(file), SLUGS.values())
-        except (Refused, Unavailable, OSError, ValueError) as error:
+            seed = getattr(option, "hypothesis_seed", None) or 0
+            self.suite = Conformance(
+                self.name, option.examples or EXAMPLES, random.getrandbits(32) if seed == "random" else int(seed),
+                backend=option.attention_backend,
+                expected=expected.get(None, set()) | expected.get(self.name, set()),
+            )  # fmt: skip
+            self.suite.prepare()
+        except (OSError, ValueError) as error:
+            raise pytest.UsageError(f"--attention-xfails: {error}") from error
+        except (Refused, Unavailable) as error:
             raise pytest.UsageError(f"--attention {self.name}: {error}") from error
-        self.expected = expected.get(None, set()) | expected.get(self.name, set())
 
     def collect(self) -> Iterable[pytest.Item]:
         from verification.testing.conformance import SLUGS
 
         for slug, title in SLUGS.items():
             item = AttentionItem.from_parent(self, name=slug, title=title)
-            if title in self.expected:
+            if title in self.suite.expected:
                 item.add_marker(pytest.mark.xfail(reason=f"named in {self.config.option.attention_xfails}"))
             yield item
-
-
-class CounterExamples(AssertionError):
-    """A property or law is broken: its counter-examples, in words."""
 
 
 class AttentionItem(pytest.Item):
@@ -112,17 +125,29 @@ class AttentionItem(pytest.Item):
         super().__init__(**arguments)
         self.title = title
 
-    def runtest(self) -> None:
-        from verification.testing.conformance import described
+    @property
+    def suite(self) -> Conformance:
+        """Suite of the attention."""
+        assert isinstance(self.parent, AttentionCollector)
+        return self.parent.suite
 
-        suite = self.parent.suite  # type: ignore[union-attr]
-        selected = {x.title for x in self.session.items if isinstance(x, AttentionItem) and x.parent is self.parent}
-        failures = suite.counter_examples(self.title, selected)
-        if failures:
-            raise CounterExamples(described(failures))
+    def runtest(self) -> None:
+        from verification.testing.conformance import NotChecked
+
+        try:
+            self.suite.check(self.title, {x.title for x in self.session.items if self._is_beside(x)})
+        except NotChecked as error:
+            raise pytest.skip.Exception(str(error), _use_item_location=True) from None
+
+    def _is_beside(self, item: pytest.Item) -> TypeGuard[AttentionItem]:
+        return isinstance(item, AttentionItem) and item.parent is self.parent
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        if isinstance(excinfo.value, CounterExamples):
+        from verification.run.backends import Unavailable
+        from verification.search.experiment import ToolError
+        from verification.testing.conformance import CounterExamples
+
+        if isinstance(excinfo.value, (CounterExamples, ToolError, Unavailable)):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 

@@ -35,6 +35,7 @@ from verification.peers.peer import Refused
 from verification.peers.peer_experiment import (
     LAWS_OF_ANY,
     TITLES,
+    attend_of,
     experiment,
     experiments,
     implementation,
@@ -160,6 +161,7 @@ class Kind:
     preload: tuple[str, ...]
     timeout: float  # seconds for an example
     coverage: Callable[[], Coverage]
+    calls: Callable[[str], str | None] = lambda name: None  # names what ranks run, in failures
 
 
 def attention_experiments(
@@ -181,7 +183,10 @@ def step_experiments(name: str, world: int, plan: RunPlan, options: argparse.Nam
     return [(step_experiment(name), plan.examples_for(world))]
 
 
-ATTENTIONS = Kind("peers", "case", KNOWN, load, rehearse, attention_experiments, prepare, PRELOAD, TIMEOUT, Coverage)
+ATTENTIONS = Kind(
+    "peers", "case", KNOWN, load, rehearse, attention_experiments, prepare, PRELOAD, TIMEOUT, Coverage,
+    attend_of,
+)  # fmt: skip
 STEPS = Kind(
     "training", "training_case", KNOWN_STEP_PEERS, load_step_peer, ready_step_peer, step_experiments, prepare_step_peer,
     TRAINING_PRELOAD, STEP_TIMEOUT, partial(Coverage, groups=TRAINING_GROUPS),
@@ -200,6 +205,7 @@ class PeerOutcome:
     seconds: float = 0.0
     reason: str = ""  # why it was not run
     expected: dict[str, int] = field(default_factory=dict)  # failures by title in --xfails
+    inapplicable: list[str] = field(default_factory=list)  # world sizes and laws without subjects
     failures: list[CounterExample] = field(default_factory=list)
 
     def to_dict(self, case_of: str) -> dict[str, Any]:
@@ -211,7 +217,7 @@ class PeerOutcome:
         return {
             "name": self.name, "version": self.version, "verdict": self.verdict, "supported": self.supported,
             "examples": self.examples, **failures[0], "others": failures[1:], "expected_failures": self.expected,
-            "seconds": round(self.seconds, 3),
+            "does_not_apply": self.inapplicable, "seconds": round(self.seconds, 3),
         }  # fmt: skip
 
 
@@ -261,6 +267,7 @@ def _run(kind: Kind, outcome: PeerOutcome, plan: RunPlan, console: Console, opti
     make = NcclBackend if plan.backend == "nccl" else GlooBackend
     timeout = max(kind.timeout, getattr(peer, "timeout", 0.0))
     backend = make(timeout, partial(kind.prepare, name), (*kind.preload, *getattr(peer, "preload", ())))
+    backend.calls = kind.calls(name)
     backend.device = getattr(options, "device", None) or backend.device
     try:
         with report:
@@ -274,7 +281,11 @@ def _run(kind: Kind, outcome: PeerOutcome, plan: RunPlan, console: Console, opti
                         experiment, backend, report, world, plan.profile.budget, plan.profile.remembers,
                         expected=outcome.expected, others=OTHERS,
                     )  # fmt: skip
-                    explore(plan, report, search, examples)
+                    failures = explore(plan, report, search, examples)
+                    drew_none = not (failures or search.examples or search.expected_failures)
+                    if drew_none and experiment.without_subjects:
+                        outcome.inapplicable.append(f"{counted(world, 'rank')}: {experiment.without_subjects}")
+                        report.say(f"world {world}: {experiment.without_subjects}")
                     outcome.expected |= {t: outcome.expected[t] + n for t, n in search.expected_failures.items()}
                     if report.failures:  # plain examples come before the laws between them
                         break

@@ -12,12 +12,14 @@ from torch.distributed import ProcessGroup
 
 from reference import validators
 from verification.case import Case
+from verification.failures import Malformed
 
 Result = Tensor | tuple[Tensor, Tensor]  # out (B, L, H, D); lse (B, H, L), natural logarithm
 # (q, k, v, case, group) -> Result; with other arrays than tensors, the same in these
 Attend = Callable[[Any, Any, Any, Case, ProcessGroup | None], Any]
 Results = tuple[Tensor | None, ...]  # out, lse, dq, dk, dv
 MAX_RANKS = 8
+AXES = {"out": "(batch, tokens, heads, head_dim)", "lse": "(batch, heads, tokens)"}
 ARRAYS = ("torch", "numpy", "jax")
 
 
@@ -100,21 +102,26 @@ def outputs_of(
         shape, lse_shape: that out and lse must have.
         array: their type.
 
-    Raises: ValueError, which is a counter-example, since it may depend on the Case.
+    Raises: Malformed, which is a counter-example, since the result may depend on the Case.
     """
     out, lse = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     for name, value, required in (("out", out, tuple(shape)), ("lse", lse, tuple(lse_shape))):
         if isinstance(value, array) and tuple(value.shape) != required:
-            raise ValueError(f"attend returned {name} of shape {tuple(value.shape)}; it must be {required}")
+            axes = AXES[name]
+            first = tuple(value.shape) == tuple(required[i] for i in (0, 2, 1, 3)) if name == "out" else False
+            hint = ": with heads first, return out.transpose(1, 2), or set heads_first=True" if first else ""
+            raise Malformed(
+                f"attend returned {name} of shape {tuple(value.shape)}; it must be {required}, {axes}{hint}"
+            )
         if not isinstance(value, array) and (name == "out" or value is not None):
             returned = "None" if value is None else type(value).__name__
             kind = "a tensor" if array is Tensor else f"a {array.__module__.partition('.')[0]} array"
             must = f"it must be {kind} of shape {required}: return out, or (out, lse)"
-            raise ValueError(f"attend returned {returned} as {name}; {must}")
+            raise Malformed(f"attend returned {returned} as {name}; {must}")
     if case.lse == "unused":
         return out, None
     if lse is None:
-        raise ValueError(f'attend returned no lse, and the claim has lse {case.lse!r}; it must be "unused" then')
+        raise Malformed(f'attend returned no lse, and the claim has lse {case.lse!r}; it must be "unused" then')
     return out, lse
 
 

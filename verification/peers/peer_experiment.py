@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis.strategies import SearchStrategy
 
 from reference.fast_oracle import Expectation, Inputs, evaluate
@@ -27,6 +28,7 @@ from verification.peers.peer_rank import observe_peer
 from verification.protocols import CaseLike
 from verification.run.backends import Backend
 from verification.run.observation import Observation
+from verification.run.processes.worker import PACKAGE
 from verification.search.experiment import Experiment, ToolError, case_record
 from verification.strategies.cases import cases
 
@@ -49,6 +51,11 @@ def implementation(name: str, device: str = "cpu") -> Implementation:
         observe_peer, (name,), partial(nearest_claimed, peer, device=device), partial(arithmetic_of, peer),
         partial(evaluate_for, peer),
     )  # fmt: skip
+
+
+def attend_of(name: str) -> str:
+    """Return what failures of a peer's ranks name."""
+    return f"attend of {name}"
 
 
 def experiments(
@@ -89,21 +96,23 @@ def law_of(name: str, law: Law, device: str = "cpu") -> Experiment:
     attention = implementation(name, device)
     own = law_experiment(law, attention)
 
-    def applies(subject: Any) -> bool:
+    def applicable(subject: Any) -> Any:
         try:
-            law.validate(*subject)
+            precondition(subject)
         except ValueError:
-            return False
-        return True
+            reject()
+        return subject
 
     def precondition(subject: Any) -> None:
         must_be_claimed(attention, subject[0])
         law.validate(*subject)
+        law.of_others(attention.claims, *subject)
 
     return dataclasses.replace(
         own, name=f"peer {load(name).name}, {law.name}",
-        draw=lambda world: law.draw(world, attention.claims).filter(applies),
+        draw=lambda world: law.draw(world, attention.claims).map(applicable),
         record_of=lambda subject: {"peer": name, **own.record_of(subject)}, validate=precondition,
+        without_subjects=f"{law.name}: does not apply: {law.of_any}",
     )  # fmt: skip
 
 
@@ -165,7 +174,7 @@ def apply_claim(name: str, claims: Callable[[AnyCase], AnyCase | None], case: An
         nearest = claims(case)
         settled = None if nearest is None else claims(nearest)
     except Exception as error:
-        raise ToolError(f"claims of {name} raised {type(error).__name__}: {error}") from error
+        raise ToolError(f"claims of {name} raised {type(error).__name__}: {error} ({_place_of(error)})") from error
     if nearest is None:
         return None
     if not isinstance(nearest, type(case)) or nearest.world != case.world:
@@ -179,6 +188,13 @@ def apply_claim(name: str, claims: Callable[[AnyCase], AnyCase | None], case: An
 def arithmetic_named(name: str, case: Case) -> Arithmetic:
     """Return the arithmetic of the peer of that name, as `arithmetic_of`."""
     return arithmetic_of(load(name), case)
+
+
+def _place_of(error: Exception) -> str:
+    """Return where the innermost frame outside this package raised, or called what did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = [f for f in frames if not f.filename.startswith(PACKAGE)][-1:] or frames[-1:]
+    return ", ".join(f"{f.filename}, line {f.lineno}, in {f.name}" for f in frame)
 
 
 def arithmetic_of(peer: Peer, case: Case) -> Arithmetic:

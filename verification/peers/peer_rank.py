@@ -12,6 +12,7 @@ from torch import Tensor
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import SoloTransport, Transport
 from verification.case import Case
+from verification.failures import Malformed
 from verification.peers.jax_arrays import run_jax
 from verification.peers.known_peers import ready
 from verification.peers.peer import Attend, Peer, Results, outputs_of
@@ -38,7 +39,7 @@ def run_named(name: str, transport: Transport, case: Case, inputs: Tensors) -> C
 
 
 def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors) -> CallResult:
-    """Run forward and, unless the Case has none, backward. Raises ValueError for a malformed result: it may depend on
+    """Run forward and, unless the Case has none, backward. Raises Malformed for a malformed result: it may depend on
     the Case, so it is a counter-example."""
     if not isinstance(transport, (ProcessGroupTransport, SoloTransport)):
         raise ValueError("a peer communicates by torch.distributed, which is not simulated; run it on gloo or nccl")
@@ -66,7 +67,7 @@ def _run_torch(attend: Attend, group: Any, case: Case, inputs: Tensors) -> Resul
 
 def _run_numpy(attend: Attend, group: Any, case: Case, inputs: Tensors) -> Results:
     if case.backward:
-        raise ValueError("NumPy arrays have no gradients; the claim must return claims.forward_only(case)")
+        raise Malformed("NumPy arrays have no gradients; the claim must return claims.forward_only(case)")
     q, k, v, dout, dlse = (x.detach().numpy() for x in inputs)
     out, lse = outputs_of(attend(q, k, v, case, group), case, dout.shape, dlse.shape, np.ndarray)
     return torch.from_numpy(out), None if lse is None else torch.from_numpy(lse), None, None, None
@@ -78,11 +79,11 @@ _RUN: dict[str, Callable[[Attend, Any, Case, Tensors], Results]] = {
 
 
 def gradients_of(outputs: Sequence[Tensor], leaves: Tensors, douts: Sequence[Tensor], only_lse: bool) -> list[Tensor]:
-    """Return dq, dk, dv. only_lse: lse does not depend on v, so dv may be missing. Raises ValueError for others."""
+    """Return dq, dk, dv. only_lse: lse does not depend on v, so dv may be missing. Raises Malformed for others."""
     live = [i for i, x in enumerate(outputs) if x.requires_grad]
     arguments = [outputs[i] for i in live], leaves, [douts[i] for i in live]
     grads = torch.autograd.grad(*arguments, allow_unused=True) if live else (None,) * 3
     missing = [name for name, x in zip("qkv", grads, strict=True) if x is None and not (only_lse and name == "v")]
     if missing:
-        raise ValueError(f"no gradient reaches {', '.join(missing)}: the result of attend does not depend on it")
+        raise Malformed(f"no gradient reaches {', '.join(missing)}: the result of attend does not depend on it")
     return [torch.zeros_like(x) if dx is None else dx for x, dx in zip(leaves, grads, strict=True)]

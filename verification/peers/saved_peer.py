@@ -9,7 +9,7 @@ from typing import Any
 from reference import validators
 from verification.peers.known_peers import KNOWN, load
 from verification.peers.peer import Refused
-from verification.peers.peer_experiment import LAWS_OF_ANY, experiment, law_of
+from verification.peers.peer_experiment import LAWS_OF_ANY, attend_of, experiment, law_of
 from verification.peers.peer_rank import prepare
 from verification.replay.records import read_case
 from verification.replay.registry import Saved, SavedExample
@@ -28,6 +28,7 @@ class SavedPeerExample(SavedExample):
     def prepare_ranks(self, backend: Backend) -> None:
         name = self.record["peer"]
         backend.timeout, backend.prepare = max(backend.timeout, load(name).timeout), partial(prepare, name)
+        backend.calls = attend_of(name)
 
 
 def experiment_with(record: Any, field: str, known: Iterable[str], make: Callable[[str], Experiment]) -> Experiment:

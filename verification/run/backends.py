@@ -8,6 +8,7 @@ the parent computes the expected ones.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +60,7 @@ class Backend(Protocol):
     timeout: float  # seconds after which a task counts as a hang
     prepare: Preparation | None  # set before `start`
     preload: tuple[str, ...]  # modules imported before the ranks are forked; set before `start`
+    calls: str | None  # what failures say that the ranks were in; None: the name of the function
 
     def start(self, world: int) -> None:
         """Start so many ranks, in place of earlier ones. Raises Unavailable."""
@@ -82,6 +84,7 @@ class PoolBackend:
 
     name: str
     device = "cpu"
+    calls: str | None = None
 
     def __init__(
         self, timeout: float = 10.0, prepare: Preparation | None = None, preload: tuple[str, ...] = PRELOAD
@@ -103,7 +106,8 @@ class PoolBackend:
 
     def post(self, function: Callable[..., Any], task: Task, case: CaseLike, arguments: tuple[Any, ...]) -> None:
         """Call `function(task, case, arguments)` in every process."""
-        self._under_way = self.prepared().submit(function, task, case, arguments), case
+        ticket = self.prepared().submit(function, task, case, arguments)
+        self._under_way = replace(ticket, name=self.calls or ticket.name), case
 
     def prepared(self) -> Pool:
         """Return the pool with its ranks warmed up. Raises Unavailable."""

@@ -50,6 +50,7 @@ class Experiment:
     fewest_ranks  smallest world size with subjects
     validate      raises ValueError for a subject that cannot be drawn: it validates simpler subjects
                   (`verification.search.simplify`). None: subjects are not simplified
+    without_subjects what to say where the strategy, by a peer's claim, draws none
     explain       cause of a wrong result in words, from the backend, the shrunk subject and the first one; None if it
                   finds none. None: causes are not searched for
     """
@@ -67,6 +68,7 @@ class Experiment:
     fewest_ranks: int = 1
     validate: Callable[[Any], None] | None = None
     explain: Callable[[Backend, Any, Any], str | None] | None = None
+    without_subjects: str = ""
 
     def placed(self, subject: Any, device: str) -> Any:
         """Return the subject on that device: "cpu" or "cuda"."""

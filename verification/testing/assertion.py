@@ -14,6 +14,7 @@ from reference.pattern import Pattern
 from reference.roundoff import LARGEST, Arithmetic, Counts
 
 NARROW = ("float16", "bfloat16")
+AXES = dict.fromkeys(("out", "dq", "dk", "dv"), "(batch, tokens, heads, head_dim)") | {"lse": "(batch, heads, tokens)"}
 
 
 def assert_attention(
@@ -47,8 +48,11 @@ def assert_attention(
     dtype = str(q.dtype).removeprefix("torch.")
     validators.choice("dtype of q", dtype, tuple(LARGEST))
     validators.choice("arithmetic", arithmetic, roundoff.KERNELS if dtype in NARROW else ("math", "flash"))
-    if grads is not None and dout is None:
-        raise ValueError("dout is None; it must be the gradient of out, like q, where grads are given")
+    if grads is not None and (dout is None or len(grads) != 3):
+        given = "dout is None" if dout is None else f"grads has {len(grads)} entries"
+        raise ValueError(f"{given}; grads must be dq, dk, dv, and dout the gradient of out, like q")
+    validators.integer("partials", partials, 1)
+    _check_inputs(q, k, v, rows, dout, dlse)
     heads, kv_heads, dim, tokens = q.shape[2], k.shape[2], q.shape[3], k.shape[1]
     validators.grouped_heads(heads, kv_heads)
     pattern.validate(heads)
@@ -73,10 +77,40 @@ def assert_attention(
             _assert_result(name, result, of_dtype, expectation)
 
 
+def _check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, dout: Tensor | None, dlse: Tensor | None
+) -> None:
+    """Raise ValueError for inputs that do not fit each other, or are not finite."""
+    if q.dim() != 4:
+        raise ValueError(f"q has shape {tuple(q.shape)}; it must be (batch, tokens, heads, head_dim)")
+    (batch, queries, heads, dim), tokens = q.shape, k.shape[1] if k.dim() == 4 else 0
+    if k.dim() != 4 or (k.shape[0], k.shape[3]) != (batch, dim):
+        raise ValueError(f"k has shape {tuple(k.shape)}; it must be ({batch}, tokens, key/value heads, {dim}), like q")
+    shapes = {"v": (v, k.shape), "dout": (dout, q.shape), "dlse": (dlse, (batch, heads, queries))}
+    for name, (x, shape) in shapes.items():
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {tuple(shape)}")
+    if rows is None and queries != tokens:
+        raise ValueError(
+            f"rows is None, q has {queries} tokens and k has {tokens}; rows must be the positions of the queries, or "
+            "both have as many tokens, before the heads"
+        )
+    if rows is not None:
+        positions = rows.tolist()
+        ascending = rows.dim() == 1 and positions == sorted(set(positions)) and len(positions) == queries
+        if not ascending or not all(validators.is_integer(x) and 0 <= x < tokens for x in positions):
+            raise ValueError(f"rows is {positions}; it must be {queries} ascending positions from 0 to {tokens - 1}")
+    for name, x in {"q": q, "k": k, "v": v, "dout": dout, "dlse": dlse}.items():
+        if name in "kv" and x is not None and x.dtype != q.dtype:
+            raise ValueError(f"{name} is {x.dtype}; it must be {q.dtype}, like q")
+        if x is not None and not bool(x.isfinite().all()):
+            raise ValueError(f"{name} is not finite; exact attention is defined for finite numbers only")
+
+
 def _assert_result(name: str, result: Tensor, dtype: torch.dtype, expectation: Expectation) -> None:
     exact, bound = expectation.exact[name], expectation.bound[name]
     if tuple(result.shape) != exact.shape:
-        raise AssertionError(f"{name} has shape {tuple(result.shape)}; it must be {exact.shape}")
+        raise AssertionError(f"{name} has shape {tuple(result.shape)}; it must be {exact.shape}, {AXES[name]}")
     if result.dtype != dtype:
         raise AssertionError(f"{name} is {result.dtype}; it must be {dtype}")
     actual = _fp64(result)
@@ -85,7 +119,7 @@ def _assert_result(name: str, result: Tensor, dtype: torch.dtype, expectation: E
     largest = LARGEST[str(dtype).removeprefix("torch.")]
     with np.errstate(invalid="ignore"):
         overflows = np.isinf(actual) & np.isfinite(exact) & (np.abs(exact) + bound > largest)
-    wrong = ~((error <= bound) | overflows)
+    wrong = ~((error <= bound) | overflows | np.isinf(bound))  # an infinite bound guarantees nothing
     if wrong.any():
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(wrong, np.nan_to_num(error / bound, nan=np.inf, posinf=np.inf), -1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from verification.check import properties
+from verification.failures import RankHang
 from verification.peers.known_peers import load
 from verification.peers.peer import Peer
-from verification.peers.peer_experiment import LAWS_OF_ANY, TITLES, experiments, rehearse
+from verification.peers.peer_experiment import LAWS_OF_ANY, TITLES, attend_of, experiments, rehearse
 from verification.peers.peer_rank import prepare
 from verification.peers.probe import probe
 from verification.report.counter_example import CounterExample
@@ -22,9 +23,22 @@ from verification.report.summary import in_full
 from verification.run.backends import Backend, GlooBackend, NcclBackend
 from verification.runner import save
 from verification.search.search import Search
+from verification.wording import counted
 
-EXAMPLES = 100  # plain ones on each world size; laws get a tenth each
+EXAMPLES = 100  # plain ones on each world size
+LAW_SHARE, FEWEST = (
+    0.1,
+    10,
+)  # of the plain examples, for each law; but at least so many, if there are as many plain ones
 BUDGET, OTHERS = 20.0, 5.0  # seconds to shrink a failure, and to look for others after it
+
+
+class CounterExamples(AssertionError):
+    """A property or law is broken: its counter-examples, in words."""
+
+
+class NotChecked(Exception):
+    """No example was about the property or law, for this reason."""
 
 
 def slug(title: str) -> str:
@@ -33,6 +47,16 @@ def slug(title: str) -> str:
 
 
 SLUGS = {slug(title): title for title in (*TITLES, *(law.name for law in LAWS_OF_ANY))}
+
+
+@dataclass
+class Outcome:
+    """Outcome of a search on all world sizes: counter-examples, examples that held, expected failures by title."""
+
+    failures: list[CounterExample] = field(default_factory=list)
+    held: int = 0
+    expected: Counter[str] = field(default_factory=Counter)
+    without_subjects: str = ""
 
 
 @dataclass
@@ -45,6 +69,7 @@ class Conformance:
         seed: of the draws.
         failures: folder of counter-examples.
         backend: "gloo" or "nccl".
+        expected: titles whose failures are counted, but neither shrunk nor saved.
     """
 
     name: str
@@ -52,41 +77,74 @@ class Conformance:
     seed: int = 0
     failures: Path = Path(".verification/failures")
     backend: str = "gloo"
+    expected: set[str] = field(default_factory=set)
     _backends: dict[int, Backend] = field(default_factory=dict)
-    _plain: list[CounterExample] | None = None
+    _plain: Outcome | None = None
+    _hangs: str | None = None  # title of the property or law whose examples hang
 
     def prepare(self) -> Peer:
         """Return the Peer, once a process of its own could import it. Raises Refused or Unavailable."""
         probe(self.name, ready=rehearse)
         return load(self.name)
 
-    def counter_examples(self, title: str, selected: set[str]) -> list[CounterExample]:
-        """Return the counter-examples to a property or law. selected: titles of the session; the plain examples are
-        drawn once for all properties among them."""
-        if title not in TITLES:
-            return self._explore((title,))
-        if self._plain is None:
-            self._plain = self._explore(tuple(t for t in TITLES if t in selected))
-        answers = properties.EVERY_RANK_ANSWERS.title
-        return [
-            failure
-            for failure in self._plain
-            if failure.broken == title or (failure.broken not in selected and title == answers)
-        ]
+    def check(self, title: str, selected: set[str]) -> None:
+        """Check a property or law. The plain examples are drawn once for all selected properties.
 
-    def _explore(self, titles: tuple[str, ...]) -> list[CounterExample]:
-        """Draw examples on each world size in turn, and return the counter-examples of the first with any."""
+        Args:
+            title: of the property or law.
+            selected: titles of the session.
+
+        Raises:
+            CounterExamples: it is broken. A rank that raises, dies or hangs breaks every property, unless "every rank
+                answers" is selected too.
+            NotChecked: no example was about it.
+        """
+        if title in TITLES:
+            if self._plain is None:
+                self._plain = self._explore(tuple(t for t in TITLES if t in selected))
+            outcome = self._plain
+        elif self._hangs is not None:
+            raise NotChecked(f"not checked: ranks hang, see {slug(self._hangs)}")
+        elif self._plain is not None and self._plain.failures and not self._plain.held:
+            raise NotChecked(f"not checked: no plain example holds, see {slug(self._plain.failures[0].broken)}")
+        else:
+            outcome = self._explore((title,))
+        if title in outcome.expected:
+            raise CounterExamples(f"{counted(outcome.expected[title], 'example')} failed, as expected")
+        broken = [f for f in outcome.failures if f.broken == title or f.broken not in selected]
+        if broken:
+            raise CounterExamples(described(broken))
+        if outcome.failures and not outcome.held:
+            raise NotChecked(f"not checked: no example got as far, see {slug(outcome.failures[0].broken)}")
+        if not outcome.held and outcome.expected:
+            raise NotChecked(f"not checked: no example got as far, see {', '.join(map(slug, outcome.expected))}")
+        if not outcome.held and not outcome.without_subjects:
+            raise CounterExamples(f"{self.name} supports none of the Cases drawn on any number of ranks")
+        if not outcome.held:
+            raise NotChecked(outcome.without_subjects)
+
+    def _explore(self, titles: tuple[str, ...]) -> Outcome:
+        """Draw examples on each world size in turn, up to the first with counter-examples."""
+        outcome = Outcome()
+        few = max(round(self.examples * LAW_SHARE), min(self.examples, FEWEST))
         for world in sorted(load(self.name).worlds):
-            failures = []
-            examples = self.examples if titles[0] in TITLES else max(1, self.examples // 10)
+            examples = self.examples if titles[0] in TITLES else few
             for experiment, count in experiments(self.name, world, examples, titles, self._device):
                 report = Report(Console(file=io.StringIO()))
-                search = Search(experiment, self._on(world), report, world, BUDGET, others=OTHERS)
-                found = search.explore(count, self.seed)
-                failures += [save(failure, search, self.failures) for failure in found]
-            if failures:
-                return failures
-        return []
+                search = Search(
+                    experiment, self._on(world), report, world, BUDGET, others=OTHERS, expected=self.expected
+                )  # fmt: skip
+                outcome.failures += [
+                    save(failure, search, self.failures) for failure in search.explore(count, self.seed)
+                ]
+                outcome.held += search.examples
+                outcome.expected += search.expected_failures
+                outcome.without_subjects = experiment.without_subjects
+            if outcome.failures:
+                break
+        if any(failure.kind == RankHang.kind for failure in outcome.failures):
+            self._hangs = titles[0]
+        return outcome
 
     @property
     def _device(self) -> str:
@@ -96,12 +154,14 @@ class Conformance:
         if world not in self._backends:
             make: Any = NcclBackend if self.backend == "nccl" else GlooBackend
             self._backends[world] = make(load(self.name).timeout, partial(prepare, self.name))
+            self._backends[world].calls = attend_of(self.name)
             self._backends[world].start(world)
         return self._backends[world]
 
     def close(self) -> None:
-        for backend in self._backends.values():
-            backend.close()
+        """End the ranks; a later check starts new ones."""
+        while self._backends:
+            self._backends.popitem()[1].close()
 
 
 def described(failures: list[CounterExample]) -> str:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from reference.fast_oracle import multiplicity
 from verification.case import Case
-from verification.check.attention_on_ranks import AttentionOnRanks, Claims, any_case, claimed
+from verification.check.attention_on_ranks import OURS, AttentionOnRanks, Claims, any_case, claimed
 from verification.check.checks import assemble
 from verification.check.laws.law import How, Law, flag
 from verification.check.worst_entry import worst_entry
@@ -41,6 +41,12 @@ def check_equal_values(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     counts = ranks.attention.arithmetic(case).counts
     allowed = 2 * (counts.keys + 8 * counts.merges + 8) * DTYPES[case.dtype]
     edit = InputEdit("equal", int(how["keys_too"]))
+    if (
+        ranks.attention is not OURS
+    ):  # a merge may take its weights from lse: each is rounded, and so is their difference
+        lse = ranks.expect(case, edit.apply(case.tensors())).exact["lse"]
+        largest = np.abs(lse, where=np.isfinite(lse), out=np.zeros_like(lse)).max(initial=0.0)
+        allowed += 4 * counts.merges * DTYPES[case.dtype] * float(largest)
     out = assemble(case, ranks.observe(case, edit), "out")  # (B, n, H, D)
     value = edit.apply(case.tensors())[2].double().numpy()  # (B, n, Hk, D)
     value = np.repeat(value, case.heads // case.kv_heads, axis=2)
@@ -59,6 +65,7 @@ def check_equal_values(ranks: AttentionOnRanks, case: Case, how: How) -> float:
 
 
 EQUAL_VALUES_COME_OUT = Law(
-    "equal values come out", _draw, check_equal_values, of_any=True, share=0.03, how={"keys_too": flag},
+    "equal values come out", _draw, check_equal_values, share=0.03, how={"keys_too": flag},
     cases={"values 'normal' in float32 or float64": lambda case: case.dtype in DTYPES and case.values == "normal"},
+    of_any="the claim has neither float32 nor float64",
 )  # fmt: skip

@@ -34,6 +34,6 @@ def check_later(ranks: AttentionOnRanks, case: Case, how: How) -> float:
 
 
 LATER_TOKENS_CHANGE_NOTHING = Law(
-    "later tokens change nothing", _draw, check_later, of_any=True, share=0.02, how={"position": token},
-    cases={"a causal pattern": lambda case: case.pattern.causal},
+    "later tokens change nothing", _draw, check_later, share=0.02, how={"position": token},
+    cases={"a causal pattern": lambda case: case.pattern.causal}, of_any="the claim has no causal pattern",
 )  # fmt: skip

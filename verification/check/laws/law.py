@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from reference import validators
 from verification.case import Case
-from verification.check.attention_on_ranks import AttentionOnRanks
+from verification.check.attention_on_ranks import AttentionOnRanks, Claims
 from verification.check.worst_entry import worst_entry
 from verification.failures import WrongResult
 
@@ -30,6 +30,9 @@ class Law:
     """A metamorphic law.
 
     draw          a strategy of (Case, how), by world size; if `of_any`, also by the claim of the attention under test
+    of_any        for a law of any attention: why a claim may leave it no subject. "": a law of this project's own
+    of_others     raises ValueError for a subject that this project's attention takes and another one, of that claim,
+                  need not
     how           a rule for each field of `how`; with `some`, fields may be missing. None: see `precondition`
     cases         conditions on the Case, as words and predicates
     precondition  raises ValueError for conditions on several fields
@@ -48,7 +51,8 @@ class Law:
     fewest_ranks: int = 1
     on_gpus: bool = True  # whether the law applies to GPUs
     on_cpus: bool = True  # whether the law applies to CPUs
-    of_any: bool = False  # whether the law is one of any attention, not only of this project's own
+    of_any: str = ""
+    of_others: Callable[[Claims, Case, How], None] = lambda claims, case, how: None
 
     def concerns(self, backend: str) -> bool:
         """Return True if the law applies to the devices of the backend of that name."""

@@ -1,8 +1,8 @@
 """Keys whose scores are -inf have no weight: everything is as if they were not selected.
 
 Users hide padding this way: one component of the keys is -inf, the same one of the queries a number. A row whose scores
-are all -inf counts as a row that sees nothing. The gradient of that component of the queries is 0 times infinity: it
-may be anything, and is not compared.
+are all -inf counts as a row that sees nothing; other people's attention is given no such row. The gradient of that
+component of the queries is 0 times infinity: it may be anything, and is not compared.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
+from reference.fast_oracle import multiplicity
 from verification.case import Case
 from verification.check import checks
 from verification.check.attention_on_ranks import AttentionOnRanks, Claims, any_case, claimed
@@ -43,8 +44,26 @@ def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case,
     else:
         visible = draw(st.sampled_from(tokens)) if kind == "all but one" else None
         hidden = [token for token in tokens if token != visible]
-    heads = [head for head in range(case.kv_heads) if draw(st.booleans())]
-    return case, {"hidden": sorted(hidden), "heads": heads or [0]}
+    heads = [head for head in range(case.kv_heads) if draw(st.booleans())] or [0]
+    if claims is not any_case:  # what a row without a key gives is a convention, and gradients through it are often NaN
+        while (deprived := _deprived(case, hidden, heads)) is not None:
+            hidden = [token for token in hidden if token != deprived]
+    return case, {"hidden": sorted(hidden), "heads": heads}
+
+
+def _deprived(case: Case, hidden: list[int], heads: list[int]) -> int | None:
+    """Return the last key of the first row all of whose keys are hidden; None if each row keeps one."""
+    share = case.heads // case.kv_heads
+    sees = multiplicity(case.pattern, case.heads, case.tokens) > 0  # (H, rows, keys)
+    sees = sees[[head * share + member for head in heads for member in range(share)]]
+    keeps = np.delete(sees, hidden, axis=2).any(2)
+    rows = np.argwhere(sees.any(2) & ~keeps)
+    return int(np.flatnonzero(sees[tuple(rows[0])])[-1]) if len(rows) else None
+
+
+def _keep_a_key(claims: Claims, case: Case, how: How) -> None:
+    if (key := _deprived(case, how["hidden"], how["heads"])) is not None:
+        raise ValueError(f"hidden of how has token {key} and others, all that a row sees; each row must keep a key")
 
 
 def check_no_weight(ranks: AttentionOnRanks, case: Case, how: How) -> float:
@@ -66,10 +85,11 @@ def check_no_weight(ranks: AttentionOnRanks, case: Case, how: How) -> float:
 
 
 NO_SCORE_NO_WEIGHT = Law(
-    "scores of -inf have no weight", _draw, check_no_weight, of_any=True, share=0.1,
+    "scores of -inf have no weight", _draw, check_no_weight, share=0.1,
     how={
         "hidden": lambda case, name, value: ascending(name, value, case.tokens),
         "heads": lambda case, name, value: ascending(name, value, case.kv_heads),
     },
     cases=TAME | {"a scale other than 0, since 0 times -inf is NaN": lambda case: case.scale != 0.0},
+    of_any="the claim has no scale but 0", of_others=_keep_a_key,
 )  # fmt: skip

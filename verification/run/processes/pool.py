@@ -68,7 +68,7 @@ class Ticket:
     """A call under way, to be passed to `collect` once."""
 
     sequence: int
-    name: str
+    name: str = field(compare=False)
     dead: tuple[int, ...] = ()  # ranks that had died since they answered the previous call
 
 

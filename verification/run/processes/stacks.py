@@ -39,10 +39,20 @@ def is_answering(dump: str) -> bool:
 
 
 def tidy_stack(dump: str) -> str:
-    """Return the dump without what every rank has: the watcher's thread, and the frames that lead to the call."""
+    """Return the dump without what every rank has: the watcher's thread, and the frames that lead to the call, of this
+    package too unless there are no others."""
     threads = []
     for block in dump.strip().split("\n\n"):
         if _WATCHER.search(block) or block.startswith("Extension modules: "):
             continue
-        threads.append(block[: call.start()].rstrip() if (call := _CALL.search(block)) else block)
+        threads.append(_without_own(block[: call.start()].rstrip()) if (call := _CALL.search(block)) else block)
     return "\n\n".join(threads)
+
+
+def _without_own(block: str) -> str:
+    """Return the thread without its outermost frames of this package."""
+    lines = block.split("\n")
+    frames = [i for i, line in enumerate(lines) if _FRAME.match(line)]
+    while frames and lines[frames[-1]].startswith(f'  File "{worker.PACKAGE}'):
+        del lines[frames.pop() :]
+    return "\n".join(lines) if frames else block

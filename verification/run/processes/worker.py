@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from verification.failures import MismatchedMessages, Raised
+from verification.failures import Malformed, MismatchedMessages, Raised
 from verification.run.processes.process_state import is_runnable, is_stopped
 from verification.run.processes.rendezvous import LocalRendezvous, Membership, join_group
 
@@ -192,8 +192,8 @@ def limit_sends(connection: Connection, seconds: float) -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
 
 
-_PACKAGE = str(Path(__file__).parents[2]) + os.sep  # verification/
-_ADAPTERS = os.path.join(_PACKAGE, "peers", "adapters")
+PACKAGE = str(Path(__file__).parents[2]) + os.sep  # verification/
+_ADAPTERS = os.path.join(PACKAGE, "peers", "adapters")
 
 
 class RankProcess(context.ForkServerProcess):
@@ -322,7 +322,7 @@ def run_request(message: bytes) -> bytes:
 
 def _drop_own_frames(told: traceback.TracebackException) -> None:
     """Drop the frames of this package, which called the code under test, unless there are no others."""
-    others = [x for x in told.stack if not x.filename.startswith(_PACKAGE) or x.filename.startswith(_ADAPTERS)]
+    others = [x for x in told.stack if not x.filename.startswith(PACKAGE) or x.filename.startswith(_ADAPTERS)]
     if others:
         told.stack = traceback.StackSummary.from_list(others)
     for inner in (told.__cause__, told.__context__):
@@ -333,7 +333,7 @@ def _drop_own_frames(told: traceback.TracebackException) -> None:
 def describe(error: BaseException) -> Raised:
     told = traceback.TracebackException.from_exception(error)
     _drop_own_frames(told)
-    text = "".join(told.format())
-    kind = type(error)
+    text = "" if isinstance(error, Malformed) else "".join(told.format())
+    kind: type[BaseException] = ValueError if isinstance(error, Malformed) else type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return Raised(name, str(error), text, isinstance(error, MismatchedMessages))
