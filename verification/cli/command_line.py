@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
-from verification.cli import doctor, faults, model, mutants, peers, replay, run, training
 from verification.cli.arguments import MODULE, STATUS, check_outputs, console, prog_name
 from verification.run.backends import Unavailable
 from verification.search.experiment import ToolError
 
-# Each module has HELP, ABOUT, add_arguments(parser) and carry_out(options, console), which returns the exit status. A
-# module whose exit statuses differ from the default has its own STATUS.
-COMMANDS = {
-    "run": run, "training": training, "model": model, "replay": replay, "mutants": mutants, "peers": peers,
-    "faults": faults, "doctor": doctor,
-}  # fmt: skip
+# Modules of this package. Each has HELP, ABOUT, add_arguments(parser) and carry_out(options, console), which returns
+# the exit status. A module whose exit statuses differ from the default has its own STATUS.
+COMMANDS = ("run", "training", "model", "replay", "mutants", "peers", "faults", "doctor")
 DESCRIPTION = """\
 Property-based tests of ring_attention. Hypothesis draws Cases (pattern, layout,
 world size, dtype, exchange, ...) and real processes compute them. Results are
@@ -26,11 +24,13 @@ On ranks that torchrun starts:
     torchrun --nproc-per-node=2 -m verification.cli.validate --help"""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Return the parser with the commands of these names: importing all takes a second."""
     raw = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser(prog=MODULE, description=DESCRIPTION, epilog=STATUS, formatter_class=raw)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
+    for name in names:
+        module = command_module(name)
         command = commands.add_parser(
             name, help=module.HELP, description=module.ABOUT, epilog=getattr(module, "STATUS", STATUS),
             prog=prog_name(f"{MODULE} {name}"), formatter_class=raw,
@@ -40,15 +40,20 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def command_module(name: str) -> Any:
+    return import_module(f"{__package__}.{name}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status (see STATUS)."""
-    options, unknown = parser().parse_known_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options, unknown = parser(given[:1] if given[:1] and given[0] in COMMANDS else COMMANDS).parse_known_args(given)
     if unknown:  # `parse_args` would print the usage of the top parser, not of the command
         hint = "; separate world sizes by commas, as --world 2,4" if "".join(unknown).isdigit() else ""
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         check_outputs(options)
-        return COMMANDS[options.command].carry_out(options, console())
+        return int(command_module(options.command).carry_out(options, console()))
     except (Unavailable, OSError) as error:
         print(f"{prog_name()}: error: {error}", file=sys.stderr)
     except KeyboardInterrupt:

@@ -44,9 +44,6 @@ from verification.peers.peer_experiment import (
 )
 from verification.peers.peer_rank import prepare
 from verification.peers.probe import probe
-from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS, load_step_peer, ready_step_peer
-from verification.peers.training.saved_step_peer import TIMEOUT as STEP_TIMEOUT
-from verification.peers.training.step_peer_experiment import prepare_step_peer, step_experiment
 from verification.report.counter_example import CounterExample
 from verification.report.coverage import Coverage
 from verification.report.provenance import processor_run, typed_words
@@ -56,8 +53,6 @@ from verification.run.backends import PRELOAD, GlooBackend, NcclBackend, Unavail
 from verification.runner import Profile, RunPlan, explore
 from verification.search.experiment import Experiment, ToolError
 from verification.search.search import TIMEOUT, Search
-from verification.training.training_coverage import TRAINING_GROUPS
-from verification.training.training_run import TRAINING_PRELOAD
 from verification.wording import counted
 
 PROFILE = Profile("for each world size", 150, budget=20.0)
@@ -123,8 +118,11 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     if options.backend == "nccl" and options.device == "cpu":
         raise Unavailable("argument --device: nccl joins GPUs; got cpu")
     only = tuple(dict.fromkeys(title_of(name, TITLES_OF_ANY) for name in options.only or ()))
-    worlds: tuple[int, ...] = options.world or (() if options.case is None else (options.case.world,))
-    plan = RunPlan(worlds, PROFILE, options.examples, seed_of(options), options.backend, options.failures, only=only)
+    if options.case is not None:
+        options.world = (options.case.world,)
+    plan = RunPlan(
+        options.world or (), PROFILE, options.examples, seed_of(options), options.backend, options.failures, only=only
+    )
     return run_peers(ATTENTIONS, options.names, plan, console, options)
 
 
@@ -146,10 +144,13 @@ def peer_names(names: Sequence[str], known: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Kind:
-    """Peers of attention, or of training steps, and how to run them. command: of `python -m verification`. case_of: the
-    field of a saved record with the Case. load: finds a peer by its name. ready: does the
-    imports of one, and looks for faults of the adapter.
-    experiments: of a peer on a world size, each with its number of examples."""
+    """Peers of attention, or of training steps (`verification.cli.training`), and how to run them.
+
+    command      of `python -m verification`
+    case_of      field of a saved record with the Case
+    load, ready  find a peer by its name; `ready` does its imports and looks for faults of the adapter
+    experiments  of a peer on a world size, each with its number of examples
+    """
 
     command: str
     case_of: str
@@ -179,17 +180,9 @@ def attention_experiments(
     return [(replace(experiment(name, device), draw=lambda world: st.just(case)), 1)]
 
 
-def step_experiments(name: str, world: int, plan: RunPlan, options: argparse.Namespace) -> list[tuple[Experiment, int]]:
-    return [(step_experiment(name), plan.examples_for(world))]
-
-
 ATTENTIONS = Kind(
     "peers", "case", KNOWN, load, rehearse, attention_experiments, prepare, PRELOAD, TIMEOUT, Coverage,
     attend_of,
-)  # fmt: skip
-STEPS = Kind(
-    "training", "training_case", KNOWN_STEP_PEERS, load_step_peer, ready_step_peer, step_experiments, prepare_step_peer,
-    TRAINING_PRELOAD, STEP_TIMEOUT, partial(Coverage, groups=TRAINING_GROUPS),
 )  # fmt: skip
 
 
@@ -318,7 +311,9 @@ def _worlds(peer: Any, plan: RunPlan, options: argparse.Namespace) -> list[int]:
     """
     worlds = [world for world in sorted(plan.worlds) if world in peer.worlds]
     if not worlds and getattr(options, "world", None) is not None:
-        raise Refused(f"{peer.name} supports {', '.join(map(str, peer.worlds))} ranks, none of which --world names")
+        raise Refused(
+            f"{peer.name} supports {', '.join(map(str, peer.worlds))} ranks, none of which --world or --case names"
+        )
     return worlds or sorted(peer.worlds)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -11,11 +12,23 @@ from rich.console import Console
 from verification.cli import arguments as cli
 from verification.cli import peers
 from verification.cli.run import plan_of
-from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS
+from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS, load_step_peer, ready_step_peer
+from verification.peers.training.saved_step_peer import TIMEOUT as STEP_TIMEOUT
+from verification.peers.training.step_peer_experiment import prepare_step_peer, step_experiment
+from verification.report.coverage import Coverage
 from verification.report.provenance import processor_run, surroundings, typed_words
 from verification.report.report import Report
 from verification.run.backends import BACKENDS, Unavailable
-from verification.training.training_run import TRAINING_BACKENDS, TRAINING_PROFILES, TRAINING_WORLDS, run_training
+from verification.runner import RunPlan
+from verification.search.experiment import Experiment
+from verification.training.training_coverage import TRAINING_GROUPS
+from verification.training.training_run import (
+    TRAINING_BACKENDS,
+    TRAINING_PRELOAD,
+    TRAINING_PROFILES,
+    TRAINING_WORLDS,
+    run_training,
+)
 
 HELP = "check whole training steps"
 ABOUT = """\
@@ -24,6 +37,16 @@ accumulation, clipping and labels. Each model trains for a few steps on real
 ranks. Loss, gradients, their norm and parameters are compared with one fp64
 process that has the whole batch and the oracle's attention. --peer checks the
 attention and wrappers of other projects in the same way."""
+
+
+def step_experiments(name: str, world: int, plan: RunPlan, options: argparse.Namespace) -> list[tuple[Experiment, int]]:
+    return [(step_experiment(name), plan.examples_for(world))]
+
+
+STEPS = peers.Kind(
+    "training", "training_case", KNOWN_STEP_PEERS, load_step_peer, ready_step_peer, step_experiments, prepare_step_peer,
+    TRAINING_PRELOAD, STEP_TIMEOUT, partial(Coverage, groups=TRAINING_GROUPS),
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +71,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     if options.peer is not None:
         if gpus:
             raise Unavailable("argument --peer: peers run on gloo, got --backend nccl")
-        return peers.run_peers(peers.STEPS, options.peer, plan, console, options)
+        return peers.run_peers(STEPS, options.peer, plan, console, options)
     command = f"python -m verification training {typed_words(sys.argv[2:])}"
     run = surroundings("cuda", max(plan.worlds), command) if gpus else processor_run(command)
     extras: dict[str, Any] = run | {"seed": plan.seed, "profile": options.profile, "backend": plan.backend}
