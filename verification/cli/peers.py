@@ -222,7 +222,14 @@ def run_peers(kind: Kind, names: Sequence[str], plan: RunPlan, console: Console,
     """
     expected, started = expected_failures(options), time.perf_counter()
     outcomes = [
-        PeerOutcome(name, expected=dict.fromkeys(sorted(expected.get(None, set()) | expected.get(name, set())), 0))
+        PeerOutcome(
+            name,
+            expected={
+                title: 0
+                for title in sorted(expected.get(None, set()) | expected.get(name, set()))
+                if not plan.only or title in plan.only
+            },
+        )
         for name in peer_names(names, kind.known)
     ]
     say(console, f"seed {plan.seed}; repeat this run with --seed {plan.seed}")

@@ -40,6 +40,7 @@ SHORT_TIMEOUT, SLOWER = 0.7, 8
 # Examples of one run of Hypothesis. After ten it begins to mutate earlier examples: of 200 in one run a third are
 # repeats, and rare Cases are missed more often. After IDLE_RUNS without a new example the search ends.
 RUN, IDLE_RUNS = 10, 20
+EXPECTED_RUNS = 3  # likewise where nothing held yet, and all failures are expected: each may cost new ranks
 RUNS_ON_FEWER = 6  # on each smaller world size, to find the same failure
 WARM_UP = 5  # first examples, whose time does not count: they import modules and create groups
 
@@ -118,7 +119,9 @@ class Search:
         `last` (`time.perf_counter`), except those of shrinking."""
         strategy, self._goal, self._last = self.experiment.draw(self.world), examples, last
         run = idle = 0
-        while self.examples < examples and idle < IDLE_RUNS and time.perf_counter() < last:
+        while self.examples < examples and time.perf_counter() < last:
+            if idle >= (EXPECTED_RUNS if self.expected_failures and not self.examples else IDLE_RUNS):
+                break
             before = self.examples
             most = examples if self.experiment.targets_error else RUN
             try:

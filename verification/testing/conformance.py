@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 
 from verification.failures import RankHang
-from verification.peers.known_peers import load
-from verification.peers.peer import Peer
+from verification.peers.known_peers import load, selected
+from verification.peers.peer import Peer, Refused
 from verification.peers.peer_experiment import LAWS_OF_ANY, TITLES, attend_of, experiments, rehearse
 from verification.peers.peer_rank import prepare
 from verification.peers.probe import probe
@@ -83,7 +83,13 @@ class Conformance:
     _hangs: str | None = None  # title of the property or law whose examples hang
 
     def prepare(self) -> Peer:
-        """Return the Peer, once a process of its own could import it. Raises Refused or Unavailable."""
+        """Return the Peer, once a process of its own could import it. Raises Refused."""
+        try:
+            names = selected(self.name)
+        except Refused as error:
+            raise Refused(str(error).removeprefix("argument NAME: ")) from error
+        if names != [self.name]:
+            raise Refused(f"{self.name} names several; it must be one of {', '.join(names)}")
         probe(self.name, ready=rehearse)
         return load(self.name)
 

@@ -1,0 +1,251 @@
+"""`pytest --attention`: the suite as a user runs it, in a folder of their own, and what it says of wrong adapters."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from verification.failures import RankHang
+from verification.report.counter_example import CounterExample
+from verification.search.experiment import Experiment
+from verification.testing import conformance
+from verification.testing.conformance import SLUGS, Conformance, CounterExamples, NotChecked, Outcome
+
+pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).parents[3]
+# One process each, so that a test costs no more ranks than it needs.
+ADAPTERS = """\
+import os, threading
+from dataclasses import replace
+from tests.support import peer_examples
+from tests.support.peer_examples import heads_first, in_numpy, returns_none, sound
+
+plain = sound.attend
+
+def claim_of_mine(case):
+    raise KeyError("window")
+
+def hang(*arguments):
+    threading.Event().wait()
+
+def die(*arguments):
+    os._exit(5)
+
+def fail(*arguments):
+    raise RuntimeError("not today")
+
+claims_raise = replace(sound, claims=claim_of_mine)
+claims_nothing = peer_examples.claims_nothing
+hangs = replace(sound, attend=hang)
+dies = replace(sound, attend=die)
+raises = replace(sound, attend=fail)
+returns_heads_first = replace(sound, attend=lambda *given: plain(*given).transpose(1, 2))
+returns_numpy = replace(sound, attend=lambda *given: plain(*given).detach().numpy())
+returns_half = replace(sound, attend=lambda *given: plain(*given).half())
+peeks = peer_examples.peeks
+"""
+QUICK = ("--examples", "3", "-p", "no:cacheprovider", "-p", "no:randomly")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder: adapters, a test of their own, and the ring that verification/README.md shows."""
+    made = tmp_path_factory.mktemp("user")
+    (made / "mine.py").write_text(ADAPTERS)
+    (made / "test_own.py").write_text("def test_own():\n    pass\n")
+    page = (ROOT / "verification/README.md").read_text()
+    (code,) = re.findall(r"```python\n# my_attention\.py\n(.*?)```", page, re.DOTALL)
+    (made / "my_attention.py").write_text(code)
+    return made
+
+
+def run_pytest(folder: Path, *arguments: str) -> tuple[int, str]:
+    """Return the exit status and the output, in one line: messages are wrapped."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *QUICK, *arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+@pytest.mark.slow
+def test_names(folder: Path) -> None:
+    status, said = run_pytest(folder, "--attention", "mine:sound", "--collect-only", "-q")
+    assert status == 0, said
+    assert re.findall(r"mine:sound::(\w+)", said) == list(SLUGS)
+    assert len(SLUGS) == 13 and all(re.fullmatch(r"\w+", slug) for slug in SLUGS)
+    assert {"every_rank_answers", "gradients", "later_tokens_change_nothing"} <= set(SLUGS)
+
+
+REFUSED = [
+    ("no_such:adapter", (), "No module named 'no_such'; run this in the folder that has no_such, or install it"),
+    ("mine:other", (), "mine:other does not exist; it must be a verification.peers.Peer; mine has"),
+    ("mine:plain", (), "mine:plain is <function"),
+    ("mine", (), "for a Peer in your module mine write mine:NAME"),
+    ("ringmaster", (), "ringmaster names several; it must be one of ringmaster/p2p,"),
+    ("mine:claims_raise", (), "mine.py, line 9, in claim_of_mine"),
+    ("mine:sound", ("--attention-xfails", "none.txt"), "--attention-xfails: [Errno 2] No such file or directory"),
+    ("mine:sound", ("--examples", "none"), "'none' is no number of examples; it must be an integer from 1 up"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, options, said", REFUSED, ids=[f"{name} {' '.join(o)}" for name, o, _ in REFUSED])
+def test_what_cannot_be_checked_is_told_before_any_test(
+    folder: Path, name: str, options: tuple[str, ...], said: str
+) -> None:
+    status, output = run_pytest(folder, "--attention", name, *options)
+    assert status == pytest.ExitCode.USAGE_ERROR and said in output, output
+    assert "Traceback" not in output and "INTERNALERROR" not in output
+
+
+WRONG = [
+    ("raises", "rank 0 raised in attend of mine:raises (world of 1): RuntimeError: not today"),
+    ("dies", "rank 0 ended with exit code 5 in attend of mine:dies (world of 1)"),
+    (
+        "returns_none",
+        "attend returned None as out; it must be a tensor of shape (1, 1, 1, 1): return out, or (out, lse)",
+    ),
+    ("returns_numpy", "attend returned ndarray as out; it must be a tensor of shape (1, 1, 1, 1)"),
+    ("returns_heads_first", "(batch, tokens, heads, head_dim): with heads first, return out.transpose(1, 2), or set"),
+    ("returns_half", "answers: out of rank 0 is float16, not float"),
+    ("claims_nothing", "mine:claims_nothing supports none of the Cases drawn on any number of ranks"),
+    ("hangs", "no answer within 10 s from rank 0 in attend of mine:hangs (world of 1)"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, said", WRONG, ids=[name for name, _ in WRONG])
+def test_a_wrong_adapter_is_told_by_its_function(folder: Path, name: str, said: str) -> None:
+    chosen = "every_rank or types_shapes or later_tokens or NaN"
+    status, output = run_pytest(folder, "--attention", f"mine:{name}", "-k", chosen, "-rs", "--examples", "30")
+    assert status == pytest.ExitCode.TESTS_FAILED and said in output, output
+    frames = re.findall(r'File "([^"]+)", line', output)
+    assert not [file for file in frames if file.startswith(str(ROOT / "verification"))], frames
+    if name not in ("returns_heads_first", "returns_half", "claims_nothing"):
+        assert "not checked: " in output and "see every_rank_answers" in output and "1 failed, 3 skipped" in output, (
+            output
+        )
+
+
+@pytest.mark.slow
+def test_a_session(folder: Path) -> None:
+    """Two attentions beside own tests, on two workers; one law is broken, expectedly in one run."""
+    names = ("--attention", "mine:sound", "--attention", "mine:peeks")
+    chosen = ("-k", "own or later_tokens or error_does or gradients", "--examples", "20", "-rsx")
+    status, output = run_pytest(folder, *names, *chosen, "-n", "2", "test_own.py")
+    assert status == pytest.ExitCode.TESTS_FAILED, output
+    assert "FAILED mine:peeks::later_tokens_change_nothing - counter-example: later tokens" in output
+    assert "error does not grow with ranks: does not apply: the claim has no bfloat16" in output
+    assert "-m verification replay --attention mine:peeks .verification/failures/wrong-result-world-1-" in output
+    assert "1 failed, 4 passed, 2 skipped" in output
+    (folder / "xfails.txt").write_text("# known\nmine:peeks: later tokens change nothing\n")
+    deselected = ("--deselect", "mine:sound::gradients", "--attention-xfails", "xfails.txt", "--hypothesis-seed", "5")
+    status, output = run_pytest(folder, *names, *chosen, *deselected)
+    assert status == 0 and "2 passed, 2 skipped, " in output and "1 xfailed" in output, output
+    assert "named in xfails.txt" in output and "test_own" not in output
+
+
+class Planned(Conformance):
+    """A suite whose searches have these outcomes, by the first title."""
+
+    outcomes: dict[str, Outcome]
+
+    def _explore(self, titles: tuple[str, ...]) -> Outcome:
+        return self.outcomes[titles[0]]
+
+
+def planned(**changes: Outcome) -> Planned:
+    suite = Planned("mine:sound")
+    suite.outcomes = {title: Outcome(held=5) for title in SLUGS.values()} | {SLUGS[k]: v for k, v in changes.items()}
+    return suite
+
+
+def failure(broken: str, kind: str = "wrong result") -> CounterExample:
+    return CounterExample(
+        kind, broken, 2, {"case": {}}, Path("file"), f"{broken} is broken", "gloo", ("replay", "file")
+    )
+
+
+GRADIENTS, ANSWERS, LATER = "gradients", "every rank answers", "later tokens change nothing"
+ALL = set(SLUGS.values())
+
+
+def test_a_failure_is_told_by_its_own_property_and_all_others_pass() -> None:
+    suite = planned(every_rank_answers=Outcome([failure(GRADIENTS)], held=7))
+    for title in SLUGS.values():
+        if title != GRADIENTS:
+            suite.check(title, ALL)
+    with pytest.raises(CounterExamples, match="gradients is broken"):
+        suite.check(GRADIENTS, ALL)
+
+
+def test_a_rank_that_dies_breaks_every_selected_property_unless_answers_are_selected() -> None:
+    crash = Outcome([failure(ANSWERS, "rank crash")], held=7)
+    suite = planned(gradients=crash)
+    with pytest.raises(CounterExamples, match="every rank answers is broken"):
+        suite.check(GRADIENTS, {GRADIENTS})
+    suite = planned(every_rank_answers=crash)
+    suite.check(GRADIENTS, {ANSWERS, GRADIENTS})
+
+
+def test_what_no_example_was_about_is_not_checked() -> None:
+    suite = planned(every_rank_answers=Outcome([failure(ANSWERS)]))
+    with pytest.raises(CounterExamples):
+        suite.check(ANSWERS, ALL)
+    with pytest.raises(NotChecked, match="no example got as far, see every_rank_answers"):
+        suite.check(GRADIENTS, ALL)
+    with pytest.raises(NotChecked, match="no plain example holds, see every_rank_answers"):
+        suite.check(LATER, ALL)
+    suite = planned(later_tokens_change_nothing=Outcome(without_subjects="does not apply: no causal pattern"))
+    with pytest.raises(NotChecked, match="no causal pattern"):
+        suite.check(LATER, ALL)
+    suite = planned(gradients=Outcome())
+    with pytest.raises(CounterExamples, match="mine:sound supports none of the Cases drawn"):
+        suite.check(GRADIENTS, {GRADIENTS})
+
+
+def test_an_expected_failure_is_a_failure_and_leaves_the_rest() -> None:
+    suite = planned(every_rank_answers=Outcome(held=3, expected=Counter({GRADIENTS: 4})))
+    with pytest.raises(CounterExamples, match="4 examples failed, as expected"):
+        suite.check(GRADIENTS, ALL)
+    suite.check("output and lse", ALL)
+
+
+def test_no_law_is_run_after_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would cost a timeout."""
+    searched: list[str] = []
+
+    class Hanging:
+        examples, expected_failures = 4, Counter[str]()
+
+        def __init__(self, experiment: Experiment, *others: object, **named: object) -> None:
+            searched.append(experiment.name)
+
+        def explore(self, examples: int, seed: int) -> list[CounterExample]:
+            return [failure(ANSWERS, RankHang.kind)]
+
+    monkeypatch.setattr(conformance, "Search", Hanging)
+    monkeypatch.setattr(conformance, "save", lambda found, *others: found)
+    suite = Conformance("tests.support.peer_examples:sound")
+    monkeypatch.setattr(suite, "_on", lambda world: None)
+    with pytest.raises(CounterExamples, match="every rank answers is broken"):
+        suite.check(ANSWERS, ALL)
+    with pytest.raises(NotChecked, match="ranks hang, see every_rank_answers"):
+        suite.check(LATER, ALL)
+    assert searched == ["peer mine"]
+
+
+@pytest.mark.slow
+def test_the_ring_of_the_page_holds_by_default(folder: Path) -> None:
+    status, output = run_pytest(folder, "--attention", "my_attention:adapter", "-rs", "--examples", "20")
+    assert status == 0 and "12 passed, 1 skipped" in output, output
+    assert "does not apply: the claim has no bfloat16 on all ranks" in output
