@@ -155,13 +155,22 @@ def default_scale(case: Case) -> Case:
 
 
 def divisible_heads(case: Case, ranks: int) -> Case:
-    """Use the next number of key/value heads that so many ranks divide, with as many query heads to each."""
+    """Return the Case with the next number of key/value heads that so many ranks divide, and as many query heads to each.
+
+    Args:
+        case: any Case.
+        ranks: that share the heads, in an all-to-all.
+    """
     kv_heads = -(-case.kv_heads // ranks) * ranks
     return dataclasses.replace(case, kv_heads=kv_heads, heads=kv_heads * (case.heads // case.kv_heads))
 
 
 def positive_scale(case: Case) -> Case:
-    """Use head_dim ** -0.5 instead of a scale of zero or less."""
+    """Return the Case with head_dim ** -0.5 in place of a scale of zero or less.
+
+    Args:
+        case: any Case.
+    """
     return case if case.scale is None or case.scale > 0 else default_scale(case)
 
 
