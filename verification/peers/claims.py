@@ -155,7 +155,7 @@ def default_scale(case: Case) -> Case:
 
 
 def divisible_heads(case: Case, ranks: int) -> Case:
-    """Return the Case with the next number of key/value heads that so many ranks divide, and as many query heads to each.
+    """Return the Case with the next number of key/value heads that so many ranks divide, and its query heads to each.
 
     Args:
         case: any Case.
@@ -196,7 +196,7 @@ def of_sizes(
     case: Case, *, tokens: Sequence[int], heads: Sequence[tuple[int, int]] = (), head_dims: Sequence[int] = (),
     batches: Sequence[int] = (),
 ) -> Case:  # fmt: skip
-    """Use a few sizes only, for implementations that are compiled anew for each: JAX, Triton, torch.compile.
+    """Return the Case in one of a few sizes, for implementations that compile each anew: JAX, Triton, torch.compile.
 
     Call it after `dense` or `packed`: a pattern with heads of its own does not fit other numbers of heads.
 
