@@ -102,6 +102,11 @@ def parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(map(repr, kinds))} (default: all)",
     )  # fmt: skip
     top.add_argument(
+        "--long-case", metavar="LINE",
+        help="in place of these a long problem of your own, such as \"tokens=32768 heads=32 kv_heads=8 head_dim=128 "
+        'dtype=bfloat16 causal=true order=zigzag"; rows are sampled',
+    )  # fmt: skip
+    top.add_argument(
         "--budget", type=seconds, default=BUDGET, metavar="S",
         help="seconds for shrinking a failure, and for finding others after the first (default: %(default)g)",
     )  # fmt: skip
@@ -206,6 +211,10 @@ def _record_loss(lost: AgentLost, report: Report, backend: TorchrunBackend, fold
 def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, shrink_backend: ShrinkBackend) -> None:
     world = backend.agents.address.world_size
     seed = cli.seed_of(options)
+    try:
+        own = None if options.long_case is None else LongProblem.own(world, options.long_case)
+    except ValueError as error:
+        raise Unavailable(f"argument --long-case: {error}") from error
     report.extras["seed"] = seed
     report.say(f"{counted(world, 'rank')}, joined by {backend.name}; seed {seed}; repeat this run with --seed {seed}")
     backend.start(world)
@@ -221,6 +230,8 @@ def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, 
             length = LONG[backend.name] if options.long is None else options.long
             if runner.hangs(report.failures):
                 report.say(f"ranks hang, so {long_problems.TITLE} are skipped")
+            elif own is not None:
+                run_long(report, backend, own, options.failures, options.attention)
             elif length:
                 for kind in options.long_kinds:
                     run_long(report, backend, LongProblem(world, length, kind), options.failures, options.attention)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from reference.pattern import Pattern
 from reference.roundoff import Arithmetic
 from ring.comm.transport import Transport
 from verification.case import Case
+from verification.case_line import read_case_line
 from verification.check.expectation import arithmetic_of
 from verification.failures import WrongResult
 from verification.problems.links import finish
@@ -40,6 +41,7 @@ KINDS = {  # name -> (dtype, exchange, True for LongNet's pattern, False for den
     "LongNet bfloat16": ("bfloat16", "direct", True),
     "LongNet float32": ("float32", "ring", True),
 }
+OWN = "own"
 # Number of scores that are computed in a few seconds, with their bounds.
 WHOLE = {"cuda": 2**36, "cpu": 2**26}
 SAMPLED = 256  # rows of a problem with more scores
@@ -47,21 +49,35 @@ SAMPLED = 256  # rows of a problem with more scores
 
 @dataclass(frozen=True)
 class LongProblem:
-    """A long problem. kind: a name in KINDS. Raises ValueError for a field that is not allowed."""
+    """A long problem. kind: a name in KINDS, or OWN with a Case of the user's own in `line` (`verification.case_line`).
+    Raises ValueError for a field that is not allowed."""
 
     world: int
     tokens: int
     kind: str
     seed: int = 0
+    line: str = ""
+
+    @classmethod
+    def own(cls, world: int, line: str) -> LongProblem:
+        """Return the problem of a Case written in a line, on that many ranks. Raises ValueError."""
+        case = read_case_line(f"world={world} {line}")
+        if case.through_lse or case.world != world:
+            raise ValueError(
+                f"world is {case.world}, lse is {case.lse!r}; they must be {world}, 'unused' or 'returned'"
+            )
+        return cls(world, case.tokens, OWN, case.seed, line)
 
     def __post_init__(self) -> None:
         validators.integer("world", self.world, 1)
-        validators.integer("tokens", self.tokens, MIN_TOKENS)
+        validators.integer("tokens", self.tokens, 1 if self.kind == OWN else MIN_TOKENS)
         validators.integer("seed", self.seed, 0)
-        validators.choice("kind", self.kind, KINDS)
+        validators.choice("kind", self.kind, (*KINDS, OWN))
 
     def case(self, device: str) -> Case:
         """Make its Case. device: "cuda" on GPUs, whose fused kernels have other bounds, otherwise "cpu"."""
+        if self.kind == OWN:
+            return replace(read_case_line(f"world={self.world} {self.line}"), device=device)
         dtype, exchange, sparse = KINDS[self.kind]
         pattern = longnet(self.tokens, HEADS) if sparse else Pattern.dense(causal=True)
         return case_of(

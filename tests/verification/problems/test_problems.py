@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,16 @@ def test_what_links_do_wrong_is_named_and_the_rate_is_that_of_the_slowest_rank()
     assert [(x.ways, round(x.rate, 9)) for x in links.check_transfers(10**6, answers)] == [(1, 0.5), (2, 0.5)]
     seen = {tuple(links.contents(64, sender, shift).tolist()) for sender in range(8) for shift in (-1, 1)}
     assert len(seen) == 16
+
+
+def test_a_long_case_of_ones_own() -> None:
+    line = "tokens=100 heads=4 kv_heads=2 head_dim=12 dtype=bfloat16 causal=true lse=returned"
+    problem = LongProblem.own(1, line)
+    assert LongProblem(**json.loads(json.dumps(asdict(problem)))) == problem, "as a saved record has it"
+    case = problem.case("cpu")
+    assert (case.world, case.tokens, case.head_dim, case.dtype) == (1, 100, 12, "bfloat16")
+    ratios = long_problems.verdict(problem, [long_problems.judge(SoloTransport(), case)])
+    assert set(ratios) == {"out", "lse", "dq", "dk", "dv"} and 0 < max(ratios.values()) < 1
+    for wrong, said in (("world=2 tokens=9", "world is 2"), ("lse=alone", "lse is 'alone'"), ("tokens=9 x=1", "'x=1'")):
+        with pytest.raises(ValueError, match=said):
+            LongProblem.own(1, wrong)
