@@ -58,7 +58,7 @@ from verification.wording import counted
 PROFILE = Profile("for each world size", 150, budget=20.0)
 OTHERS = 5.0  # seconds to look for other failures after the first one
 TITLES_OF_ANY = (*TITLES, *(law.name for law in LAWS_OF_ANY))
-HELD, FAILED, NOT_RUN = "held", "counter-example", "not run"
+HELD, FAILED, NOT_RUN, INAPPLICABLE = "held", "counter-example", "not run", "does not apply"
 INSTALL = 'scripts/peers installs the attention packages, pip install -e ".[training]" the frameworks'
 HELP = "test other implementations on the same Cases"
 ABOUT = """\
@@ -293,12 +293,13 @@ def _run(kind: Kind, outcome: PeerOutcome, plan: RunPlan, console: Console, opti
                 if report.failures:
                     report.not_run(worlds[number:], "fewer ranks have a counter-example")
                     break
-                if not report.examples and not any(outcome.expected.values()):
+                if not report.examples and not any(outcome.expected.values()) and not outcome.inapplicable:
                     raise Refused(f"{name} supports none of the Cases drawn on {counted(world, 'rank')}")
     finally:
         backend.close()
     outcome.examples, outcome.failures = report.examples, report.failures
-    outcome.verdict = FAILED if outcome.failures else HELD
+    checked = report.examples or any(outcome.expected.values())
+    outcome.verdict = FAILED if outcome.failures else HELD if checked else INAPPLICABLE
 
 
 def expected_failures(options: argparse.Namespace) -> dict[str | None, set[str]]:
@@ -341,7 +342,7 @@ def _summary(kind: Kind, outcomes: Sequence[PeerOutcome], seconds: float, consol
             say(console, f"{o.name}: failed as --xfails expects: {', '.join(listed)}")
         if unneeded := [title for title, count in o.expected.items() if not count and o.verdict == HELD]:
             say(console, f"{o.name}: held, though --xfails names it: {', '.join(unneeded)}")
-    counts = {verdict: sum(o.verdict == verdict for o in outcomes) for verdict in (HELD, FAILED, NOT_RUN)}
+    counts = {verdict: sum(o.verdict == verdict for o in outcomes) for verdict in (HELD, FAILED, INAPPLICABLE, NOT_RUN)}
     words = ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number)
     say(console, f"{counted(len(outcomes), 'peer')} in {seconds:.1f} s: {words}")
     if counts[NOT_RUN]:

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from reference import Branch, Expectation, Pattern, attention, gradients
+from reference.fast_oracle import multiplicity
 from tests.support import peer_examples
 from tests.support.drawing import draw_many
 from tests.support.plain_case import plain
@@ -34,6 +35,7 @@ from tests.support.training_cases import drawn_from, small_model, small_step
 from verification.__main__ import main
 from verification.case import Case
 from verification.check.expectation import inputs_of as inputs_of_case
+from verification.check.laws.law import changed
 from verification.failures import VerificationFailure, WrongResult
 from verification.peers import Peer, Refused, claims, probe
 from verification.peers.adapters import flash_attn_shim, with_windows, yunchang
@@ -227,6 +229,49 @@ def test_all_laws_of_any_attention_are_drawn_for_a_peer_as_far_as_its_claim_goes
                 assert nearest_claimed(peer_examples.sound, case) == case
     (only,) = experiments(f"{EXAMPLES}:sound", 1, 30, only=("NaN and inf propagate",))
     assert only[1] == 30 and only[0].name == "peer mine, NaN and inf propagate"
+
+
+@pytest.mark.parametrize("name", ("ring-flash-attn/zigzag", "ringmaster/ring-varlen"))
+@pytest.mark.parametrize("title", ("same on any ranks, layout, exchange", "scores of -inf have no weight"))
+def test_a_law_asks_only_what_is_claimed(name: str, title: str) -> None:
+    (law,) = (law for law in LAWS_OF_ANY if law.name == title)
+    subjects = draw_many(law_of(name, law).draw(3), 30)
+    assert len(subjects) == 30
+    for case, how in subjects:
+        if law.name.startswith("same"):
+            other = changed(case, how)
+            assert nearest_claimed(load(name), other) == other
+            assert (case.ranks, case.order, case.exchange) != (other.ranks, other.order, other.exchange)
+        else:
+            share = case.heads // case.kv_heads
+            sees = np.asarray(multiplicity(case.pattern, case.heads, case.tokens) > 0)
+            keeps = np.delete(sees, how["hidden"], axis=2).any(2)
+            served = [head for head in range(case.heads) if head // share in how["heads"]]
+            assert np.asarray(keeps | ~sees.any(2))[served].all()
+
+
+def test_a_law_without_subjects_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, title = f"{EXAMPLES}:sound", "error does not grow with ranks"
+    report = tmp_path / "report"
+    status = main(("peers", name, "--only", title, "--failures", str(tmp_path), "--json", str(report)))
+    said = f"{title}: does not apply: the claim has no bfloat16 on all ranks, in even shards, without lse"
+    printed = unbroken(capsys.readouterr().out)
+    assert status == 0 and f"world 1: {said}" in printed, printed
+    (peer,) = json.loads(report.read_text())["peers"]
+    assert (peer["verdict"], peer["examples"], peer["does_not_apply"]) == ("does not apply", 0, [f"1 rank: {said}"])
+
+
+def test_an_error_of_a_claim_names_its_line() -> None:
+    with pytest.raises(ToolError, match=r"ZeroDivisionError: .* \(.*peer_examples\.py, line \d+, in <lambda>\)"):
+        nearest_claimed(peer_examples.claims_raise, PLAIN)
+
+
+def test_a_result_with_heads_first_is_told_what_to_do(backend: GlooBackend) -> None:
+    with pytest.raises(
+        VerificationFailure, match="heads first, return out.transpose.1, 2., or set heads_first=True"
+    ) as e:
+        run(backend, "transposed")
+    assert "Traceback" not in str(e.value) and "verification/" not in str(e.value)
 
 
 def test_a_ring_in_jax_holds(tmp_path: Path) -> None:

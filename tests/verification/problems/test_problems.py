@@ -61,8 +61,7 @@ def test_each_quantity_is_judged(monkeypatch: pytest.MonkeyPatch, name: str, who
         run: Any = real(*arguments)
         return replace(run, results=(*run.results[:at], run.results[at].detach() + 1.0, *run.results[at + 1 :]))
 
-    monkeypatch.setattr(long_problems, "run_attention", spoilt)
-    seen = long_problems.judge(SoloTransport(), LongProblem(1, 300, "dense float32").case("cpu"))
+    seen = long_problems.judge(SoloTransport(), LongProblem(1, 300, "dense float32").case("cpu"), spoilt)
     assert [other for other, ratio in seen.ratios.items() if ratio > 1] == [name]
     with pytest.raises(WrongResult, match=f"on rank 1: .*{name} of token"):
         long_problems.verdict(LongProblem(2, 300, "dense float32"), [FINE, seen])
@@ -73,7 +72,7 @@ def test_long_problems_are_judged_by_the_bounds_of_the_device_that_computes_them
     tmp_path: Path, backend: str, device: str
 ) -> None:
     problem = LongProblem(1, 300, "dense bfloat16")
-    ranks: Any = Mock(timeout=1.0, collect=lambda: [FINE])
+    ranks: Any = Mock(timeout=1.0, device=device, collect=lambda: [FINE])
     ranks.name = backend
     validate.run_long(Report(Console(quiet=True)), ranks, problem, tmp_path)
     assert [call.args[1].device for call in ranks.submit.mock_calls] == [device]
