@@ -29,13 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", metavar="NAME", help="likewise for a model: module:attribute")
     add_backend(parser, BACKENDS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="of the tensors (default: cpu; on nccl cuda)")
     add_json(parser)
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """Return 0 if the example holds, 1 if it fails again. Raises Unavailable if it cannot run."""
-    report = replay.replay(
-        options.case, Report(console), open_backend(options.backend), attention=options.attention or options.model
-    )
+    backend = open_backend(options.backend)
+    backend.device = options.device or backend.device
+    report = replay.replay(options.case, Report(console), backend, attention=options.attention or options.model)
     write_json(options.json, report.to_dict())
     return 1 if report.failures else 0

@@ -52,6 +52,9 @@ def counter_example(
 ) -> CounterExample:
     """Return a counter-example whose record is saved in that file. Notes on the cause precede any stacks."""
     options = [] if backend == "gloo" else ["--backend", backend]
+    case = record.get("case")
+    if backend == "gloo" and isinstance(case, Mapping) and case.get("device") == "cuda":  # a kernel on one GPU
+        options += ["--device", "cuda"]
     peer = record.get("peer", record.get("step_peer"))
     if isinstance(peer, str) and ":" in peer:  # a user's own module, which the file alone must not import
         options += ["--attention", peer]

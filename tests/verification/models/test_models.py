@@ -190,15 +190,22 @@ def test_the_command_refuses_in_a_line(
     ("record", "said"),
     [
         ({"model": 7, "case": {}}, "model is 7; it must be package.module:attribute"),
-        ({"model": f"{EXAMPLES}:absent", "case": {}}, "has no 'absent'"),
         ({"model": f"{EXAMPLES}:build", "case": {"world": 1}}, "a ModelCase: .*missing"),
         ({"model": f"{EXAMPLES}:build", "case": SMALLEST.to_dict() | {"world": 65}}, "world is 65"),
         ({"model": f"{EXAMPLES}:build", "case": SMALLEST.to_dict(), "law": "x"}, "law"),
     ],
 )
 def test_malformed_records_are_refused(record: dict[str, Any], said: str) -> None:
-    assert parse({"model": f"{EXAMPLES}:build", "case": SMALLEST.to_dict()}).world == 1
     with pytest.raises(ValueError, match=said):
+        parse(record, record["model"])
+
+
+def test_a_file_alone_imports_no_model() -> None:
+    record = {"model": f"{EXAMPLES}:absent", "case": SMALLEST.to_dict()}
+    assert parse(record, f"{EXAMPLES}:build").world == 1, "the command line names the model"
+    with pytest.raises(ValueError, match="has no 'absent'"):
+        parse(record, f"{EXAMPLES}:absent")
+    with pytest.raises(ValueError, match=f"imports no module that a file names; .* --model {EXAMPLES}:absent"):
         parse(record)
 
 
