@@ -140,17 +140,19 @@ def test_a_wrong_adapter_is_told_by_its_function(folder: Path, name: str, said: 
 def test_a_session(folder: Path) -> None:
     """Two attentions beside own tests, on two workers; one law is broken, expectedly in one run."""
     names = ("--attention", "mine:sound", "--attention", "mine:peeks")
-    chosen = ("-k", "own or later_tokens or error_does or gradients", "--examples", "20", "-rsx")
+    chosen = ("-k", "own or later_tokens or error_does or gradients", "--examples", "20", "-rfsx")
     status, output = run_pytest(folder, *names, *chosen, "-n", "2", "test_own.py")
     assert status == pytest.ExitCode.TESTS_FAILED, output
     assert "FAILED mine:peeks::later_tokens_change_nothing - counter-example: later tokens" in output
     assert "error does not grow with ranks: does not apply: the claim has no bfloat16" in output
-    assert "-m verification replay --attention mine:peeks .verification/failures/wrong-result-world-1-" in output
-    assert "1 failed, 4 passed, 2 skipped" in output
-    (folder / "xfails.txt").write_text("# known\nmine:peeks: later tokens change nothing\n")
+    assert re.search(r"replay --attention \\? ?mine:peeks .verification/failures/wrong-result-world-1-", output), output
+    assert "2 failed, 3 passed, 2 skipped" in output
+    (folder / "xfails.txt").write_text(
+        "# known\nmine:peeks: later tokens change nothing\nmine:peeks: gradients  # of v\n"
+    )
     deselected = ("--deselect", "mine:sound::gradients", "--attention-xfails", "xfails.txt", "--hypothesis-seed", "5")
     status, output = run_pytest(folder, *names, *chosen, *deselected)
-    assert status == 0 and "2 passed, 2 skipped, " in output and "1 xfailed" in output, output
+    assert status == 0 and "1 passed, 2 skipped, " in output and "2 xfailed" in output, output
     assert "named in xfails.txt" in output and "test_own" not in output
 
 
@@ -247,5 +249,6 @@ def test_no_law_is_run_after_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_the_ring_of_the_page_holds_by_default(folder: Path) -> None:
     status, output = run_pytest(folder, "--attention", "my_attention:adapter", "-rs", "--examples", "20")
-    assert status == 0 and "12 passed, 1 skipped" in output, output
+    assert status == 0 and "11 passed, 2 skipped" in output, output
     assert "does not apply: the claim has no bfloat16 on all ranks" in output
+    assert "does not apply: the claim has one group, order and exchange only" in output
