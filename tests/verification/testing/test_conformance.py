@@ -61,8 +61,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "mine.py").write_text(ADAPTERS)
     (made / "test_own.py").write_text("def test_own():\n    pass\n")
     page = (ROOT / "verification/README.md").read_text()
-    (code,) = re.findall(r"```python\n# my_attention\.py\n(.*?)```", page, re.DOTALL)
-    (made / "my_attention.py").write_text(code)
+    for name in ("my_attention", "test_my_kernel"):
+        (code,) = re.findall(rf"```python\n# {name}\.py\n(.*?)```", page, re.DOTALL)
+        (made / f"{name}.py").write_text(code)
     return made
 
 
@@ -252,3 +253,13 @@ def test_the_ring_of_the_page_holds_by_default(folder: Path) -> None:
     assert status == 0 and "11 passed, 2 skipped" in output, output
     assert "does not apply: the claim has no bfloat16 on all ranks" in output
     assert "does not apply: the claim has one group, order and exchange only" in output
+
+
+@pytest.mark.slow
+def test_the_pages_test_of_a_kernel_holds_and_finds_a_wrong_one(folder: Path) -> None:
+    status, output = run_pytest(folder, "test_my_kernel.py")
+    assert status == 0, output
+    code = (folder / "test_my_kernel.py").read_text()
+    (folder / "test_wrong_kernel.py").write_text(code.replace("is_causal=causal", "is_causal=False"))
+    status, output = run_pytest(folder, "test_wrong_kernel.py")
+    assert status == 1 and re.search(r"out is .* at batch 0, token 0, head 0, dim 0, expected", output), output
