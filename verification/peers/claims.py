@@ -155,13 +155,22 @@ def default_scale(case: Case) -> Case:
 
 
 def divisible_heads(case: Case, ranks: int) -> Case:
-    """Use the next number of key/value heads that so many ranks divide, with as many query heads to each."""
+    """Return the Case with the next number of key/value heads that the ranks divide, and as many query heads to each.
+
+    Args:
+        case: any Case.
+        ranks: number of ranks.
+    """
     kv_heads = -(-case.kv_heads // ranks) * ranks
     return dataclasses.replace(case, kv_heads=kv_heads, heads=kv_heads * (case.heads // case.kv_heads))
 
 
 def positive_scale(case: Case) -> Case:
-    """Use head_dim ** -0.5 instead of a scale of zero or less."""
+    """Return the Case with the scale head_dim ** -0.5 instead of one of zero or less.
+
+    Args:
+        case: any Case.
+    """
     return case if case.scale is None or case.scale > 0 else default_scale(case)
 
 
@@ -175,7 +184,11 @@ def without_lse(case: Case) -> Case:
 
 
 def forward_only(case: Case) -> Case:
-    """Compare the output, and lse if the Case uses it, but no gradients."""
+    """Return the Case with the output compared, and lse if it uses it, but no gradients.
+
+    Args:
+        case: any Case.
+    """
     return dataclasses.replace(lse_returned(case), backward=False)
 
 
@@ -183,11 +196,12 @@ def of_sizes(
     case: Case, *, tokens: Sequence[int], heads: Sequence[tuple[int, int]] = (), head_dims: Sequence[int] = (),
     batches: Sequence[int] = (),
 ) -> Case:  # fmt: skip
-    """Use a few sizes only, for implementations that are compiled anew for each: JAX, Triton, torch.compile.
+    """Return the Case with a few sizes only, for implementations compiled anew for each: JAX, Triton, torch.compile.
 
     Call it after `dense` or `packed`: a pattern with heads of its own does not fit other numbers of heads.
 
     Args:
+        case: any Case.
         tokens, head_dims, batches: sizes to choose from; the smallest one that is not below the Case's, else the
             largest. A longer last document takes further tokens; a shorter sequence loses documents and cuts.
         heads: pairs of query and key/value heads to choose from, likewise by the query heads.
