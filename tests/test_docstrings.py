@@ -18,7 +18,9 @@ os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks at it once, when it is i
 
 import pytest
 
-PACKAGES = ("reference", "ring", "ring.nn", "verification.peers")  # public: the names in __all__
+PACKAGES = (  # public: the names in __all__
+    "reference", "ring", "ring.nn", "verification.models", "verification.peers", "verification.testing",
+)  # fmt: skip
 MODULES = (  # public: every class and function without an underscore
     "reference.call_limits", "reference.closed_forms", "reference.cost", "reference.oracle", "reference.shards",
     "ring.nn.frameworks.checkpoint", "ring.nn.frameworks.ddp", "ring.nn.frameworks.deepspeed",

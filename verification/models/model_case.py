@@ -19,8 +19,35 @@ MODEL_CHECKPOINTING = ("none", "non-reentrant", "selective")
 
 @dataclass(frozen=True)
 class ModelCase:
-    """One training run of a few steps. Fields mean what those of a `TrainingCase` mean. Raises ValueError, naming the
-    field, its value and the allowed values."""
+    """Training run of a few steps: all its inputs except the user's model.
+
+    Args:
+        world: number of ranks, 1 .. 64: data x context, where `context` ranks share each sequence.
+        data: number of data ranks; divides world.
+        arrangement: ranks of a context group: "contiguous" (0, 1, ...), or "strided" (0, data, 2 data, ...).
+        tokens: length of each sequence, 1 .. 4096.
+        batch: sequences of a data rank in a micro-batch, 1 .. 64.
+        order: order in which tokens are divided among a context group, one of `verification.case.ORDERS`.
+        cuts: context + 1 non-decreasing offsets into the order, from 0 to tokens; None: the order's own.
+        packed: lengths of the documents that each sequence is packed from, tokens in all; None: one, unpacked.
+        padding: whether rows end in tokens 0 without labels, up to half of a row. False with packed.
+        labels: which labels are ignored beside those at ends of documents: "all": none; "some": a third;
+            "shards": the shard of one rank in each context group; "ranks": all of one data rank, or of one micro-batch
+            if there is a single data rank.
+        exchange: of the `ContextParallel` handle: "ring", "direct" or "gather".
+        dtype: of parameters and arithmetic, "float64" or "float32".
+        wrapper: "none" (gradients are averaged by `ring.nn.average_gradients`), "ddp", "fsdp2" (over all ranks), or
+            "hsdp2" (FSDP2 within a context group, replicated over the data ranks).
+        accumulation: micro-batches of a step, 1 .. 64.
+        checkpointing: of each layer: "none", "non-reentrant", or "selective", which keeps the outputs of attention.
+        clipping: greatest norm of the gradients, >= 0; None: they are not clipped.
+        optimiser: "sgd", with momentum, or "adamw".
+        steps: number of steps, 1 .. 16.
+        seed: of initial parameters, tokens, labels and random orders, 0 .. 2^31.
+
+    Raises:
+        ValueError: a field has a wrong value. The message names the field, its value and the allowed values.
+    """
 
     world: int = field(metadata=integer(1, 64))
     data: int = field(metadata=integer(1))
@@ -57,10 +84,12 @@ class ModelCase:
 
     @property
     def device(self) -> str:
+        """Device of all ranks: the CPU."""
         return "cpu"
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """Global ranks, ascending."""
         return tuple(range(self.world))
 
     @property
@@ -76,7 +105,11 @@ class ModelCase:
         return tuple(self.ranks[d :: self.data] for d in range(self.data))
 
     def coordinates(self, rank: int) -> tuple[int, int]:
-        """(data rank, index in the context group)."""
+        """Return (data rank, index in the context group).
+
+        Args:
+            rank: global rank, 0 .. world - 1.
+        """
         return next((d, group.index(rank)) for d, group in enumerate(self.mesh) if rank in group)
 
     @property
@@ -85,11 +118,15 @@ class ModelCase:
         return (self.tokens,) if self.packed is None else self.packed
 
     def at(self, step: int) -> ModelCase:
-        """The Case of that step: all steps have the same documents."""
+        """Return the Case of a step: this one, since all steps have the same documents.
+
+        Args:
+            step: from 0.
+        """
         return self
 
     def shards(self) -> Shards:
-        """Positions held by each index of a context group."""
+        """Return the positions that each index of a context group holds."""
         return shards.shards(*self.division())
 
     def without_empty_shards(self) -> ModelCase:
@@ -99,6 +136,7 @@ class ModelCase:
         return replace(self, cuts=None, packed=None, tokens=max(self.tokens, 2 * self.world))
 
     def division(self) -> Division:
+        """Return the arguments of `reference.shards.shards`."""
         seed = self.seed if self.order in SEEDED_ORDERS else 0
         return self.order, self.tokens, self.context, self.cuts, seed, None
 
@@ -108,5 +146,12 @@ class ModelCase:
 
     @classmethod
     def from_dict(cls, data: object) -> ModelCase:
-        """Read a JSON object. Raises ValueError for anything else, an unknown or missing field, or a wrong value."""
+        """Read the JSON object that `to_dict` returns.
+
+        Args:
+            data: a dict of all fields by name.
+
+        Raises:
+            ValueError: data is something else, a field is unknown or missing, or its value is wrong.
+        """
         return cls(**read_fields(cls, "a ModelCase", data))

@@ -167,12 +167,18 @@ def check_model(
 
     Args:
         setup: a function `build(context)`, a Setup, or "module:attribute": an attribute of an importable module.
-        examples: number of examples for each world size. worlds: numbers of ranks.
-        only: titles of properties to check. failures: folder for counter-examples.
+        examples: number of examples for each world size.
+        worlds: numbers of ranks, each 1 .. 64. The first with a counter-example is the last that is run.
+        seed: of the draws.
+        only: titles of properties to check; empty: all.
+        failures: folder for counter-examples.
 
     Raises:
-        AssertionError: with the report, if a counter-example was found.
-        Refused, ToolError: if the Setup cannot be run.
+        AssertionError: a counter-example was found. The message is the report.
+        Refused: the Setup cannot be imported, built or called, or supports none of the ModelCases drawn on a
+            world size.
+        ToolError: a function of the Setup fails in one process, or returns something else than it must.
+        Unavailable: processes cannot be started.
     """
     printed = io.StringIO()
     plan = RunPlan(tuple(worlds), PROFILE, examples, seed, "gloo", failures, only=tuple(only))

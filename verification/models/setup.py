@@ -38,10 +38,12 @@ class Misuse(Exception):
 class WholeBatch:
     """A micro-batch of whole sequences, the same on all ranks of a context group.
 
-    tokens, labels  (B, n) int64; labels are the next tokens, -100 for none: at ends of documents, padding, and others
-    positions       (n,) within documents
-    documents       lengths of the documents that every row is packed from, or None
-    padding         (B, n) bool, True for tokens that only fill the row
+    Args:
+        tokens: (B, n) int64.
+        labels: (B, n) int64, the next tokens; -100 for none: at ends of documents, for padding, and others.
+        positions: (n,) int64, within documents.
+        documents: lengths of the documents that every row is packed from; None: it is not packed.
+        padding: (B, n) bool, True for tokens that only fill the row.
     """
 
     tokens: Tensor
@@ -53,8 +55,14 @@ class WholeBatch:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """This rank's tokens of a micro-batch: tokens, labels (B, N), positions (N,) within documents, and the handle for
-    the model's modules. In one process: all sequences, a document in each row, padded at the end; context is None."""
+    """Tokens of this rank in a micro-batch. In one process: all sequences, a document in each row, padded at the end.
+
+    Args:
+        tokens: (B, N) int64.
+        labels: (B, N) int64, the next tokens, -100 for none.
+        positions: (N,) int64, within documents.
+        context: handle of the sharded sequence for the model's modules; None in one process.
+    """
 
     tokens: Tensor
     labels: Tensor
@@ -64,11 +72,14 @@ class Part:
 
 @dataclass(eq=False)
 class Run:
-    """This process's part of a training run.
+    """Part of this process in a training run.
 
-    case      wrapper, clipping, checkpointing, ... of the run
-    context   handle of the sharded sequence; mesh: ("data", "context"). Both are None in one process
-    labelled  number of labels of the step, over all ranks
+    Args:
+        case: wrapper, clipping, checkpointing, ... of the run.
+        context: handle of the sharded sequence; None in one process.
+        mesh: ("data", "context"); None in one process.
+        labelled: number of labels of the step, over all ranks; on ranks `Setup.step` sets it, and it is 0 before.
+        logits: what `see` recorded, (logits, held) for each micro-batch.
     """
 
     case: ModelCase
@@ -78,8 +89,15 @@ class Run:
     logits: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
 
     def see(self, logits: Tensor, held: Tensor | None = None) -> Tensor:
-        """Record a micro-batch's logits (B, N, vocabulary) to be compared; return them. held: the indices (N,) of these
-        tokens in the whole sequence; None: those of the context's layout."""
+        """Record a micro-batch's logits to be compared with those of the one process.
+
+        Args:
+            logits: (B, N, vocabulary).
+            held: (N,) int64, indices of these tokens in the whole sequence; None: those of the context's layout.
+
+        Returns:
+            The logits themselves.
+        """
         if held is None and self.context is not None:
             held = self.context.layout.positions(self.context.rank)
         self.logits.append((logits.detach(), held))
@@ -90,21 +108,44 @@ class Setup:
     """A model and its training step. Only `build` has no default."""
 
     def build(self, context: ContextParallel | None) -> nn.Module:
-        """Return the model: with ordinary attention for None, which stands for one process, else for these ranks.
-        Both must draw the same initial parameters, and are not wrapped yet (`wrap`)."""
+        """Return the model. Both calls must draw the same initial parameters; neither wraps the model (see `wrap`).
+
+        Args:
+            context: handle of the sharded sequence; None: for one process, with ordinary attention.
+
+        Raises:
+            NotImplementedError: a subclass does not define it.
+        """
         raise NotImplementedError
 
     def claims(self, case: ModelCase) -> ModelCase | None:
-        """Return the nearest ModelCase of the same world that the Setup supports, or None."""
+        """Return the nearest ModelCase of the same world that the Setup supports, or None. Default: it supports all.
+
+        Args:
+            case: as drawn, or as returned by this method, which must then return it unchanged.
+        """
         return case
 
     def layers(self, model: nn.Module) -> tuple[type[nn.Module], ...]:
-        """Classes of the layers, which FSDP shards and checkpointing recomputes: those in the first ModuleList."""
+        """Return the classes of the layers, which FSDP shards and checkpointing recomputes. Default: those in the first
+        ModuleList that is not empty, if any.
+
+        Args:
+            model: not wrapped, or with the layers wrapped for checkpointing.
+        """
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
         return tuple(dict.fromkeys(type(layer) for layer in lists[0])) if lists else ()
 
     def wrap(self, model: nn.Module, run: Run) -> nn.Module:
-        """Return the model with the Case's checkpointing and wrapper."""
+        """Return the model with the Case's checkpointing and wrapper.
+
+        Args:
+            model: as built; changed in place.
+            run: of a rank.
+
+        Raises:
+            ValueError: the Case's checkpointing or wrapper needs layers, and the model has none of `layers`.
+        """
         from ring.nn.frameworks import ddp, fsdp, recompute
 
         assert run.mesh is not None
@@ -117,12 +158,22 @@ class Setup:
         return model
 
     def optimizer(self, parameters: Sequence[nn.Parameter], run: Run) -> torch.optim.Optimizer:
-        """Return the optimizer, after wrapping: SGD with momentum or AdamW."""
+        """Return the optimizer, after wrapping. Default: SGD with momentum or AdamW, as the Case has it.
+
+        Args:
+            parameters: all of the wrapped model, or of the model in one process.
+            run: of a rank, or of the one process.
+        """
         drawn: Any = run.case
         return optimiser_of(drawn, parameters)
 
     def shard(self, batch: WholeBatch, run: Run) -> Part:
-        """Return this rank's part of a micro-batch."""
+        """Return this rank's part of a micro-batch.
+
+        Args:
+            batch: whole sequences, the same on all ranks of the context group.
+            run: of a rank.
+        """
         assert run.context is not None
         part = shard_batch(run.context, batch.tokens, batch.labels, documents=batch.documents)
         assert part.labels is not None
@@ -130,7 +181,19 @@ class Setup:
 
     def logits(self, model: nn.Module, part: Part, run: Run) -> Tensor:
         """Call the model with the conventions of transformers, or as model(tokens, positions=, context=) with the
-        keywords that its forward has; record and return the logits."""
+        keywords that its forward has, and record its logits.
+
+        Args:
+            model: wrapped, or in one process as built.
+            part: the micro-batch.
+            run: of a rank, or of the one process.
+
+        Returns:
+            The logits, (B, N, vocabulary).
+
+        Raises:
+            Misuse: the model returned no such logits.
+        """
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         accepted = inspect.signature(cast(nn.Module, inner).forward).parameters
         keywords: dict[str, Any] = {}
@@ -151,7 +214,16 @@ class Setup:
 
     def loss(self, model: nn.Module, part: Part, run: Run) -> Tensor:
         """Return this micro-batch's share of the mean over all labels of the step, the same on all ranks. It goes
-        backward so that the average of all ranks' gradients is that of the mean."""
+        backward so that the average of all ranks' gradients is that of the mean.
+
+        Args:
+            model: wrapped, or in one process as built.
+            part: the micro-batch; in one process the whole step.
+            run: of a rank, or of the one process; `run.labelled` is set.
+
+        Raises:
+            Misuse: the model returned no logits.
+        """
         logits = self.logits(model, part, run)
         if run.mesh is not None:
             return cross_entropy(logits, part.labels, run.mesh, labelled=run.labelled)
@@ -161,7 +233,12 @@ class Setup:
         return total / max(1, run.labelled)
 
     def micro_batch(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
-        """Context of a micro-batch's forward and backward: wrappers reduce gradients in the last one of a step."""
+        """Return the context of a micro-batch's forward and backward: wrappers reduce gradients in the step's last one.
+
+        Args:
+            model: wrapped.
+            last: whether the micro-batch is the last one of the step.
+        """
         if isinstance(model, DistributedDataParallel):
             return nullcontext() if last else model.no_sync()
         from torch.distributed.fsdp import FSDPModule
@@ -171,12 +248,25 @@ class Setup:
         return nullcontext()
 
     def reduce(self, model: nn.Module, run: Run) -> None:
-        """Average the gradients over all ranks, if no wrapper does."""
+        """Average the gradients over all ranks, if no wrapper does.
+
+        Args:
+            model: wrapped, after the last backward of a step.
+            run: of a rank.
+        """
         if run.case.wrapper == "none":
             average_gradients(model.parameters(), run.mesh)
 
     def clip(self, model: nn.Module, run: Run) -> Loss | None:
-        """Clip the gradients if the Case has clipping; return their norm before, or None."""
+        """Clip the gradients if the Case has clipping.
+
+        Args:
+            model: wrapped, with the averaged gradients of a step.
+            run: of a rank.
+
+        Returns:
+            The norm of all gradients before, a scalar; None if the Case has no clipping.
+        """
         if run.case.clipping is None:
             return None
         return clip_grad_norm(model.parameters(), run.case.clipping, run.mesh)
@@ -184,8 +274,20 @@ class Setup:
     def step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[WholeBatch], run: Run
     ) -> tuple[Loss, Loss | None]:
-        """Take a step on the micro-batches of this data rank. Return the loss of the step over all ranks, and the norm
-        of the gradients before clipping, or None. A step of your own calls `run.see` with each micro-batch's logits."""
+        """Take a step of training. A step of your own calls `run.see` with each micro-batch's logits.
+
+        Args:
+            model: wrapped.
+            optimizer: of the wrapped model's parameters.
+            batches: the micro-batches of this data rank, whole sequences.
+            run: of a rank.
+
+        Returns:
+            The loss of the step over all ranks, a scalar; and the norm of the gradients before clipping, or None.
+
+        Raises:
+            Misuse: `loss` returned no scalar, or the model no logits.
+        """
         parts = [self.shard(batch, run) for batch in batches]
         run.labelled = count_labels([part.labels for part in parts], run.mesh)
         total = torch.zeros(())
