@@ -124,6 +124,16 @@ def title_of(name: str, among: Collection[str]) -> str:
     )
 
 
+def must_exist(device: str | None) -> None:
+    """Raise Unavailable for --device cuda where torch sees no GPU."""
+    import torch
+
+    from verification.run.backends import Unavailable
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Unavailable("argument --device: cuda needs a GPU, and torch sees none; leave it out for CPUs")
+
+
 def add_outputs(parser: argparse.ArgumentParser, verbose: str) -> None:
     """Add --failures, --json and --verbose. verbose: the extra output, in words."""
     parser.add_argument(

@@ -23,6 +23,7 @@ from verification.cli.arguments import (
     add_seed,
     add_world,
     count,
+    must_exist,
     prog_name,
     say,
     seed_of,
@@ -117,6 +118,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
         return 0
     if options.backend == "nccl" and options.device == "cpu":
         raise Unavailable("argument --device: nccl joins GPUs; got cpu")
+    must_exist(options.device)
     only = tuple(dict.fromkeys(title_of(name, TITLES_OF_ANY) for name in options.only or ()))
     if options.case is not None:
         options.world = (options.case.world,)

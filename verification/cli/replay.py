@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from verification.cli.arguments import add_backend, add_json, write_json
+from verification.cli.arguments import add_backend, add_json, must_exist, write_json
 from verification.replay import replay
 from verification.report.report import Report
 from verification.run.backends import BACKENDS, open_backend
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """Return 0 if the example holds, 1 if it fails again. Raises Unavailable if it cannot run."""
+    must_exist(options.device)
     backend = open_backend(options.backend)
     backend.device = options.device or backend.device
     report = replay.replay(options.case, Report(console), backend, attention=options.attention or options.model)

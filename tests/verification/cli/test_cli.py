@@ -117,6 +117,16 @@ def test_what_cannot_be_carried_out_is_refused_in_one_line_before_anything_runs(
     assert (tmp_path / "file").read_text() == "kept" and not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("command", ("peers torch-context-parallel", "replay {file}"))
+def test_a_gpu_that_is_not_there_is_refused(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = [word.format(file=tmp_path / "case.json") for word in command.split()]
+    assert main([*words, "--device", "cuda"]) == 2
+    assert "argument --device: cuda needs a GPU, and torch sees none" in capsys.readouterr().err
+
+
 def test_a_part_of_a_title_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
     found = [title_of(name, titles()) for name in ("gradients", "Permute", "BYTES")]
     assert found == ["gradients", "batches and heads permute", "bytes sent"]
