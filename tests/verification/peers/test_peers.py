@@ -111,7 +111,7 @@ def test_the_command(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["seed"] == 5 and report["command"].startswith("python -m verification peers ")
     held, found, *others = report["peers"]
-    assert (held["verdict"], held["examples"], held["case"], held["others"]) == ("held", 30, None, [])
+    assert (held["verdict"], held["examples"], held["case"], held["others"]) == ("held", 45, None, [])  # 15 of laws
     assert held["supported"] == "dense causal, fp32, even contiguous shards"
     assert (found["name"], found["verdict"], found["check"]) == ("wrong:adapter", "counter-example", "output and lse")
     case = Case.from_json(json.dumps(found["case"]))
