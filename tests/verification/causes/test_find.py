@@ -79,5 +79,5 @@ def test_the_command_prints_the_cause(
     (peer,) = json.loads((tmp_path / "report.json").read_text())["peers"]
     assert cause in peer["message"]
     (file,) = (tmp_path / "kept").iterdir()
-    assert main(["replay", str(file)]) == 1
+    assert main(["replay", str(file), "--attention", name]) == 1
     assert cause in unbroken(capsys.readouterr().out)

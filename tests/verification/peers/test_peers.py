@@ -525,7 +525,7 @@ def test_a_peer_is_run_on_the_ranks_of_its_adapter(tmp_path: Path) -> None:
     assert (status, peer["verdict"], peer["examples"], peer["message"]) == (0, "held", 2, None)
     status, peer = training(tmp_path, *sound, "--world", "2")
     assert (status, peer["verdict"], peer["examples"]) == (2, "not run", 0)
-    assert "mine supports 1 ranks, none of which --world names" in peer["message"]
+    assert "mine supports 1 ranks, none of which --world or --case names" in peer["message"]
 
 
 @pytest.mark.parametrize("peer", [*KNOWN.values(), *WINDOWED.values()], ids=lambda peer: peer.name)
