@@ -26,10 +26,8 @@ from verification.search.search import Search
 from verification.wording import counted
 
 EXAMPLES = 100  # plain ones on each world size
-LAW_SHARE, FEWEST = (
-    0.1,
-    10,
-)  # of the plain examples, for each law; but at least so many, if there are as many plain ones
+# Share of the plain examples for each law, and the fewest for one, if there are as many plain ones.
+LAW_SHARE, FEWEST = 0.1, 10
 BUDGET, OTHERS = 20.0, 5.0  # seconds to shrink a failure, and to look for others after it
 
 

@@ -41,9 +41,7 @@ def check_equal_values(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     counts = ranks.attention.arithmetic(case).counts
     allowed = 2 * (counts.keys + 8 * counts.merges + 8) * DTYPES[case.dtype]
     edit = InputEdit("equal", int(how["keys_too"]))
-    if (
-        ranks.attention is not OURS
-    ):  # a merge may take its weights from lse: each is rounded, and so is their difference
+    if ranks.attention is not OURS:  # a merge may take its weights from lse, which is rounded as their difference is
         lse = ranks.expect(case, edit.apply(case.tensors())).exact["lse"]
         largest = np.abs(lse, where=np.isfinite(lse), out=np.zeros_like(lse)).max(initial=0.0)
         allowed += 4 * counts.merges * DTYPES[case.dtype] * float(largest)

@@ -51,9 +51,8 @@ def forward(
         lse = scores.logsumexp(-1)
         dead = lse == -math.inf
         p = (scores - lse.masked_fill(dead, 0.0).unsqueeze(-1)).exp()
-        p = p / p.sum(-1, keepdim=True).masked_fill(
-            dead.unsqueeze(-1), 1.0
-        )  # lse is rounded; kernels divide by the sum
+        # Kernels divide by the sum of the weights, which the rounded lse makes 1 only nearly.
+        p = p / p.sum(-1, keepdim=True).masked_fill(dead.unsqueeze(-1), 1.0)
         out = torch.einsum("bhij,bjhd->bihd", p, expanded(v, q))
     return out.to(q.dtype), lse.masked_fill(dead, math.inf), None, None
 
