@@ -19,10 +19,12 @@ def probe(name: str, timeout: float = TIMEOUT, ready: Callable[[str], object] = 
     """Import the peer in a process of its own. Raises Refused if it cannot be run. ready: finds the peer of that name,
     does its imports, and raises Refused for what it finds wrong.
 
-    The process is forked, since this one has imported torch already: a wrong name is told at once.
+    The process is forked, since this one has imported torch already: a wrong name is told at once. Where torch sees a
+    GPU the process starts anew, since CUDA does not survive a fork.
     """
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_answer, args=(sender, name, ready), daemon=True)
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    process = multiprocessing.get_context(method).Process(target=_answer, args=(sender, name, ready), daemon=True)
     process.start()
     sender.close()
     try:

@@ -139,7 +139,8 @@ def flexible(case: Case) -> Case:
 def compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    torch._dynamo.config.recompile_limit = 64  # sizes and masks; beyond the limit it would run uncompiled
+    torch._dynamo.config.recompile_limit = 64  # two for each of the sizes
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # otherwise it would run uncompiled
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -150,10 +151,10 @@ def flex(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> tuple[Te
     document = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
     window = claims.window(case)
     reach = case.tokens if window is None else window
+    back, ahead = torch.tensor((reach, 0 if case.pattern.causal else reach), device=q.device)  # as numbers, compiled in
 
     def sees(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        near = (i - j <= reach) & (j - i <= (0 if case.pattern.causal else reach))
-        return near & (document[i] == document[j])
+        return (i - j <= back) & (j - i <= ahead) & (document[i] == document[j])
 
     mask = create_block_mask(sees, None, None, case.tokens, case.tokens, device=str(q.device))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
