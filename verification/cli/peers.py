@@ -121,6 +121,8 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     must_exist(options.device)
     only = tuple(dict.fromkeys(title_of(name, TITLES_OF_ANY) for name in options.only or ()))
     if options.case is not None:
+        if only or options.world or options.examples != PROFILE.examples:
+            raise Unavailable("argument --case: it is one example; leave out --only, --world and --examples")
         options.world = (options.case.world,)
     plan = RunPlan(
         options.world or (), PROFILE, options.examples, seed_of(options), options.backend, options.failures, only=only

@@ -157,6 +157,7 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
     report = TorchrunReport(cli.console(), extras, options.verbose)
     report.attention = options.attention
     if options.attention is not None:
+        assert prepare is None, "a defect of this project's attention would not reach another's"
         prepare = partial(ready_peer, options.attention)
     backend = TorchrunBackend(agents, options.backend, options.timeout, prepare)
     shrink_backend = ShrinkBackend(agents, prepare)

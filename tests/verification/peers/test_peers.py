@@ -299,6 +299,9 @@ def test_a_case_of_ones_own_is_checked_alone(tmp_path: Path, capsys: pytest.Capt
     assert json.loads((tmp_path / "report").read_text())["peers"][0]["examples"] == 1
     assert main(("peers", name, *arguments, "world=1 kv_heads=1 heads=2")) == 2
     assert "argument --case: the claim changes the Case to" in unbroken(capsys.readouterr().out)
+    for more in (("--only", "gradients"), ("--examples", "3"), ("--world", "2")):
+        assert main(("peers", name, *arguments, "world=1", *more)) == 2
+        assert "argument --case: it is one example; leave out --only, --world" in capsys.readouterr().err
 
 
 def test_sizes_of_a_claim() -> None:
