@@ -28,13 +28,15 @@ def read_case_line(text: str) -> Case:
             word; of several numbers, `3,5,8`. What is missing is as in DEFAULTS; kv_heads are as many as heads.
 
     Raises:
-        ValueError: an unknown name, a name without a value, or a value that the field does not allow.
+        ValueError: an unknown name, one given twice or without a value, or a value that the field does not allow.
     """
     given: dict[str, Any] = {}
     for part in text.split():
         name, _, value = part.partition("=")
         if name not in NAMES or not value:
             raise ValueError(f"{part!r} is no name=value of a Case; the names are {', '.join(NAMES)}")
+        if name in given:
+            raise ValueError(f"{name} must be given once, got {given[name]!r} and then {value!r}")
         given[name] = _value(name, value)
     branch = Branch(**{name: given.pop(name) for name in _BRANCH if name in given})
     pattern = Pattern((branch,), given.pop("causal", False), given.pop("documents", None))

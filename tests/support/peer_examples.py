@@ -49,6 +49,29 @@ def spoiling(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     return out
 
 
+class LastCall(torch.autograd.Function):
+    """Differentiates the latest call: wrong if another came between forward and backward, as another layer's does."""
+
+    inputs: tuple[Tensor, Tensor, Tensor]
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
+        q_, k_, v_ = (x.detach().requires_grad_() for x in (q, k, v))
+        LastCall.inputs, ctx.case = (q_, k_, v_), case
+        return plain(q, k, v, case, None)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            out = plain(*LastCall.inputs, case=ctx.case, group=None)
+        return *torch.autograd.grad(out, LastCall.inputs, dout), None
+
+
+def leaving_autocast_on(*given: Any) -> Tensor:
+    torch.set_autocast_enabled("cpu", True)
+    return plain(*given)
+
+
 off = cycle((1, 0))
 
 
@@ -86,6 +109,12 @@ raises = replace(sound, attend=raising)
 unconnected = replace(sound, attend=lambda q, k, v, *given: plain(q, k, v.detach(), *given))
 transposed = replace(sound, attend=lambda *given: plain(*given).transpose(1, 2))
 spoils = replace(sound, attend=spoiling)
+of_last_call = replace(sound, attend=lambda q, k, v, case, group: LastCall.apply(q, k, v, case))
+only_in_training = replace(
+    sound, attend=lambda *given: plain(*given) * (1 if all(x.requires_grad for x in given[:3]) else 2)
+)
+leaves_autocast = replace(sound, attend=leaving_autocast_on)
+in_integers = replace(sound, attend=lambda *given: plain(*given).int())
 forgets = replace(sound, attend=forgetting)
 detached = replace(sound, attend=lambda q, k, v, *given: plain(q, k, (v + v.detach()) / 2, *given))
 no_lse = replace(sound, claims=then(lse=lambda case: "differentiated"))

@@ -13,19 +13,25 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+MAX_SHOWN = 100  # characters of a wrong line
+
 
 def read_expected_failures(file: Path, titles: Collection[str]) -> dict[str | None, set[str]]:
     """Return the titles of the file by the name of a peer; None: of all. Raises OSError, or ValueError naming the line
     that has no title of these."""
     expected: dict[str | None, set[str]] = {}
-    for number, text in enumerate(file.read_text().splitlines(), 1):
+    try:
+        lines = file.read_text("utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} must be text in UTF-8: {error}") from error
+    for number, text in enumerate(lines, 1):
         line = text.partition("#")[0].strip()
         if not line:
             continue
         name, _, title = line.rpartition(": ")
         if title not in titles:
             raise ValueError(
-                f"line {number} of {file} is {line!r}; it must be [name: ]title, one of {', '.join(titles)}"
+                f"line {number} of {file} is {line[:MAX_SHOWN]!r}; it must be [name: ]title, one of {', '.join(titles)}"
             )
         expected.setdefault(name or None, set()).add(title)
     return expected

@@ -10,6 +10,8 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from verification.peers.adapters import (
     context_parallel,
     deepspeed_ulysses,
@@ -56,15 +58,23 @@ def load(name: str) -> Peer:
     be imported or has no such Peer."""
     if name in KNOWN:
         return KNOWN[name]
+    if ":" not in name:  # so a file that is replayed, which names no module, cannot import one
+        raise Refused(f"{name!r} is no peer; it must be package.module:adapter, or one of {', '.join(KNOWN)}")
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:  # scripts run Python with -P, which omits it
         sys.path.append(os.getcwd())
+    device = torch.get_default_device()
     try:
         names = vars(importlib.import_module(module))
-    except Exception as error:  # importing a user's module may raise anything
+    except (Exception, SystemExit) as error:  # importing a user's module may raise anything
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         hint = f"; run this in the folder that has {absent}, or install it" if absent == module.split(".")[0] else ""
         raise Refused(f"{name} cannot be imported: {type(error).__name__}: {error}{hint}") from error
+    if torch.get_default_device() != device:
+        raise Refused(
+            f"importing {module} set torch's default device to {torch.get_default_device()}; "
+            "set it within attend alone, as `with torch.device(q.device):`"
+        )
     peer = names.get(attribute)
     if not isinstance(peer, Peer):
         got = f"is {peer!r}" if attribute in names else "does not exist"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -118,6 +119,14 @@ def outputs_of(
             kind = "a tensor" if array is Tensor else f"a {array.__module__.partition('.')[0]} array"
             must = f"it must be {kind} of shape {required}: return out, or (out, lse)"
             raise Malformed(f"attend returned {returned} as {name}; {must}")
+    for name, value in (("out", out), ("lse", lse)):
+        if isinstance(value, Tensor) and not (
+            value.layout is torch.strided and value.is_floating_point() and value.device.type == case.device
+        ):
+            kind = f"{value.dtype} with layout {value.layout} on {value.device}".replace("torch.", "")
+            raise Malformed(
+                f"attend returned {name} in {kind}; it must be dense floating-point numbers on {case.device}"
+            )
     if case.lse == "unused":
         return out, None
     if lse is None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
+import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 import torch
 
@@ -12,6 +15,7 @@ from verification.failures import name_exit
 from verification.peers.known_peers import ready
 from verification.peers.peer import Refused
 
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
 TIMEOUT = 120.0  # seconds: the first import may compile
 
 
@@ -23,8 +27,9 @@ def probe(name: str, timeout: float = TIMEOUT, ready: Callable[[str], object] = 
     GPU the process starts anew, since CUDA does not survive a fork.
     """
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    method = "spawn" if torch.cuda.is_available() else "fork"
-    process = multiprocessing.get_context(method).Process(target=_answer, args=(sender, name, ready), daemon=True)
+    spawn, fork = multiprocessing.get_context("spawn"), multiprocessing.get_context("fork")
+    start: type[BaseProcess] = spawn.Process if torch.cuda.is_available() else fork.Process
+    process = start(target=_answer, args=(sender, name, ready), daemon=True)
     process.start()
     sender.close()
     try:
@@ -44,10 +49,13 @@ def probe(name: str, timeout: float = TIMEOUT, ready: Callable[[str], object] = 
 
 def _answer(sender: Connection, name: str, ready: Callable[[str], object]) -> None:
     """Send the reason why the peer cannot be run; None if it can."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # an import may never end
     torch.set_num_threads(1)  # threads of the parent's pool do not exist here: a parallel product would wait for them
     try:
         ready(name)
     except Refused as error:
         sender.send(str(error))
+    except BaseException as error:  # a user's module may raise anything
+        sender.send(f"importing {name} raised {type(error).__name__}: {error}")
     else:
         sender.send(None)

@@ -149,7 +149,7 @@ def run_attention(
 
     variant: the kind of run, as a Case's `again`. record: makes the transport that records the messages."""
     group: Group = bare_or_mesh(transport, case) if variant == "group" else record(transport)
-    incoming, others = inputs[3:], _negated(inputs) if variant in _WITH_OTHER_INPUTS else ()
+    incoming, others = inputs[3:], negated(inputs) if variant in _WITH_OTHER_INPUTS else ()
     forward = partial(RankCall.forward, variant=variant, loss=case.loss_of(transport.rank))
     call, forward_costs = _metered(lambda: forward(group, case, inputs), group, meter)
     if variant == "no_grad":
@@ -266,7 +266,7 @@ def _in_one_storage(case: Case, inputs: Tensors) -> Tensors:
     return (*inputs[: -len(shared)], *views)
 
 
-def _negated(inputs: Tensors) -> Tensors:
+def negated(inputs: Tensors) -> Tensors:
     """Return other numbers, which give other scores, results and gradients."""
     q, k, v, dout, dlse = inputs
     return q, -k, -v, -dout, -dlse

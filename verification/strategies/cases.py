@@ -56,6 +56,9 @@ _fused_windows = st.sampled_from((None, None, None, 15, 16, 20, 31, 40))
 _fused_orders = st.sampled_from(("contiguous", "zigzag", "striped", "paired"))
 _fused_scales = st.sampled_from((None, None, 1.0, 0.25, 2.0, 0.0))
 _batches = st.sampled_from((1, 1, 2, 3))
+_usual_tokens = st.one_of(st.just(0), st.integers(129, 520))
+_usual_heads = st.sampled_from(((2, 2, 1), (2, 1, 8), (4, 2, 4), (16, 4, 1), (12, 12, 1), (32, 8, 1)))  # and batch
+_usual_head_dims = st.sampled_from((64, 80, 96, 128))
 _flags = st.booleans()
 _quarters = st.integers(0, 3)
 _eighths = st.integers(0, 7)
@@ -220,6 +223,21 @@ def cases(draw: Draw, world: int) -> Case:
     if kernel != "math" and draw(_quarters) == 3:
         return fused(draw, case)
     return rare(draw, case)
+
+
+@st.composite
+def cases_of_others(draw: Draw, world: int) -> Case:
+    """Draw a Case for another implementation: one in eight has some sizes as models have them, on which the
+    implementation may depend in ways that this project's does not."""
+    case: Case = draw(cases(world))
+    if draw(_eighths) < 7:
+        return case
+    tokens, head_dim = draw(_usual_tokens), draw(_usual_head_dims)
+    heads, kv_heads, batch = draw(_usual_heads)
+    if any(branch.heads is not None or isinstance(branch.offset, tuple) for branch in case.pattern.branches):
+        heads, kv_heads = case.heads, case.kv_heads
+    case = replace(case, heads=heads, kv_heads=kv_heads, batch=batch, head_dim=head_dim)
+    return case.lengthened(tokens, cuts=None) if tokens > case.tokens else case
 
 
 @st.composite

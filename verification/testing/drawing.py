@@ -25,4 +25,4 @@ def cases(world: int | Sequence[int] = 2, claims: Claims = any_case) -> st.Searc
         the whole sequence, and `case.shards().positions` those of each rank.
     """
     worlds = (world,) if isinstance(world, int) else tuple(world)
-    return st.sampled_from(worlds).flatmap(drawn.cases).map(partial(claimed, claims))
+    return st.sampled_from(worlds).flatmap(drawn.cases_of_others).map(partial(claimed, claims))

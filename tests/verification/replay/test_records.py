@@ -107,6 +107,7 @@ REFUSED: list[tuple[Any, str]] = [
     (fault(as_json(plain(2, pattern=Pattern((Branch(6),))))), "the ranks of case send no messages"),
     (CALL | {"peer": 3}, "peer is 3; it must be package.module:adapter, or one of "),
     (CALL | {"peer": "no.such:peer"}, "a replay imports no module that a file names"),
+    (CALL | {"peer": "this"}, "'this' is no peer; it must be package.module:adapter, or one of"),
     (case(backward=False), "backward is False; it must be True: only peers run forward alone"),
     (STEP | {"step_peer": 3}, "step_peer is 3; it must be package.module:adapter, or one of "),
     (STEP | {"training_case": {}}, "a TrainingCase: missing fields"),

@@ -36,6 +36,7 @@ from verification.run.processes.rendezvous import LocalRendezvous, Membership, j
 
 STACK_SIGNAL = signal.SIGUSR1
 ANSWERED, RAISED = 0, 1
+MAX_TEXT = 20_000  # characters of an exception's message, or traceback
 REQUEST = struct.Struct("<Q")  # number of the call; then a pickle: (function, args)
 ANSWER = struct.Struct("<QB")  # number of the call, ANSWERED or RAISED; then one pickle: the result or a Raised
 
@@ -333,7 +334,18 @@ def _drop_own_frames(told: traceback.TracebackException) -> None:
 def describe(error: BaseException) -> Raised:
     told = traceback.TracebackException.from_exception(error)
     _drop_own_frames(told)
-    text = "" if isinstance(error, Malformed) else "".join(told.format())
+    text = "" if isinstance(error, Malformed) else _shortened("".join(told.format()))
     kind: type[BaseException] = ValueError if isinstance(error, Malformed) else type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return Raised(name, str(error), text, isinstance(error, MismatchedMessages))
+    try:
+        message = _shortened(str(error))
+    except Exception as second:
+        message = f"its __str__ raised {type(second).__name__}"
+    return Raised(name, message, text, isinstance(error, MismatchedMessages))
+
+
+def _shortened(text: str) -> str:
+    half = MAX_TEXT // 2
+    if len(text) <= MAX_TEXT:
+        return text
+    return f"{text[:half]} ... {len(text) - MAX_TEXT} characters ... {text[-half:]}"
