@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 
 from verification.cli import arguments as cli
+from verification.failures import Refused
 from verification.models.model_checks import MODEL_PROPERTIES
 from verification.models.model_run import MODEL_WORLDS, PROFILE, run_model
-from verification.peers.peer import Refused
 from verification.report.provenance import processor_run, typed_words
 from verification.report.report import Report
 from verification.run.backends import MAX_RANKS, Unavailable

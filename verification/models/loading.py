@@ -20,10 +20,9 @@ import torch
 from torch import nn
 
 from ring.nn import ContextParallel
-from verification.failures import RankFailure, RankState
+from verification.failures import RankFailure, RankState, Refused
 from verification.models.model_case import ModelCase
 from verification.models.setup import Misuse, Setup, described
-from verification.peers.peer import Refused
 
 OURS = str(Path(__file__).parents[1])
 LIBRARIES = ("<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from hypothesis.strategies import SearchStrategy
 from rich.console import Console
 
 from verification import runner
-from verification.failures import RankFailure
+from verification.failures import RankFailure, Refused
+from verification.models.batches import global_batch
 from verification.models.first_module import first_difference
 from verification.models.loading import import_from_here, load, name_of, told, with_users_frames
 from verification.models.model_case import ModelCase
@@ -21,18 +22,17 @@ from verification.models.model_checks import MODEL_GROUPS, check_model_step
 from verification.models.probing import Facts, probe
 from verification.models.setup import Misuse
 from verification.models.strategies import model_cases
-from verification.models.whole_batch import labelled
-from verification.peers.peer import Refused
-from verification.peers.peer_experiment import apply_claim
 from verification.report.coverage import Coverage
 from verification.report.report import Report
-from verification.run.backends import Backend, GlooBackend, PoolBackend, Task
+from verification.run.backends import PRELOAD, Backend, GlooBackend, PoolBackend, Task
 from verification.runner import Profile, RunPlan
+from verification.search.claim import apply_claim
 from verification.search.experiment import Experiment, ToolError
 from verification.search.search import Search
-from verification.training.training_run import TRAINING_PRELOAD
 
 MODEL_WORLDS = (1, 2, 3, 4)
+# Ranks preload these modules: their import takes longer than an example.
+STEP_PRELOAD = (*PRELOAD, "torch.distributed.fsdp", "torch.distributed.tensor")
 PROFILE = Profile("for each world size", 30, budget=30.0)
 TIMEOUT = 20.0  # seconds for an example
 
@@ -112,13 +112,13 @@ class ModelExperiment:
 
 def has_labels(case: ModelCase | None) -> bool:
     """True for a ModelCase with a label in every step: without, a mean over labels is not defined."""
-    return case is not None and all(labelled(case, step) for step in range(case.steps))
+    return case is not None and all(global_batch(case, step).labelled for step in range(case.steps))
 
 
 def preload_of(name: str) -> tuple[str, ...]:
     """Modules that ranks preload: the user's own, whose import may take longer than an example."""
     import_from_here()
-    return (*TRAINING_PRELOAD, "verification.models.steps", name.partition(":")[0])
+    return (*STEP_PRELOAD, "verification.models.steps", name.partition(":")[0])
 
 
 def run_model(name: str, plan: RunPlan, report: Report) -> Report:
@@ -130,26 +130,17 @@ def run_model(name: str, plan: RunPlan, report: Report) -> Report:
     report.coverage = Coverage(groups=MODEL_GROUPS)
     if not facts.fp64:
         report.say("the model does not compute in fp64, so all examples are in fp32")
-    try:
-        with report:
-            for world in plan.worlds:
-                backend.start(world)
-                examples = plan.examples_for(world)
-                report.start_world(world, examples)
-                search = Search(run.experiment(), backend, report, world, plan.profile.budget, plan.profile.remembers)
-                failures = runner.explore(plan, report, search, examples)
-                if not failures and not search.examples:
-                    raise Refused(f"{name} supports none of the ModelCases drawn on {world} ranks")
-                report.end_world(name)
-                if failures:
-                    break  # with the fewest ranks
-    except KeyboardInterrupt:
-        report.interrupt()
-        report.summary()
-        raise
-    finally:
-        backend.close()
-        run.alone.close()
+
+    def examine(world: int) -> bool:
+        search = Search(run.experiment(), backend, report, world, plan.profile.budget, plan.profile.remembers)
+        failures = runner.explore(plan, report, search, plan.examples_for(world))
+        if not failures and not search.examples:
+            raise Refused(f"{name} supports none of the ModelCases drawn on {world} ranks")
+        report.end_world(name)
+        return bool(failures)
+
+    with closing(run.alone):
+        runner.run_worlds(plan, report, backend, examine, first_failure=True)
     report.summary()
     return report
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from reference import validators
+from verification.failures import Refused
 from verification.models.loading import load
 from verification.models.model_case import ModelCase
 from verification.models.model_run import TIMEOUT, ModelExperiment, preload_of
-from verification.peers.peer import Refused
 from verification.replay.registry import Saved, SavedExample
 from verification.run.backends import Backend, Unavailable
 

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from verification.models.model_case import MODEL_LABELS, ModelCase
-from verification.models.whole_batch import labelled
+from verification.models.batches import global_batch
+from verification.models.model_case import ModelCase
 from verification.strategies.cases import Draw, cuts_of
 from verification.strategies.documents import documents_of, ends_of
+
+MODEL_LABELS = ("all", "some", "shards", "ranks")
+MODEL_CHECKPOINTING = ("none", "non-reentrant", "selective")  # what any model stands
 
 _ceilings = st.sampled_from((4, 24, 24, 24))
 _tokens = {ceiling: st.integers(2, ceiling) for ceiling in (4, 24)}
@@ -43,6 +46,6 @@ def model_cases(draw: Draw, world: int) -> ModelCase:
     )  # fmt: skip
     padding, packed = draw(_flags), documents_of(draw, tokens, ends_of(case.shards()))
     case = replace(case, packed=packed, padding=padding and packed is None)
-    if all(labelled(case, step) for step in range(case.steps)):
+    if all(global_batch(case, step).labelled for step in range(case.steps)):
         return case
     return replace(case, packed=None, padding=False, labels="all")

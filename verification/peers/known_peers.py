@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
+from verification.failures import Refused
 from verification.peers.adapters import (
     context_parallel,
     deepspeed_ulysses,
@@ -22,7 +23,7 @@ from verification.peers.adapters import (
     torchscale,
     yunchang,
 )
-from verification.peers.peer import Peer, Refused
+from verification.peers.peer import Peer
 
 # The part of a name before the first "/" selects all peers that begin with it.
 ADAPTERS = (

@@ -8,9 +8,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from verification.failures import name_exit
+from verification.failures import Refused, name_exit
 from verification.peers.known_peers import ready
-from verification.peers.peer import Refused
 
 TIMEOUT = 120.0  # seconds: the first import may compile
 

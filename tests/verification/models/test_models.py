@@ -24,13 +24,14 @@ from tests.support.model_defects import DEFECTS, Defect
 from verification.__main__ import main
 from verification.failures import WrongResult
 from verification.models import ModelCase, check_model
+from verification.models.batches import global_batch
 from verification.models.first_module import Place
 from verification.models.model_case import MODEL_DTYPES
 from verification.models.model_run import PROFILE, ModelExperiment, preload_of, run_model
 from verification.models.observation import ModelObservation
 from verification.models.probing import SMALLEST
 from verification.models.strategies import model_cases
-from verification.models.whole_batch import Rows, labelled, whole_batches
+from verification.models.whole_batch import Rows, whole_batches
 from verification.replay.records import parse
 from verification.report.report import Report
 from verification.run.backends import GlooBackend
@@ -219,7 +220,7 @@ def test_rows_of_one_process_hold_the_same_tokens(case: ModelCase) -> None:
             sequences = rows.sequences(case, data_rank, number)
             for name in ("tokens", "labels"):
                 assert (getattr(alone, name)[rows.row[sequences], rows.column] == getattr(batch, name)).all()
-    assert int((alone.labels != -100).sum()) == labelled(case, 0) > 0
+    assert int((alone.labels != -100).sum()) == global_batch(case, 0).labelled > 0
     assert ModelCase.from_dict(json.loads(json.dumps(case.to_dict()))) == case
 
 

@@ -13,8 +13,9 @@ from hypothesis import Phase, find, settings
 
 from reference.pattern import Branch, Pattern
 from tests.support.training_cases import drawn_from, small_model, small_step
+from verification.models.batches import IGNORED, global_batch
 from verification.report.coverage import Coverage
-from verification.training.inputs import IGNORED, global_batch, initial_parameters, parameter_shapes
+from verification.training.inputs import initial_parameters, parameter_shapes
 from verification.training.rank.ring_model import LanguageModel
 from verification.training.strategies import training_cases
 from verification.training.training_case import TrainingCase

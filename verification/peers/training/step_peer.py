@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from ring.comm.transport import Transport
 from ring.nn import ContextParallel
 from verification.case import Case
+from verification.models.meshes import mesh_of
+from verification.models.step_case import STEP_DTYPES
 from verification.peers.peer import Peer, outputs_of, version_of
-from verification.training.rank.meshes import mesh_of
+from verification.training.rank.own_setup import OwnSetup
 from verification.training.rank.rank_step import train_on_rank
 from verification.training.step_observation import StepObservation
-from verification.training.training_case import TRAINING_DTYPES, TrainingCase
+from verification.training.training_case import TrainingCase
 
 Claims = Callable[[TrainingCase], TrainingCase | None]
 
@@ -63,7 +65,7 @@ def in_step(peer: Peer) -> StepPeer:
     """Return the StepPeer that uses the Peer as the inner attention."""
 
     def train(transport: Transport, case: TrainingCase) -> StepObservation:
-        return train_on_rank(transport, case, inner=partial(PeerAttention, peer))
+        return train_on_rank(transport, case, partial(OwnSetup, inner=partial(PeerAttention, peer)))
 
     return StepPeer(peer.name, peer.supported, partial(nearest, peer), train, peer.worlds, peer.package, peer.prepare)
 
@@ -114,7 +116,7 @@ def nearest(peer: Peer, case: TrainingCase) -> TrainingCase | None:
     checkpointing = "non-reentrant" if case.checkpointing == "selective" else case.checkpointing
     changes: dict[str, Any] = {"compiled": "no", "later_documents": None, "own_documents": None}
     case = replace(case, model=model, checkpointing=checkpointing, **changes)
-    for dtype in dict.fromkeys((case.dtype, *TRAINING_DTYPES)):
+    for dtype in dict.fromkeys((case.dtype, *STEP_DTYPES)):
         candidate = in_dtype(case, dtype)
         call = call_of(candidate)
         claimed = peer.claims(call)
