@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ring.nn import ContextParallel, average_gradients, clip_grad_norm, count_labels, cross_entropy, shard_batch
 from verification.models.batches import IGNORED
 from verification.models.model_case import ModelCase
-from verification.models.optimisers import optimiser_of
 from verification.models.step_case import StepCase
 
 if TYPE_CHECKING:
@@ -163,7 +162,8 @@ class Setup:
             parameters: all of the wrapped model, or of the model in one process.
             run: of a rank, or of the one process.
         """
-        return optimiser_of(run.case, parameters)
+        kind, settings = run.case.optimizer
+        return kind(parameters, **settings)
 
     def shard(self, batch: WholeBatch, run: Run) -> Part:
         """Return this rank's part of a micro-batch.

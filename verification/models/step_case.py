@@ -110,6 +110,14 @@ class StepCase:
         return self.wrapper in ("fsdp2", "hsdp2")
 
     @property
+    def optimizer(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        """Class of the optimizer, and its arguments."""
+        if self.optimiser == "sgd":
+            return torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
+        # AdamW divides a gradient by its size, so the rounding of one near 0 would become a full step: eps bounds that.
+        return torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.1}
+
+    @property
     def documents(self) -> tuple[int, ...]:
         """Lengths of the documents; an unpacked sequence is one."""
         return (self.tokens,) if self.lengths is None else self.lengths

@@ -54,7 +54,8 @@ def train_on_rank(transport: Transport, case: ModelCase, name: str, traced: bool
         trace = ModuleTrace(model, PREFIXES) if traced else None
         for step in range(1 if traced else case.steps):
             with calling("step"):
-                result: object = setup.step(wrapped, optimizer, whole_batches(case, step)[seen.data_rank], run)
+                batches = whole_batches(case, step)[seen.data_rank]
+                result: object = setup.step(wrapped, optimizer, batches, run)
             if not isinstance(result, tuple) or len(result) != 2:
                 raise Misuse(f"step returned {described(result)}; it must return (loss, norm), norm may be None")
             note_step(seen, step, *result)
@@ -137,7 +138,7 @@ def perturb(model: nn.Module) -> None:
     for name, x in sorted(model.named_parameters()):
         generator = torch.Generator().manual_seed(sum(map(ord, name)))
         fan_in = x[0].numel() if x.dim() > 1 and len(x) else 1
-        x.add_(torch.randn(x.shape, dtype=x.dtype, generator=generator), alpha=0.3 * fan_in**-0.5)
+        x.add_(torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device), alpha=0.3 * fan_in**-0.5)
 
 
 def _round_outputs(model: nn.Module, rounded: Rounded) -> None:

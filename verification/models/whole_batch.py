@@ -22,7 +22,8 @@ Ints = NDArray[np.int64]
 def whole_batches(case: StepCase, step: int) -> list[list[WholeBatch]]:
     """Return the micro-batches of a step, by data rank."""
     batch, at = global_batch(case, step), case.at(step)
-    positions, tensors = at.positions(), (batch.tokens, batch.labels, batch.padding, batch.ignored)
+    tensors = [x.to(case.device) for x in (batch.tokens, batch.labels, batch.padding, batch.ignored)]
+    positions = at.positions().to(case.device)
     return [
         [
             WholeBatch(tokens, labels, positions, at.lengths, padding, ignored)

@@ -1,16 +1,25 @@
-"""Checks of a training run, one small function each.
+"""Checks of a training run, one small function each, and the properties that a report lists.
 
 They are exact, except those of `verification.models.quantities`: each returns an empty dict, or raises WrongResult.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
 
+from verification.check.properties import EVERY_RANK_ANSWERS, Property
 from verification.failures import WrongResult, name_ranks
-from verification.models.quantities import QUANTITY_CHECKS, Check, Ratios, label_of
+from verification.models.quantities import (
+    QUANTITY_CHECKS,
+    Check,
+    Ratios,
+    check_results,
+    label_of,
+    quantity_properties,
+)
 from verification.models.results import Array
 from verification.training.step_expectation import StepExpectation
 from verification.training.step_observation import PartObservation, StepObservations
@@ -132,3 +141,24 @@ STEP_CHECKS: dict[str, Check] = {
     "bytes": check_bytes,
     "graphs": check_graphs,
 }
+STEP_PROPERTIES = (
+    EVERY_RANK_ANSWERS,
+    Property("tokens, labels, positions", ("batches",)),
+    Property("no rank has a whole sequence", ("sharded",)),
+    *quantity_properties("gradients after step one"),
+    Property("ranks alike, bit by bit", ("alike",)),
+    Property("clipped though not finite", ("spoilt",), concerns=lambda case: case.spoilt is not None),
+    Property("bytes of the steps", ("bytes",), concerns=lambda case: case.handle == "recorded"),
+    Property("runs of compiled graphs", ("graphs",), concerns=lambda case: case.compiled != "no"),
+)
+
+
+def check_step(
+    case: TrainingCase,
+    expectation: StepExpectation,
+    observations: StepObservations,
+    checks: Sequence[str] = tuple(STEP_CHECKS),
+) -> dict[str, float]:
+    """Return the worst ratio of each property by title, as `check_results`. checks: names of the checks to make."""
+    selected = {name: STEP_CHECKS[name] for name in checks}
+    return check_results(STEP_PROPERTIES, selected, case, expectation, observations)

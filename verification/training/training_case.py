@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -137,10 +136,6 @@ class TrainingCase(StepCase):
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object; `from_dict` turns it back into an equal TrainingCase."""
         return vars(self) | {"model": asdict(self.model), "pattern": self.pattern.to_dict()}
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(self.to_dict())
 
     @classmethod
     def from_dict(cls, data: object) -> TrainingCase:

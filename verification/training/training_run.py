@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from verification.experiments import on_gpus
-from verification.models.model_run import STEP_PRELOAD
+from verification.models.model_run import STEP_PRELOAD, on_device
 from verification.models.tolerance import FACTOR, THRESHOLD
 from verification.report.coverage import Coverage
 from verification.report.report import Report
@@ -14,18 +12,14 @@ from verification.runner import Profile, RunPlan, explore, run_worlds
 from verification.search.experiment import Experiment
 from verification.search.search import Search
 from verification.training.error_histogram import Deviations
+from verification.training.step_checks import check_step
 from verification.training.step_expectation import expect_training
-from verification.training.step_properties import check_step
 from verification.training.strategies import training_cases
 from verification.training.training_case import TrainingCase
 from verification.training.training_coverage import TRAINING_GROUPS
 
 TRAINING_WORLDS = (2, 4)
-TRAINING_BACKENDS = ("gloo", "nccl")
-TRAINING_PRELOAD = (
-    *STEP_PRELOAD, "verification.training.rank.rank_step", "torch._dynamo.backends.debugging",
-    "torch._inductor.lowering",  # imported by the first compilation
-)  # fmt: skip
+TRAINING_PRELOAD = (*STEP_PRELOAD, "verification.training.rank.rank_step")
 
 TRAINING_PROFILES = {
     "quick": Profile("some minutes", 220, 30),
@@ -53,7 +47,7 @@ TRAINING = Experiment(
     "training steps",
     training_cases,
     check_training,
-    moved=lambda case, device: replace(case, device=device),
+    moved=on_device,
     record_of=lambda case: {"training": case.to_dict()},
     on_fewer=True,
     validate=validate_case,

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from rich.console import Console
 
@@ -118,6 +119,17 @@ def test_sound_models_hold(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_sound_model_holds_and_a_defect_is_found_on_gpus(tmp_path: Path) -> None:
+    data = run(f"{EXAMPLES}:build", tmp_path, backend="nccl", examples=15).to_dict()
+    assert data["held"] and max(row["worst_ratio"] for row in data["rows"] if row["dtype"] == "float64") < 1e-3
+    (failure, *_) = run(f"{model_defects.__name__}:AveragedTwice", tmp_path, backend="nccl").failures
+    assert failure.kind == "wrong result" and dict(failure.record)["case"]["device"] == "cuda"
+
+
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_model_without_fp64_runs_in_fp32(tmp_path: Path) -> None:
     data = run(f"{EXAMPLES}:build_in_fp32", tmp_path, worlds=(2,), examples=8).to_dict()
@@ -174,7 +186,7 @@ def test_the_examples_of_the_page(tmp_path: Path) -> None:
         (("no_such:build",), "error: no_such:build cannot be imported: there is no module no_such"),
         (
             ("x:build", "--only", "loss"),
-            "argument --only: 'loss' must be in one of the titles: loss of step one",
+            "argument --only: 'loss' may be 'loss of step one' or 'losses, norms of later steps'",
         ),
         (("x:build", "--world", "65"), "argument --world: on gloo at most 64 ranks, got 65"),
     ],

@@ -19,9 +19,9 @@ from verification.models.noise import UNIT_ROUNDOFF, noise
 from verification.models.results import largest, size
 from verification.models.tolerance import THRESHOLD
 from verification.training.dense.dense_step import train_densely
+from verification.training.step_checks import STEP_PROPERTIES, check_step
 from verification.training.step_expectation import StepExpectation, allowed_in_steps, expect_training
 from verification.training.step_observation import PartObservation, StepObservation
-from verification.training.step_properties import STEP_PROPERTIES, check_step
 from verification.training.training_case import TrainingCase
 
 

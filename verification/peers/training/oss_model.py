@@ -13,7 +13,6 @@ from fairscale.optim import OSS
 from torch import Tensor, nn
 
 from ring.nn.frameworks import fairscale
-from verification.models.optimisers import optimiser_settings
 from verification.models.recording import arrays, named_parameters
 from verification.models.results import Named
 from verification.models.setup import Run, recompute_layers
@@ -28,7 +27,7 @@ class Sharded(OwnSetup):
 
     def wrap(self, model: nn.Module, run: Run) -> nn.Module:
         recompute_layers(model, LAYERS, run)
-        kind, settings = optimiser_settings(self.case)
+        kind, settings = self.case.optimizer
         wrapped, self.oss = fairscale.wrap(model, kind, self.mesh, **settings)
         return wrapped
 
@@ -66,6 +65,6 @@ class ShardedAsWritten(Sharded):
 
     def wrap(self, model: nn.Module, run: Run) -> nn.Module:
         recompute_layers(model, LAYERS, run)
-        kind, settings = optimiser_settings(self.case)
+        kind, settings = self.case.optimizer
         self.oss = OSS(model.parameters(), optim=kind, **settings)
         return ShardedDataParallel(model, self.oss)

@@ -82,10 +82,8 @@ class PeerAttention(nn.Module):
     ) -> Tensor:
         """(B, H, N, D), (B, Hk, N, D) -> (B, H, N, D). Inputs are cast to the Case's dtype, as by autocast."""
         q, k, v = (x.transpose(1, 2).to(self.dtype) for x in (query, key, value))  # (B, N, H, D)
-        # Find the handle's part of the run: after a resume the mesh is another one.
-        part = next(part for part in self.case.parts if part.context == context.world_size)
-        group = None if part.world == 1 else mesh_of(part)["context"].get_group()
-        case = call_of(part, part.coordinates(dist.get_rank())[0])
+        group = None if self.case.world == 1 else mesh_of(self.case)["context"].get_group()
+        case = call_of(self.case, self.case.coordinates(dist.get_rank())[0])
         heads_first = self.peer.heads_first
         if heads_first:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))

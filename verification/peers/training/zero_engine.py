@@ -18,7 +18,6 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor, nn
 
 from ring.nn.frameworks import deepspeed
-from verification.models.optimisers import optimiser_settings
 from verification.models.recording import arrays, named_parameters
 from verification.models.results import Named
 from verification.models.setup import Part, Run, recompute_layers
@@ -48,7 +47,7 @@ class Zero(OwnSetup):
             "zero_optimization": {"stage": self.stage}, "gradient_clipping": self.case.clipping or 0.0,
             "zero_allow_untested_optimizer": True, **(HALF if self.mixed else {}),
         }  # fmt: skip
-        kind, settings = optimiser_settings(self.case)
+        kind, settings = self.case.optimizer
         with redirect_stdout(io.StringIO()):  # in bf16 every new engine prints its memory
             self.engine: Any = deepspeed.initialize(model, kind(model.parameters(), **settings), self.mesh, config)
         return self.engine

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from verification.models.batches import IGNORED, GlobalBatch, global_batch
 from verification.models.noise import Rounded, exact
-from verification.models.optimisers import optimiser_of
 from verification.models.recording import train_in_one_process
 from verification.models.results import Results
 from verification.training.dense.dense_model import dense_logits
@@ -18,6 +17,7 @@ def train_densely(case: TrainingCase, rounded: Rounded = exact, stored: Rounded 
     """Train the Case; results are float64. rounded: applied to numbers that its dtype rounds; stored: to parameters
     after each step."""
     parameters = {name: x.requires_grad_() for name, x in initial_parameters(case).items()}
+    kind, settings = case.optimizer
     results = Results()
 
     def loss_of(step: int) -> Tensor:
@@ -28,7 +28,7 @@ def train_densely(case: TrainingCase, rounded: Rounded = exact, stored: Rounded 
             results.logits["first micro-batch"] = logits[:, 0].detach().numpy()
         return mean_loss(logits, batch)
 
-    train_in_one_process(case, parameters, optimiser_of(case, parameters.values()), loss_of, results, stored=stored)
+    train_in_one_process(case, parameters, kind(parameters.values(), **settings), loss_of, results, stored=stored)
     return results
 
 

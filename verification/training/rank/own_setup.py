@@ -57,8 +57,7 @@ class OwnSetup(Setup):
         """Cut this rank's part, with labels from the whole sequences."""
         context, documents = run.context, batch.documents
         assert context is not None
-        tokens = batch.tokens.to(self.case.device)  # (B, n), whole sequences
-        ignored = batch.ignored.to(self.case.device)
+        tokens, ignored = batch.tokens, batch.ignored  # (B, n), whole sequences
         labels = next_tokens(tokens).masked_fill(ignored, IGNORED)
         if self.case.packed_by == "handle":
             context, documents = context.with_documents(documents), None
