@@ -26,8 +26,8 @@ ROAD = (
     "verification.case_line", "verification.strategies", "verification.run",
     "verification.check", "verification.causes", "verification.search", "verification.experiments",
     "verification.report", "verification.problems", "verification.runner", "verification.whole_run",
-    "verification.replay", "verification.faults", "verification.training",
-    "verification.mutants", "verification.peers", "verification.models", "verification.testing",
+    "verification.replay", "verification.faults", "verification.models", "verification.training",
+    "verification.mutants", "verification.peers", "verification.testing",
     "verification.pytest_plugin",
     "verification.cli", "verification.__main__",
 )  # fmt: skip

@@ -36,6 +36,10 @@ class RankState:
     trace: str = ""
 
 
+class Refused(Exception):
+    """A peer or a user's Setup cannot be run: not installed, not importable, ... It neither held nor failed."""
+
+
 class Malformed(ValueError):
     """A result that a function under test may not return. The message names it; a stack would show our frames only."""
 

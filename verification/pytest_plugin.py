@@ -87,8 +87,8 @@ class AttentionCollector(pytest.Collector):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
+        from verification.failures import Refused
         from verification.peers.expected_failures import read_expected_failures
-        from verification.peers.peer import Refused
         from verification.run.backends import Unavailable
         from verification.testing.conformance import EXAMPLES, SLUGS, Conformance
 

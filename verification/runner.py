@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -116,6 +117,31 @@ def run_world(plan: RunPlan, report: Report, backend: Backend, shrink_backend: B
             report.say(f"world {world}: plain examples fail, so the laws between them are left out")
             break
     report.end_world()
+
+
+def run_worlds(
+    plan: RunPlan, report: Report, backend: Backend, run: Callable[[int], bool], first_failure: bool = False
+) -> Report:
+    """Call `run` for each world size, on its ranks; failures go to the report. run: True if there were failures.
+    first_failure: stop there, with the fewest ranks. Raises `backends.Unavailable` if no ranks can be started."""
+    waiting = list(plan.worlds)
+    try:
+        with report:
+            while waiting:
+                world = waiting.pop(0)
+                backend.start(world)
+                report.start_world(world, plan.examples_for(world))
+                if run(world) and first_failure:
+                    break
+    except BaseException as error:
+        report.not_run(waiting, error)
+        if isinstance(error, KeyboardInterrupt):
+            report.interrupt()
+            report.summary()
+        raise
+    finally:
+        backend.close()
+    return report
 
 
 def explore(plan: RunPlan, report: Report, search: Search, examples: int) -> list[CounterExample]:

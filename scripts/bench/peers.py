@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench import fused
 from bench.workload import Attend, Contender, Inputs, Unsupported, Workload
+from verification.failures import Refused
 from verification.peers.adapters import context_parallel as torch_adapter
 from verification.peers.adapters import flash_attn_shim, ring_flash_attn, ring_flash_attn_varlen
-from verification.peers.peer import Refused
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 ROTATIONS = ("allgather", "alltoall")

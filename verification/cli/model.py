@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 
 from verification.cli import arguments as cli
+from verification.failures import Refused
 from verification.models.model_checks import MODEL_PROPERTIES
-from verification.models.model_run import MODEL_WORLDS, PROFILE, run_model
-from verification.peers.peer import Refused
-from verification.report.provenance import processor_run, typed_words
+from verification.models.model_run import MODEL_WORLDS, PROFILE, STEP_BACKENDS, run_model
+from verification.report.provenance import processor_run, surroundings, typed_words
 from verification.report.report import Report
-from verification.run.backends import MAX_RANKS, Unavailable
+from verification.run.backends import BACKENDS, MAX_RANKS, Unavailable
 from verification.runner import RunPlan
 
 HELP = "check your own model and training step"
@@ -41,18 +41,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"check one property, by a unique part of its title: {'; '.join(x.title for x in MODEL_PROPERTIES)}",
     )
     cli.add_seed(parser)
+    cli.add_backend(parser, {name: BACKENDS[name] for name in STEP_BACKENDS})
     cli.add_outputs(parser, "a row per property and world size, the full coverage, each counter-example")
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """Return 0 if all held, 1 for a counter-example. Raises Unavailable if the model cannot be run."""
     worlds = options.world or MODEL_WORLDS
-    if max(worlds) > MAX_RANKS["gloo"]:
-        raise Unavailable(f"argument --world: on gloo at most {MAX_RANKS['gloo']} ranks, got {max(worlds)}")
-    only = tuple(dict.fromkeys(map(title_of, options.only or ())))
-    plan = RunPlan(worlds, PROFILE, options.examples, cli.seed_of(options), "gloo", options.failures, only=only)
-    extras: dict[str, Any] = processor_run(f"python -m verification model {typed_words(sys.argv[2:])}")
-    extras |= {"model": options.name, "seed": plan.seed} | ({"only": list(only)} if only else {})
+    most = MAX_RANKS[options.backend]
+    if max(worlds) > most:
+        raise Unavailable(f"argument --world: on {options.backend} at most {most} ranks, got {max(worlds)}")
+    titles = [item.title for item in MODEL_PROPERTIES]
+    only = tuple(dict.fromkeys(cli.title_of(text, titles) for text in options.only or ()))
+    plan = RunPlan(
+        worlds, PROFILE, options.examples, cli.seed_of(options), options.backend, options.failures, only=only
+    )
+    command = f"python -m verification model {typed_words(sys.argv[2:])}"
+    gpus = options.backend == "nccl"
+    extras: dict[str, Any] = surroundings("cuda", max(worlds), command) if gpus else processor_run(command)
+    extras |= {"backend": options.backend, "model": options.name, "seed": plan.seed} | (
+        {"only": list(only)} if only else {}
+    )
     report = Report(console, extras, options.verbose)
     report.say(f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
     try:
@@ -61,13 +70,3 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
         raise Unavailable(str(error)) from error
     cli.write_json(options.json, report.to_dict())
     return 1 if report.failures else 0
-
-
-def title_of(text: str) -> str:
-    """Return the only title with this text. Raises Unavailable for none or several."""
-    titles = [item.title for item in MODEL_PROPERTIES]
-    matches = [title for title in titles if text.lower() in title.lower()]
-    exact = [title for title in matches if title == text]
-    if len(exact or matches) != 1:
-        raise Unavailable(f"argument --only: {text!r} must be in one of the titles: {'; '.join(matches or titles)}")
-    return (exact or matches)[0]

@@ -30,9 +30,9 @@ from verification.cli.arguments import (
     title_of,
     write_json,
 )  # fmt: skip
+from verification.failures import Refused
 from verification.peers.expected_failures import read_expected_failures
 from verification.peers.known_peers import KNOWN, load, selected
-from verification.peers.peer import Refused
 from verification.peers.peer_experiment import (
     LAWS_OF_ANY,
     TITLES,

@@ -12,6 +12,7 @@ from rich.console import Console
 from verification.cli import arguments as cli
 from verification.cli import peers
 from verification.cli.run import plan_of
+from verification.models.model_run import STEP_BACKENDS
 from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS, load_step_peer, ready_step_peer
 from verification.peers.training.saved_step_peer import TIMEOUT as STEP_TIMEOUT
 from verification.peers.training.step_peer_experiment import prepare_step_peer, step_experiment
@@ -23,7 +24,6 @@ from verification.runner import RunPlan
 from verification.search.experiment import Experiment
 from verification.training.training_coverage import TRAINING_GROUPS
 from verification.training.training_run import (
-    TRAINING_BACKENDS,
     TRAINING_PRELOAD,
     TRAINING_PROFILES,
     TRAINING_WORLDS,
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "`peers`; without a NAME all of these",
     )  # fmt: skip
     cli.add_seed(parser)
-    cli.add_backend(parser, {name: BACKENDS[name] for name in TRAINING_BACKENDS})
+    cli.add_backend(parser, {name: BACKENDS[name] for name in STEP_BACKENDS})
     cli.add_outputs(parser, "a row per property and world size, the full coverage, each counter-example")
 
 

@@ -21,9 +21,8 @@ import numpy as np
 from verification import runner
 from verification.case import Case
 from verification.cli import arguments as cli
-from verification.failures import RankCrash, RankHang, VerificationFailure
+from verification.failures import RankCrash, RankHang, Refused, VerificationFailure
 from verification.peers import peer_experiment
-from verification.peers.peer import Refused
 from verification.peers.peer_rank import prepare as ready_peer
 from verification.peers.peer_rank import run_named
 from verification.peers.probe import probe

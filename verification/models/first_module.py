@@ -9,8 +9,8 @@ import numpy as np
 
 from verification.models.model_case import ModelCase
 from verification.models.observation import TRACED, Entry, ModelExpectation, ModelObservation
+from verification.models.results import Array
 from verification.models.whole_batch import Ints, Rows
-from verification.training.step_observation import Array
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,10 +20,9 @@ import torch
 from torch import nn
 
 from ring.nn import ContextParallel
-from verification.failures import RankFailure, RankState
+from verification.failures import RankFailure, RankState, Refused
 from verification.models.model_case import ModelCase
 from verification.models.setup import Misuse, Setup, described
-from verification.peers.peer import Refused
 
 OURS = str(Path(__file__).parents[1])
 LIBRARIES = ("<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
@@ -118,14 +117,14 @@ def _raised(error: BaseException) -> str:
 
 
 def built(setup: Setup, case: ModelCase, context: ContextParallel | None) -> nn.Module:
-    """Build the model with the Case's seed and dtype. Raises UserError and Misuse."""
+    """Build the model with the Case's seed, dtype and, on ranks, device. Raises UserError and Misuse."""
     argument = "None" if context is None else "context"
     torch.manual_seed(case.seed)
     with calling(f"build({argument})"):
         model: object = setup.build(context)
     if not isinstance(model, nn.Module):
         raise Misuse(f"build({argument}) returned {described(model)}; it must return a torch.nn.Module")
-    return model.to(torch.float64 if case.dtype == "float64" else torch.float32)
+    return model.to("cpu" if context is None else case.device, case.parameter_dtype)
 
 
 def told(failure: RankFailure) -> str:

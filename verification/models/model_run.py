@@ -4,35 +4,43 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hypothesis.strategies import SearchStrategy
 from rich.console import Console
 
 from verification import runner
-from verification.failures import RankFailure
+from verification.experiments import on_gpus
+from verification.failures import RankFailure, Refused
+from verification.models.batches import global_batch
 from verification.models.first_module import first_difference
 from verification.models.loading import import_from_here, load, name_of, told, with_users_frames
 from verification.models.model_case import ModelCase
 from verification.models.model_checks import MODEL_GROUPS, check_model_step
 from verification.models.probing import Facts, probe
 from verification.models.setup import Misuse
+from verification.models.step_case import StepCase
 from verification.models.strategies import model_cases
-from verification.models.whole_batch import labelled
-from verification.peers.peer import Refused
-from verification.peers.peer_experiment import apply_claim
+from verification.replay.registry import SavedExample
 from verification.report.coverage import Coverage
 from verification.report.report import Report
-from verification.run.backends import Backend, GlooBackend, PoolBackend, Task
+from verification.run.backends import PRELOAD, Backend, PoolBackend, Task, Unavailable, open_backend
 from verification.runner import Profile, RunPlan
+from verification.search.claim import apply_claim
 from verification.search.experiment import Experiment, ToolError
 from verification.search.search import Search
-from verification.training.training_run import TRAINING_PRELOAD
 
+AnyStepCase = TypeVar("AnyStepCase", bound=StepCase)
 MODEL_WORLDS = (1, 2, 3, 4)
+STEP_BACKENDS = ("gloo", "nccl")
+# Ranks preload these modules: their import takes longer than an example.
+STEP_PRELOAD = (
+    *PRELOAD, "torch.distributed.fsdp", "torch.distributed.tensor",
+    "torch._dynamo.backends.debugging", "torch._inductor.lowering",  # imported by the first compilation
+)  # fmt: skip
 PROFILE = Profile("for each world size", 30, budget=30.0)
 TIMEOUT = 20.0  # seconds for an example
 
@@ -105,20 +113,33 @@ class ModelExperiment:
     def experiment(self) -> Experiment:
         return Experiment(
             f"model {self.name}", self.draw, self.check,
-            record_of=lambda case: {"model": self.name, "case": case.to_dict()},
+            moved=on_device, record_of=lambda case: {"model": self.name, "case": case.to_dict()},
             on_fewer=True, validate=self.validate, explain=lambda backend, case, first: self.cause(backend, case),
         )  # fmt: skip
 
 
+def on_device(case: AnyStepCase, device: str) -> AnyStepCase:
+    return replace(case, device=device)
+
+
+class SavedStepExample(SavedExample):
+    """A counter-example that is replayed on real processes: wrappers and collectives need torch.distributed."""
+
+    def prepare(self, backend: Backend) -> None:
+        if backend.name not in STEP_BACKENDS:
+            allowed = " or ".join(STEP_BACKENDS)
+            raise Unavailable(f"argument --backend: a training step runs on {allowed}, got {backend.name}")
+
+
 def has_labels(case: ModelCase | None) -> bool:
     """True for a ModelCase with a label in every step: without, a mean over labels is not defined."""
-    return case is not None and all(labelled(case, step) for step in range(case.steps))
+    return case is not None and all(global_batch(case, step).labelled for step in range(case.steps))
 
 
 def preload_of(name: str) -> tuple[str, ...]:
     """Modules that ranks preload: the user's own, whose import may take longer than an example."""
     import_from_here()
-    return (*TRAINING_PRELOAD, "verification.models.steps", name.partition(":")[0])
+    return (*STEP_PRELOAD, "verification.models.steps", name.partition(":")[0])
 
 
 def run_model(name: str, plan: RunPlan, report: Report) -> Report:
@@ -126,30 +147,23 @@ def run_model(name: str, plan: RunPlan, report: Report) -> Report:
     run, ToolError for one whose functions fail in one process or return something else than they must."""
     facts = probe(name)
     run = ModelExperiment(name, facts, plan.only)
-    backend = GlooBackend(TIMEOUT, preload=preload_of(name))
+    backend = open_backend(plan.backend)
+    backend.timeout, backend.preload = TIMEOUT, preload_of(name)
+    experiment = on_gpus(run.experiment()) if backend.name == "nccl" else run.experiment()
     report.coverage = Coverage(groups=MODEL_GROUPS)
     if not facts.fp64:
         report.say("the model does not compute in fp64, so all examples are in fp32")
-    try:
-        with report:
-            for world in plan.worlds:
-                backend.start(world)
-                examples = plan.examples_for(world)
-                report.start_world(world, examples)
-                search = Search(run.experiment(), backend, report, world, plan.profile.budget, plan.profile.remembers)
-                failures = runner.explore(plan, report, search, examples)
-                if not failures and not search.examples:
-                    raise Refused(f"{name} supports none of the ModelCases drawn on {world} ranks")
-                report.end_world(name)
-                if failures:
-                    break  # with the fewest ranks
-    except KeyboardInterrupt:
-        report.interrupt()
-        report.summary()
-        raise
-    finally:
-        backend.close()
-        run.alone.close()
+
+    def examine(world: int) -> bool:
+        search = Search(experiment, backend, report, world, plan.profile.budget, plan.profile.remembers)
+        failures = runner.explore(plan, report, search, plan.examples_for(world))
+        if not failures and not search.examples:
+            raise Refused(f"{name} supports none of the ModelCases drawn on {world} ranks")
+        report.end_world(name)
+        return bool(failures)
+
+    with closing(run.alone):
+        runner.run_worlds(plan, report, backend, examine, first_failure=True)
     report.summary()
     return report
 

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verification.models.results import Array, Expectation, Results
+from verification.models.tolerance import THRESHOLD
 from verification.run.observation import to_numpy
-from verification.training.dense.tolerance import THRESHOLD
-from verification.training.step_observation import Array
 
-Named = dict[str, Array]
 # Allowed deviation of a traced run, as a fraction of the largest entry: only gross ones can be told from fp32 rounding.
 TRACED = {"float64": THRESHOLD, "float32": 1e-4}
 
@@ -33,33 +32,18 @@ class Entry:
 
 
 @dataclass(eq=False)
-class ModelObservation:
+class ModelObservation(Results):
     """Results of a run. On a rank, logits are those of its tokens, and `held` their indices in the sequence; `entries`
-    are those of a ModuleTrace of step one.
+    are those of a ModuleTrace of step one."""
 
-    start, parameters  by name: before the first step, and after the last
-    gradients        by the parameter's name, as the optimizer gets them in step one
-    logits           by micro-batch of step one
-    losses, norms    by step
-    """
-
-    data_rank: int = 0
-    start: Named = field(default_factory=dict)
-    logits: Named = field(default_factory=dict)
-    losses: Named = field(default_factory=dict)
-    gradients: Named = field(default_factory=dict)
-    norms: Named = field(default_factory=dict)
-    parameters: Named = field(default_factory=dict)
     held: list[Array] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
 
 
-@dataclass(eq=False)
-class ModelExpectation:
-    """Results of the one process, and the largest allowed deviation from each, by quantity and name."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ModelExpectation(Expectation):
+    """Results of the one process, with its ModuleTrace."""
 
-    exact: dict[str, Named]
-    allowed: dict[str, dict[str, float]]
     entries: list[Entry]
 
 

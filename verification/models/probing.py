@@ -9,16 +9,15 @@ from torch import nn
 
 from ring import Layout
 from ring.nn import ContextParallel
-from verification.failures import RankFailure
+from verification.failures import RankFailure, Refused
+from verification.models.batches import VOCABULARY, global_batch
 from verification.models.loading import UserError, built, calling, load, told
 from verification.models.model_case import ModelCase
 from verification.models.precision import computing_in
 from verification.models.setup import Misuse, Run, Setup
-from verification.models.whole_batch import Rows, labelled
-from verification.peers.peer import Refused
+from verification.models.whole_batch import Rows
 from verification.run.backends import PRELOAD, Unavailable
 from verification.run.processes.pool import Pool, PoolError
-from verification.training.training_case import VOCABULARY
 
 TIMEOUT = 120.0  # seconds to import the module and to build the model
 
@@ -87,7 +86,7 @@ def facts_of(name: str) -> Facts | str:
 
 def _runs(setup: Setup, case: ModelCase) -> bool:
     """Call the model as the one process does. Raises UserError and Misuse."""
-    part, run = Rows.of(case).alone(case, 0), Run(case, labelled=labelled(case, 0))
+    part, run = Rows.of(case).alone(case, 0), Run(case, labelled=global_batch(case, 0).labelled)
     with computing_in(case.dtype):
         model = built(setup, case, None)
         sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]

@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from reference import validators
+from verification.failures import Refused
 from verification.models.loading import load
 from verification.models.model_case import ModelCase
-from verification.models.model_run import TIMEOUT, ModelExperiment, preload_of
-from verification.peers.peer import Refused
-from verification.replay.registry import Saved, SavedExample
-from verification.run.backends import Backend, Unavailable
+from verification.models.model_run import TIMEOUT, ModelExperiment, SavedStepExample, preload_of
+from verification.replay.registry import Saved
+from verification.run.backends import Backend
 
 
-class SavedModelExample(SavedExample):
+class SavedModelExample(SavedStepExample):
     """A counter-example that runs the ModelCase as saved, without applying the claims of the Setup."""
 
     def prepare(self, backend: Backend) -> None:
-        if backend.name != "gloo":
-            raise Unavailable(f"argument --backend: a model runs on gloo, got {backend.name}")
+        super().prepare(backend)
         backend.timeout, backend.preload = TIMEOUT, preload_of(self.record["model"])
 
 

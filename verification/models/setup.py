@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,12 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ring.nn import ContextParallel, average_gradients, clip_grad_norm, count_labels, cross_entropy, shard_batch
+from verification.models.batches import IGNORED
 from verification.models.model_case import ModelCase
-from verification.training.inputs import IGNORED, optimiser_of
+from verification.models.step_case import StepCase
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 Loss = Tensor | float
 
@@ -44,6 +48,7 @@ class WholeBatch:
         positions: (n,) int64, within documents.
         documents: lengths of the documents that every row is packed from; None: it is not packed.
         padding: (B, n) bool, True for tokens that only fill the row.
+        ignored: (B, n) bool, True where labels have none beside ends of documents.
     """
 
     tokens: Tensor
@@ -51,6 +56,7 @@ class WholeBatch:
     positions: Tensor
     documents: tuple[int, ...] | None
     padding: Tensor
+    ignored: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +88,7 @@ class Run:
         logits: what `see` recorded, (logits, held) for each micro-batch.
     """
 
-    case: ModelCase
+    case: StepCase
     context: ContextParallel | None = None
     mesh: DeviceMesh | None = None
     labelled: int = 0
@@ -146,16 +152,8 @@ class Setup:
         Raises:
             ValueError: the Case's checkpointing or wrapper needs layers, and the model has none of `layers`.
         """
-        from ring.nn.frameworks import ddp, fsdp, recompute
-
-        assert run.mesh is not None
-        if run.case.checkpointing != "none":
-            recompute.wrap(model, self.layers(model), keep_attention=run.case.checkpointing == "selective")
-        if run.case.wrapper == "ddp":
-            return ddp.wrap(model, run.mesh)
-        if run.case.wrapper != "none":
-            fsdp.shard(model, run.mesh, self.layers(model), replicate=run.case.wrapper == "hsdp2")
-        return model
+        recompute_layers(model, self.layers(model), run)
+        return distribute(model, self.layers(model), run)
 
     def optimizer(self, parameters: Sequence[nn.Parameter], run: Run) -> torch.optim.Optimizer:
         """Return the optimizer, after wrapping. Default: SGD with momentum or AdamW, as the Case has it.
@@ -164,8 +162,8 @@ class Setup:
             parameters: all of the wrapped model, or of the model in one process.
             run: of a rank, or of the one process.
         """
-        drawn: Any = run.case
-        return optimiser_of(drawn, parameters)
+        kind, settings = run.case.optimizer
+        return kind(parameters, **settings)
 
     def shard(self, batch: WholeBatch, run: Run) -> Part:
         """Return this rank's part of a micro-batch.
@@ -212,6 +210,15 @@ class Setup:
             )
         return run.see(logits)
 
+    def count(self, parts: Sequence[Part], run: Run) -> int:
+        """Return the number of labels of a step, over all ranks.
+
+        Args:
+            parts: the micro-batches of this rank.
+            run: of a rank.
+        """
+        return count_labels([part.labels for part in parts], run.mesh)
+
     def loss(self, model: nn.Module, part: Part, run: Run) -> Tensor:
         """Return this micro-batch's share of the mean over all labels of the step, the same on all ranks. It goes
         backward so that the average of all ranks' gradients is that of the mean.
@@ -246,6 +253,16 @@ class Setup:
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last)
         return nullcontext()
+
+    def backward(self, model: nn.Module, loss: Tensor, run: Run) -> None:
+        """Run the backward of a micro-batch.
+
+        Args:
+            model: wrapped.
+            loss: what `loss` returned, a scalar.
+            run: of a rank.
+        """
+        loss.backward()
 
     def reduce(self, model: nn.Module, run: Run) -> None:
         """Average the gradients over all ranks, if no wrapper does.
@@ -289,18 +306,41 @@ class Setup:
             Misuse: `loss` returned no scalar, or the model no logits.
         """
         parts = [self.shard(batch, run) for batch in batches]
-        run.labelled = count_labels([part.labels for part in parts], run.mesh)
+        run.labelled = self.count(parts, run)
         total = torch.zeros(())
         for number, part in enumerate(parts):
             with self.micro_batch(model, last=number == len(parts) - 1):
-                loss = self.loss(model, part, run)
-                scalar("loss", loss).backward()
+                loss = scalar("loss", self.loss(model, part, run))
+                self.backward(model, loss, run)
             total = total + loss.detach()
         self.reduce(model, run)
         norm = self.clip(model, run)
         optimizer.step()
         optimizer.zero_grad()
         return total, norm
+
+
+def recompute_layers(model: nn.Module, layers: tuple[type[nn.Module], ...], run: Run) -> None:
+    """Apply the Case's checkpointing to layers of these classes, in place."""
+    from ring.nn.frameworks import recompute
+
+    kind = run.case.checkpointing
+    if kind != "none":
+        recompute.wrap(model, layers, keep_attention=kind == "selective", reentrant=kind == "reentrant")
+
+
+def distribute(
+    model: nn.Module, layers: tuple[type[nn.Module], ...], run: Run, policy: MixedPrecisionPolicy | None = None
+) -> nn.Module:
+    """Return the model with the Case's wrapper. policy: of FSDP."""
+    from ring.nn.frameworks import ddp, fsdp
+
+    assert run.mesh is not None
+    if run.case.wrapper == "ddp":
+        return ddp.wrap(model, run.mesh)
+    if run.case.fully_sharded:
+        fsdp.shard(model, run.mesh, layers, policy=policy, replicate=run.case.wrapper == "hsdp2")
+    return model
 
 
 def scalar(function: str, x: object) -> Tensor:

@@ -1,48 +1,77 @@
-"""Hypothesis strategies that draw small ModelCases. The first entry of every `sampled_from` is the simplest."""
+"""Hypothesis strategies: the fields of any StepCase, and small ModelCases.
+
+The first entry of every `sampled_from` is the simplest (as in `verification.strategies.cases`), so that shrinking ends
+at the smallest model and mesh.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 from hypothesis import strategies as st
 
-from verification.models.model_case import MODEL_LABELS, ModelCase
-from verification.models.whole_batch import labelled
+from verification.models.batches import global_batch
+from verification.models.model_case import ModelCase
+from verification.models.step_case import ARRANGEMENTS, OPTIMISERS, WRAPPERS
 from verification.strategies.cases import Draw, cuts_of
 from verification.strategies.documents import documents_of, ends_of
 
-_ceilings = st.sampled_from((4, 24, 24, 24))
-_tokens = {ceiling: st.integers(2, ceiling) for ceiling in (4, 24)}
-_batches = st.sampled_from((1, 1, 2))
-_orders = st.sampled_from(("contiguous", "zigzag", "striped", "zigzag", "hilbert", "spliced", "shuffled", "permuted"))
-_arrangements = st.sampled_from(("contiguous", "strided"))
+MAX_TOKENS = 24
+MODEL_LABELS = ("all", "some", "shards", "ranks")
+MODEL_CHECKPOINTING = ("none", "non-reentrant", "selective")  # what any model stands
+
+_ceilings = st.sampled_from((4, MAX_TOKENS, MAX_TOKENS, MAX_TOKENS))
+_tokens = {ceiling: st.integers(2, ceiling) for ceiling in (4, MAX_TOKENS)}
 _labels = st.sampled_from(MODEL_LABELS)
-_exchanges = st.sampled_from(("direct", "ring", "gather"))
 _dtypes = st.sampled_from(("float64",) * 7 + ("float32",))
-_wrappers = st.sampled_from(("none", "ddp", "fsdp2", "none", "ddp", "hsdp2"))
-_accumulations = st.sampled_from((1, 1, 2, 3))
-_checkpointing = st.sampled_from(("none", "non-reentrant", "none", "selective"))
-_clipping = st.sampled_from((None, None, 0.1, 0.02, 1e6))  # 1e6 never clips: only the norm is checked
-_optimisers = st.sampled_from(("sgd", "adamw"))
-_steps = st.sampled_from((1, 1, 2, 3))
-_seeds = st.integers(0, 255)
+_checkpointing = st.sampled_from(("none", *MODEL_CHECKPOINTING))
 _flags = st.sampled_from((False, False, True))
+_orders = (
+    "contiguous",
+    "zigzag",
+    "striped",
+    "hilbert",
+    "spliced",
+    "paired",
+    "shuffled",
+    "permuted",
+    "swapped",
+    "stepped",
+)
+_fields = {
+    "arrangement": st.sampled_from(ARRANGEMENTS), "batch": st.sampled_from((1, 1, 2)),
+    "order": st.sampled_from(_orders), "exchange": st.sampled_from(("direct", "ring", "gather")),
+    "wrapper": st.sampled_from(WRAPPERS), "accumulation": st.sampled_from((1, 1, 2, 3)),
+    "clipping": st.sampled_from((None, None, 0.1, 0.02, 1e6)),  # 1e6 never clips: only the norm is checked
+    "optimiser": st.sampled_from(OPTIMISERS), "steps": st.sampled_from((1, 1, 2, 3)), "seed": st.integers(0, 255),
+}  # fmt: skip
+
+
+@cache
+def _data_ranks(world: int) -> st.SearchStrategy[int]:
+    """Sizes of the data dimension; those with a context group are twice as likely as data ranks alone."""
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    return st.sampled_from([d for d in divisors if d < world] + divisors)
+
+
+def step_fields(draw: Draw, world: int, tokens: int) -> dict[str, Any]:
+    """Draw what ModelCases and TrainingCases have in common, for sequences of that length."""
+    data = draw(_data_ranks(world))
+    drawn = {name: draw(strategy) for name, strategy in _fields.items()}
+    return {"world": world, "data": data, "tokens": tokens, "cuts": cuts_of(draw, tokens, world // data)} | drawn
 
 
 @st.composite
 def model_cases(draw: Draw, world: int) -> ModelCase:
     """Draw ModelCases for a world of that many ranks. Some label is in every step."""
-    tokens = draw(_tokens[draw(_ceilings)])
-    data = draw(st.sampled_from([d for d in range(1, world + 1) if world % d == 0]))
     case = ModelCase(
-        world=world, data=data, arrangement=draw(_arrangements), tokens=tokens, batch=draw(_batches),
-        order=draw(_orders), cuts=cuts_of(draw, tokens, world // data), packed=None, padding=False,
-        labels=draw(_labels), exchange=draw(_exchanges), dtype=draw(_dtypes), wrapper=draw(_wrappers),
-        accumulation=draw(_accumulations), checkpointing=draw(_checkpointing), clipping=draw(_clipping),
-        optimiser=draw(_optimisers), steps=draw(_steps), seed=draw(_seeds),
+        **step_fields(draw, world, draw(_tokens[draw(_ceilings)])), packed=None, padding=False, labels=draw(_labels),
+        dtype=draw(_dtypes), checkpointing=draw(_checkpointing),
     )  # fmt: skip
-    padding, packed = draw(_flags), documents_of(draw, tokens, ends_of(case.shards()))
+    padding, packed = draw(_flags), documents_of(draw, case.tokens, ends_of(case.shards()))
     case = replace(case, packed=packed, padding=padding and packed is None)
-    if all(labelled(case, step) for step in range(case.steps)):
+    if all(global_batch(case, step).labelled for step in range(case.steps)):
         return case
     return replace(case, packed=None, padding=False, labels="all")

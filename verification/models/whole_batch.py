@@ -6,50 +6,31 @@ The one process then needs no masks of documents: rows are padded at the end, wh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from verification.models.batches import IGNORED, global_batch
 from verification.models.model_case import ModelCase
 from verification.models.setup import Part, WholeBatch
-from verification.training.inputs import IGNORED, global_batch
+from verification.models.step_case import StepCase
 
 Ints = NDArray[np.int64]
 
 
-def whole_batches(case: ModelCase, step: int) -> list[list[WholeBatch]]:
+def whole_batches(case: StepCase, step: int) -> list[list[WholeBatch]]:
     """Return the micro-batches of a step, by data rank."""
-    tokens, labels, padding = _tensors(case, step)
-    positions = torch.cat([torch.arange(length) for length in case.documents])
+    batch, at = global_batch(case, step), case.at(step)
+    tensors = [x.to(case.device) for x in (batch.tokens, batch.labels, batch.padding, batch.ignored)]
+    positions = at.positions().to(case.device)
     return [
         [
-            WholeBatch(tokens[d, m], labels[d, m], positions, case.packed, padding[d, m])
-            for m in range(case.accumulation)
+            WholeBatch(tokens, labels, positions, at.lengths, padding, ignored)
+            for tokens, labels, padding, ignored in zip(*(x[data_rank] for x in tensors), strict=True)
         ]
-        for d in range(case.data)
+        for data_rank in range(case.data)
     ]
-
-
-def labelled(case: ModelCase, step: int) -> int:
-    """Number of labels of a step, over all ranks."""
-    return int((_tensors(case, step)[1] != IGNORED).sum())
-
-
-def _tensors(case: ModelCase, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, labels and padding, each (data, accumulation, batch, n)."""
-    drawn: Any = case  # has all that inputs of a TrainingCase depend on
-    batch = global_batch(drawn, step)
-    padding = torch.zeros_like(batch.tokens, dtype=torch.bool)
-    if not case.padding:
-        return batch.tokens, batch.labels, padding
-    generator = torch.Generator().manual_seed(case.seed * 1013 + step)
-    padded = torch.randint(case.tokens // 2 + 1, (*batch.tokens.shape[:3], 1), generator=generator)
-    padding |= torch.arange(case.tokens) >= case.tokens - padded
-    last = torch.arange(case.tokens) == case.tokens - padded - 1  # its next token is padding
-    return batch.tokens.masked_fill(padding, 0), batch.labels.masked_fill(padding | last, IGNORED), padding
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +58,8 @@ class Rows:
 
     def alone(self, case: ModelCase, step: int) -> Part:
         """Return the tokens of all ranks in these rows."""
-        drawn = [x.flatten(0, 2) for x in _tensors(case, step)[:2]]
+        batch = global_batch(case, step)
+        drawn = [x.flatten(0, 2) for x in (batch.tokens, batch.labels)]
         row, column = torch.from_numpy(self.row), torch.from_numpy(self.column)
         tokens, labels = (torch.full((self.rows, self.length), empty) for empty in (0, IGNORED))
         for filled, x in zip((tokens, labels), drawn, strict=True):

@@ -5,6 +5,7 @@ implementation. A failure is shrunk to a minimal Case that one command replays. 
 checked. verification/README.md shows a complete adapter; `peer.Peer` describes its fields.
 """
 
-from verification.peers.peer import Peer, Refused
+from verification.failures import Refused
+from verification.peers.peer import Peer
 
 __all__ = ["Peer", "Refused"]

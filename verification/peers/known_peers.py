@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from verification.failures import Refused
 from verification.peers.adapters import (
     context_parallel,
     deepspeed_ulysses,
@@ -24,7 +25,7 @@ from verification.peers.adapters import (
     torchscale,
     yunchang,
 )
-from verification.peers.peer import Peer, Refused
+from verification.peers.peer import Peer
 
 # The part of a name before the first "/" selects all peers that begin with it.
 ADAPTERS = (

@@ -24,10 +24,6 @@ AXES = {"out": "(batch, tokens, heads, head_dim)", "lse": "(batch, heads, tokens
 ARRAYS = ("torch", "numpy", "jax")
 
 
-class Refused(Exception):
-    """A peer cannot be run: not installed, not importable, no adapter. It counts as neither held nor failed."""
-
-
 @dataclass(frozen=True)
 class Peer:
     """An implementation of attention, and the Cases that it claims to support.

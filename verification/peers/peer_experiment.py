@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis.strategies import SearchStrategy
@@ -21,19 +20,16 @@ from verification.check.attention_on_ranks import AttentionOnRanks, Implementati
 from verification.check.expectation import counts_of
 from verification.check.laws import LAWS, Law
 from verification.experiments import law_experiment
-from verification.failures import VerificationFailure
+from verification.failures import Refused, VerificationFailure
 from verification.peers import interpolated_merge
 from verification.peers.known_peers import load, ready
-from verification.peers.peer import Peer, Refused
+from verification.peers.peer import Peer
 from verification.peers.peer_rank import RUNS, observe_peer
-from verification.protocols import CaseLike
 from verification.run.backends import Backend
 from verification.run.observation import Observation
-from verification.run.processes.worker import PACKAGE
+from verification.search.claim import apply_claim
 from verification.search.experiment import Experiment, ToolError, case_record
 from verification.strategies.cases import cases_of_others
-
-AnyCase = TypeVar("AnyCase", bound=CaseLike)
 
 # The `checks.CHECKS` for any implementation; those of messages, bytes and buffers are for this project's own.
 APPLICABLE = ("answers", "unseen", "finite", "values", "gradients", "inputs", "repeat")
@@ -189,34 +185,9 @@ def nearest_claimed(peer: Peer, case: Case, device: str = "cpu") -> Case | None:
     return dataclasses.replace(nearest, again=again, measured=False)
 
 
-def apply_claim(name: str, claims: Callable[[AnyCase], AnyCase | None], case: AnyCase) -> AnyCase | None:
-    """Return `claims(case)`. Raises ToolError for a claim that raises, returns anything but a Case of that world, or
-    changes its own result: these are faults of the adapter, not counter-examples."""
-    try:
-        nearest = claims(case)
-        settled = None if nearest is None else claims(nearest)
-    except Exception as error:
-        raise ToolError(f"claims of {name} raised {type(error).__name__}: {error} ({_place_of(error)})") from error
-    if nearest is None:
-        return None
-    if not isinstance(nearest, type(case)) or nearest.world != case.world:
-        kind = type(case).__name__
-        raise ToolError(f"claims of {name} gave {nearest!r}; it must be a {kind} with world {case.world}, or None")
-    if settled != nearest:
-        raise ToolError(f"claims of {name} changes its own result: {nearest!r}; it must return that unchanged")
-    return nearest
-
-
 def arithmetic_named(name: str, case: Case) -> Arithmetic:
     """Return the arithmetic of the peer of that name, as `arithmetic_of`."""
     return arithmetic_of(load(name), case)
-
-
-def _place_of(error: Exception) -> str:
-    """Return where the innermost frame outside this package raised, or called what did."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = [f for f in frames if not f.filename.startswith(PACKAGE)][-1:] or frames[-1:]
-    return ", ".join(f"{f.filename}, line {f.lineno}, in {f.name}" for f in frame)
 
 
 def arithmetic_of(peer: Peer, case: Case) -> Arithmetic:

@@ -11,9 +11,8 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from verification.failures import name_exit
+from verification.failures import Refused, name_exit
 from verification.peers.known_peers import ready
-from verification.peers.peer import Refused
 
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 TIMEOUT = 120.0  # seconds: the first import may compile

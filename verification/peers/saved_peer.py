@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from reference import validators
+from verification.failures import Refused
 from verification.peers.known_peers import KNOWN, load
-from verification.peers.peer import Refused
 from verification.peers.peer_experiment import LAWS_OF_ANY, attend_of, experiment, law_of
 from verification.peers.peer_rank import prepare
 from verification.replay.records import read_case

@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
-from verification.failures import RankHang
+from verification.failures import RankHang, Refused
 from verification.peers.known_peers import load, selected
-from verification.peers.peer import Peer, Refused
+from verification.peers.peer import Peer
 from verification.peers.peer_experiment import LAWS_OF_ANY, TITLES, attend_of, experiments, rehearse
 from verification.peers.peer_rank import prepare
 from verification.peers.probe import probe

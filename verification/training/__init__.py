@@ -5,7 +5,7 @@
     dense/                        expected results: one process in fp64, the whole batch, attention by the oracle
     rank/                         one rank's part: the model of ring.nn's modules, its wrapper, the steps
     step_observation              results of a rank
-    step_checks, step_properties, training_coverage
+    step_checks, training_coverage
     training_run, saved_training  the run, and the replay of its counter-examples
 
 Ranks, search, report and replay are shared with the rest of `verification/`.

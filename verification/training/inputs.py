@@ -1,4 +1,4 @@
-"""Initial parameters, tokens and labels of a TrainingCase, rebuilt from the Case alone.
+"""Initial parameters of a TrainingCase, rebuilt from the Case alone.
 
 The names and shapes of parameters are listed here, not read from the modules under test. The modules load this list
 strictly, so a missing or extra parameter, or a wrong shape, shows.
@@ -6,18 +6,13 @@ strictly, so a missing or extra parameter, or a wrong shape, shows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from verification.training.training_case import VOCABULARY, TrainingCase
+from verification.models.batches import VOCABULARY
+from verification.training.training_case import TrainingCase
 from verification.training.training_model import Model
 
-IGNORED = -100  # as torch.nn.functional.cross_entropy has it
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -98,64 +93,3 @@ def initial_parameters(case: TrainingCase) -> dict[str, Tensor]:
             drawn *= shape[1] ** -0.5
         parameters[name] = drawn.to(case.parameter_dtype).double()
     return parameters
-
-
-def optimiser_of(case: TrainingCase, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    kind, settings = optimiser_settings(case)
-    return kind(parameters, **settings)
-
-
-def optimiser_settings(case: TrainingCase) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Class of the Case's optimiser, and its arguments."""
-    if case.optimiser == "sgd":
-        return torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
-    # AdamW divides a gradient by its size, so the rounding of one near 0 would become a full step: eps bounds that.
-    return torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.1}
-
-
-@dataclass(frozen=True, eq=False)
-class GlobalBatch:
-    """The batch of one step, each tensor (data, accumulation, batch, n): tokens, int64; labels, int64, already shifted,
-    the next token or IGNORED; ignored, bool, True where the label is dropped."""
-
-    tokens: Tensor
-    labels: Tensor
-    ignored: Tensor
-
-    def of(self, part: TrainingCase) -> GlobalBatch:
-        """The same sequences, divided into the data ranks and micro-batches of one of the Case's parts."""
-        shape = (part.data, part.accumulation, part.batch, part.tokens)
-        return GlobalBatch(self.tokens.reshape(shape), self.labels.reshape(shape), self.ignored.reshape(shape))
-
-    @property
-    def labelled(self) -> int:
-        return int((self.labels != IGNORED).sum())
-
-
-def global_batch(case: TrainingCase, step: int) -> GlobalBatch:
-    """Batch of all ranks in that step."""
-    generator = torch.Generator().manual_seed(case.seed * 1009 + step + 1)
-    shape = (case.data, case.accumulation, case.batch, case.tokens)
-    tokens = torch.randint(VOCABULARY, shape, generator=generator)
-    labels = torch.full_like(tokens, IGNORED)
-    labels[..., :-1] = tokens[..., 1:]
-    last = [end - 1 for end in accumulate(case.at(step).documents) if end]
-    labels[..., last] = IGNORED  # the next token belongs to another document
-    ignored = _ignored(case, generator, shape)
-    return GlobalBatch(tokens, labels.masked_fill(ignored, IGNORED), ignored)
-
-
-def _ignored(case: TrainingCase, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    """Mask of the labels to drop, (data, accumulation, batch, n) bool."""
-    out = torch.zeros(shape, dtype=torch.bool)
-    if case.labels == "some":
-        return torch.rand(shape, generator=generator) < 1 / 3
-    if case.labels == "shards" and case.context > 1:
-        out[..., torch.from_numpy(case.shards().positions[case.seed % case.context].copy())] = True
-    elif case.labels == "ranks" and case.data > 1:
-        out[case.seed % case.data] = True
-    elif case.labels == "ranks" and case.accumulation > 1:
-        out[:, case.seed % case.accumulation] = True
-    elif case.labels == "none":
-        out[:] = True
-    return out

@@ -5,19 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from reference import validators
-from verification.replay.registry import Saved, SavedExample
-from verification.run.backends import Backend, Unavailable
+from verification.models.model_run import SavedStepExample
+from verification.replay.registry import Saved
+from verification.run.backends import Backend
 from verification.training.training_case import TrainingCase
-from verification.training.training_run import TRAINING, TRAINING_BACKENDS, TRAINING_PRELOAD
+from verification.training.training_run import TRAINING, TRAINING_PRELOAD
 
 
-class SavedTrainingExample(SavedExample):
-    """A counter-example that is replayed on real processes: wrappers and collectives need torch.distributed."""
-
+class SavedTrainingExample(SavedStepExample):
     def prepare(self, backend: Backend) -> None:
-        if backend.name not in TRAINING_BACKENDS:
-            allowed = " or ".join(TRAINING_BACKENDS)
-            raise Unavailable(f"argument --backend: a training step runs on {allowed}, got {backend.name}")
+        super().prepare(backend)
         backend.preload = TRAINING_PRELOAD
 
 

@@ -1,24 +1,29 @@
-"""Checks of a training run, one small function each.
+"""Checks of a training run, one small function each, and the properties that a report lists.
 
-A check takes a TrainingCase, its StepExpectation and one StepObservation per rank, in rank order. It returns the worst
-ratio (deviation / allowed) by quantity, or an empty dict if the check is exact. It raises WrongResult.
+They are exact, except those of `verification.models.quantities`: each returns an empty dict, or raises WrongResult.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
 
+from verification.check.properties import EVERY_RANK_ANSWERS, Property
 from verification.failures import WrongResult, name_ranks
-from verification.training.dense.dense_step import FIRST
+from verification.models.quantities import (
+    QUANTITY_CHECKS,
+    Check,
+    Ratios,
+    check_results,
+    label_of,
+    quantity_properties,
+)
+from verification.models.results import Array
 from verification.training.step_expectation import StepExpectation
-from verification.training.step_observation import Array, PartObservation, StepObservation, StepObservations
+from verification.training.step_observation import PartObservation, StepObservations
 from verification.training.training_case import TrainingCase
-
-Ratios = dict[str, float]
 
 
 def check_batches(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
@@ -29,9 +34,9 @@ def check_batches(case: TrainingCase, expectation: StepExpectation, observations
         for number in range(case.accumulation):
             for name in ("tokens", "labels"):
                 expected = getattr(expectation.first, name)[observation.data_rank, number].numpy()[:, shard]
-                label = f"batches: {name} of micro-batch {number + 1} on {_label(case, rank)}"
+                label = f"batches: {name} of micro-batch {number + 1} on {label_of(case, rank)}"
                 _check_equal(label, getattr(observation, name)[number], expected)
-            _check_equal(f"batches: positions on {_label(case, rank)}", observation.positions[number], within[shard])
+            _check_equal(f"batches: positions on {label_of(case, rank)}", observation.positions[number], within[shard])
     return {}
 
 
@@ -48,75 +53,10 @@ def check_sharded(case: TrainingCase, expectation: StepExpectation, observations
             token_counts, expected = observation.parts[number].token_counts, counts[observation.parts[number].index]
             if token_counts != {expected}:
                 raise WrongResult(
-                    f"sharded: on {_label(part, rank)} the model's modules had {sorted(token_counts)} tokens of a "
+                    f"sharded: on {label_of(part, rank)} the model's modules had {sorted(token_counts)} tokens of a "
                     f"sequence of {case.tokens}; the layout gives the rank {expected}"
                 )
     return {}
-
-
-def check_quantity(
-    quantity: str, case: TrainingCase, expectation: StepExpectation, observations: StepObservations,
-    *, later: bool | None = None,
-) -> Ratios:  # fmt: skip
-    """Check |actual - exact| <= allowed for all entries of a quantity on every rank. later: True selects the steps
-    after the first, False the first step, None all."""
-    worst = 0.0
-    for rank, observation in enumerate(observations):
-        for name, actual, exact, allowed in _pairs(quantity, expectation, observation):
-            if later is not None and later == (name == FIRST):
-                continue
-            where = f"{quantity}: {name} on {_label(case, rank)}"
-            if actual is None or exact is None:
-                raise WrongResult(f"{where} is {'missing' if actual is None else 'not expected'}", quantity, np.inf)
-            if actual.shape != exact.shape:
-                raise WrongResult(f"{where} has shape {actual.shape}, not {exact.shape}", quantity, np.inf)
-            ratio = _ratio(actual, exact, allowed)
-            if not (ratio <= 1.0).all():
-                raise WrongResult(f"{where} {_worst(actual, exact, allowed)}", quantity, float(np.max(ratio)))
-            worst = max(worst, float(ratio.max(initial=0.0)))
-    return {quantity: worst}
-
-
-def deviations(expectation: StepExpectation, observations: StepObservations) -> Ratios:
-    """Return the worst ratio of each quantity without raising; infinite for a missing, extra or non-finite entry."""
-    ratios = {}
-    for quantity in expectation.exact:
-        pairs = [pair for observation in observations for pair in _pairs(quantity, expectation, observation)]
-        worst = [
-            np.inf if a is None or b is None or a.shape != b.shape else np.max(_ratio(a, b, allowed), initial=0.0)
-            for _, a, b, allowed in pairs
-        ]
-        ratios[quantity] = float(np.nan_to_num(np.max(worst, initial=0.0), nan=np.inf))
-    return ratios
-
-
-def _pairs(
-    quantity: str, expectation: StepExpectation, observation: StepObservation
-) -> Iterator[tuple[str, Array | None, Array | None, float]]:
-    """Yield (name, actual, exact, allowed) for each entry of a quantity that the rank has or must have."""
-    named, expected = getattr(observation, quantity), expectation.exact[quantity]
-    for name in dict.fromkeys((*expected, *named)):
-        exact = expected.get(name)
-        if exact is not None and quantity == "logits":
-            exact = exact[observation.data_rank]
-        yield name, named.get(name), exact, expectation.allowed[quantity].get(name, 0.0)
-
-
-def _ratio(actual: Array, exact: Array, allowed: float) -> Array:
-    """Deviation of each entry as a fraction of the allowed one."""
-    error = np.abs(actual.astype(np.float64) - exact)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(error == 0.0, 0.0, error / allowed)
-
-
-def _worst(actual: Array, exact: Array, allowed: float) -> str:
-    ratio = _ratio(actual, exact, allowed)
-    at = np.unravel_index(int(np.argmax(np.where(np.isnan(ratio), np.inf, ratio))), ratio.shape)
-    where = f" at {tuple(map(int, at))}" if at else ""
-    return (
-        f"is {actual[at]}{where}, expected {exact[at]}: deviation {abs(actual[at] - exact[at]):.3g} is {ratio[at]:.3g} "
-        f"times the allowed {allowed:.3g}; {int((~(ratio <= 1.0)).sum())} of {ratio.size} entries deviate by more"
-    )
 
 
 def check_alike(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
@@ -150,7 +90,7 @@ def check_spoilt(case: TrainingCase, expectation: StepExpectation, observations:
     for rank, observation in enumerate(observations):
         if observation.wrongly_clipped:
             raise WrongResult(
-                f"spoilt: on {_label(case, rank)}, with the gradients of a parameter all {case.spoilt}, the clip "
+                f"spoilt: on {label_of(case, rank)}, with the gradients of a parameter all {case.spoilt}, the clip "
                 f"differs from torch's in {', '.join(observation.wrongly_clipped)}"
             )
     return {}
@@ -172,7 +112,7 @@ def _check_bytes_of(part: TrainingCase, sent: Array, rank: int, observation: Par
         actual = expected if recorded is None else recorded.get(peer, 0)
         if actual != expected:
             raise WrongResult(
-                f"bytes: {_label(part, rank)} {verb} {actual} bytes to or from index {peer} of its group in "
+                f"bytes: {label_of(part, rank)} {verb} {actual} bytes to or from index {peer} of its group in "
                 f"{part.steps} steps; with this pattern, layout, exchange and checkpointing it must be {expected}"
             )
 
@@ -185,30 +125,40 @@ def check_graphs(case: TrainingCase, expectation: StepExpectation, observations:
             actual = observation.parts[number].graph_runs
             if actual != expected:
                 raise WrongResult(
-                    f"graphs: {_label(part, rank)} ran {actual} compiled graphs in {part.steps} steps; with compiled "
+                    f"graphs: {label_of(part, rank)} ran {actual} compiled graphs in {part.steps} steps; with compiled "
                     f"{part.compiled!r}, wrapper and checkpointing it must run {expected}"
                 )
     return {}
 
 
-def _label(case: TrainingCase, rank: int) -> str:
-    data, index = case.coordinates(rank)
-    return f"rank {rank} (data {data}, context {index})"
-
-
 # Checks in the order in which they are made: causes before effects.
-STEP_CHECKS: dict[str, Callable[[TrainingCase, StepExpectation, StepObservations], Ratios]] = {
+STEP_CHECKS: dict[str, Check] = {
     "batches": check_batches,
     "sharded": check_sharded,
-    "logits": partial(check_quantity, "logits"),
-    "first loss": partial(check_quantity, "losses", later=False),
-    "gradients": partial(check_quantity, "gradients"),
-    "first norm": partial(check_quantity, "norms", later=False),
-    "later losses": partial(check_quantity, "losses", later=True),
-    "later norms": partial(check_quantity, "norms", later=True),
-    "parameters": partial(check_quantity, "parameters"),
+    **QUANTITY_CHECKS,
     "alike": check_alike,
     "spoilt": check_spoilt,
     "bytes": check_bytes,
     "graphs": check_graphs,
 }
+STEP_PROPERTIES = (
+    EVERY_RANK_ANSWERS,
+    Property("tokens, labels, positions", ("batches",)),
+    Property("no rank has a whole sequence", ("sharded",)),
+    *quantity_properties("gradients after step one"),
+    Property("ranks alike, bit by bit", ("alike",)),
+    Property("clipped though not finite", ("spoilt",), concerns=lambda case: case.spoilt is not None),
+    Property("bytes of the steps", ("bytes",), concerns=lambda case: case.handle == "recorded"),
+    Property("runs of compiled graphs", ("graphs",), concerns=lambda case: case.compiled != "no"),
+)
+
+
+def check_step(
+    case: TrainingCase,
+    expectation: StepExpectation,
+    observations: StepObservations,
+    checks: Sequence[str] = tuple(STEP_CHECKS),
+) -> dict[str, float]:
+    """Return the worst ratio of each property by title, as `check_results`. checks: names of the checks to make."""
+    selected = {name: STEP_CHECKS[name] for name in checks}
+    return check_results(STEP_PROPERTIES, selected, case, expectation, observations)

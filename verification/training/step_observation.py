@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from numpy.typing import NDArray
-
-Array = NDArray[Any]
+from verification.models.results import Array, Results
 
 
 @dataclass(eq=False)
@@ -28,27 +25,19 @@ class PartObservation:
 
 
 @dataclass(eq=False)
-class StepObservation:
-    """Results of a whole run. data_rank, index: coordinates of the rank in the mesh of the first part.
+class StepObservation(Results):
+    """Results of a whole run. index: with data_rank the coordinates of the rank in the mesh of the first part.
 
     tokens, labels  for each micro-batch of step one, (batch, tokens of this rank); positions: (tokens,)
     parts           one for each of the Case's
-    logits, losses, gradients, norms, parameters: as in `verification.training.dense.dense_step`; logits of this data
-                    rank only, gathered
     wrongly_clipped parameters whose non-finite gradients were clipped otherwise than torch clips them
     """
 
-    data_rank: int
-    index: int
+    index: int = 0
     tokens: list[Array] = field(default_factory=list)
     labels: list[Array] = field(default_factory=list)
     positions: list[Array] = field(default_factory=list)
     parts: list[PartObservation] = field(default_factory=list)
-    logits: dict[str, Array] = field(default_factory=dict)
-    losses: dict[str, Array] = field(default_factory=dict)
-    gradients: dict[str, Array] = field(default_factory=dict)
-    norms: dict[str, Array] = field(default_factory=dict)
-    parameters: dict[str, Array] = field(default_factory=dict)
     wrongly_clipped: list[str] = field(default_factory=list)
 
 

@@ -1,23 +1,17 @@
-"""Hypothesis strategies that draw small TrainingCases.
-
-The first entry of every `sampled_from` is the simplest (as in `verification.strategies.cases`), so that shrinking ends
-at the smallest model and mesh. Models are tiny: errors of composition show at any size.
-"""
+"""Hypothesis strategies that draw small TrainingCases. Models are tiny: errors of composition show at any size."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 from hypothesis import strategies as st
 
 from reference.pattern import Pattern
-from verification.strategies.cases import Draw, bucket_of, cuts_of, pattern_of
+from verification.models.strategies import MAX_TOKENS, step_fields
+from verification.strategies.cases import Draw, bucket_of, pattern_of
 from verification.strategies.documents import documents_of, ends_of, windowed
 from verification.training.training_case import TrainingCase
 from verification.training.training_model import Model
-
-MAX_TOKENS = 24
 
 _tokens = st.integers(1, MAX_TOKENS)
 _min_tokens = st.integers(2, 8)
@@ -29,26 +23,14 @@ _head_dims = st.sampled_from((2, 4, 8, 3))
 _even_head_dims = st.sampled_from((4, 2, 8))
 _positions = st.sampled_from(("none", "rotary", "learned", "rotary"))
 _norms = st.sampled_from(("rms", "layer"))
-_orders = st.sampled_from(
-    ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped", "stepped")
-)
-_arrangements = st.sampled_from(("contiguous", "strided"))
-_batches = st.sampled_from((1, 1, 2))
-_exchanges = st.sampled_from(("direct", "ring", "gather"))
 _handles = st.sampled_from(("recorded", "recorded", "recorded", "group", "mesh"))
 # Compiling takes each rank seconds, a step hundredths of one: few TrainingCases are compiled. "inductor" is not drawn:
 # it takes longer still, and calls our operators in the same places.
 _compiled = st.sampled_from(("no",) * 11 + ("aot_eager",))
 _dtypes = st.sampled_from(("float64",) * 6 + ("float32", "bfloat16"))
-_wrappers = st.sampled_from(("none", "ddp", "fsdp2", "hsdp2"))
-_accumulations = st.sampled_from((1, 1, 2, 3))
 _checkpointing = st.sampled_from(("none", "non-reentrant", "reentrant", "selective"))
-_clipping = st.sampled_from((None, None, 0.1, 0.02, 1e6))  # 1e6 never clips: only the norm is checked
-_optimisers = st.sampled_from(("sgd", "adamw"))
-_steps = st.sampled_from((1, 1, 2, 3))
 _resumed = st.sampled_from((None, None, None, None, None, None, "contiguous", "zigzag", "striped"))
 _labels = st.sampled_from(("all", "some", "shards", "ranks", "all", "some", "shards", "ranks", "none"))
-_seeds = st.integers(0, 255)
 _flags = st.booleans()
 _scales = st.sampled_from((None, None, 0.25, 1.5))
 _losses = st.sampled_from(("mean", "mean", "scaled", "given"))
@@ -57,13 +39,6 @@ _spoilt = st.sampled_from((None,) * 6 + ("nan", "inf"))
 _others = st.sampled_from((False, True, True))
 _branches = st.sampled_from((1, 2, 3))
 _ratios = st.sampled_from((1, 2, 3, 4))
-
-
-@cache
-def _data_ranks(world: int) -> st.SearchStrategy[int]:
-    """Sizes of the data dimension; those with a context group are twice as likely as data ranks alone."""
-    divisors = [d for d in range(1, world + 1) if world % d == 0]
-    return st.sampled_from([d for d in divisors if d < world] + divisors)
 
 
 def _model(draw: Draw) -> Model:
@@ -98,20 +73,16 @@ def _pattern(draw: Draw, model: Model, tokens: int, ranks: int) -> Pattern:
 @st.composite
 def training_cases(draw: Draw, world: int) -> TrainingCase:
     """Draw TrainingCases for a world of that many ranks."""
-    tokens, data, model = max(draw(_tokens), draw(_min_tokens)), draw(_data_ranks(world)), _model(draw)
-    steps, dtype = draw(_steps), draw(_dtypes)
-    compiled, handle = draw(_compiled), draw(_handles)
+    tokens, model = max(draw(_tokens), draw(_min_tokens)), _model(draw)
+    fields, dtype = step_fields(draw, world, tokens), draw(_dtypes)
+    compiled, handle, steps = draw(_compiled), draw(_handles), fields["steps"]
     case = TrainingCase(
-        world=world, data=data, arrangement=draw(_arrangements), tokens=tokens, batch=draw(_batches),
-        order=draw(_orders), cuts=cuts_of(draw, tokens, world // data), model=model, exchange=draw(_exchanges),
-        bucket=bucket_of(draw, tokens),
+        **fields, model=model, bucket=bucket_of(draw, tokens),
         handle="group" if compiled != "no" and handle == "recorded" else handle,  # a graph names its group
-        compiled=compiled, dtype="float64" if model.has_steps else dtype, wrapper=draw(_wrappers),
-        accumulation=draw(_accumulations), checkpointing=draw(_checkpointing), clipping=draw(_clipping),
-        optimiser=draw(_optimisers), steps=steps, resumed=draw(_resumed) if steps > 1 else None,
-        labels=draw(_labels), seed=draw(_seeds), loss=draw(_losses), packed_by=draw(_packed_by),
-        drops_zeros=draw(_flags), spoilt=draw(_spoilt),
-        pattern=_pattern(draw, model, tokens, world // data),  # last: its draws depend on the model
+        compiled=compiled, dtype="float64" if model.has_steps else dtype, checkpointing=draw(_checkpointing),
+        resumed=draw(_resumed) if steps > 1 else None, labels=draw(_labels), loss=draw(_losses),
+        packed_by=draw(_packed_by), drops_zeros=draw(_flags), spoilt=draw(_spoilt),
+        pattern=_pattern(draw, model, tokens, world // fields["data"]),  # last: its draws depend on the model
     )  # fmt: skip
     ends = ends_of(case.shards())
     case = replace(case, pattern=replace(case.pattern, documents=documents_of(draw, tokens, ends)))

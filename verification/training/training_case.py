@@ -1,86 +1,37 @@
-"""TrainingCase: all inputs of one training run. Like a `verification.case.Case` it is frozen, hashable and saved as
-JSON: any process rebuilds the same model, tokens and labels from it."""
+"""TrainingCase: all inputs of a training run of one of the project's own models."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
-
-from reference import shards, validators
+from reference import validators
 from reference.pattern import Pattern
-from reference.shards import Division, Shards
-from verification.case import DEVICES, DTYPES, EXCHANGES, ORDERS, ORDERS_BY_DOCUMENT, SEEDED_ORDERS
-from verification.training.declared import (
-    FLAG,
-    INTEGERS,
-    REAL,
-    check_fields,
-    choice,
-    instance,
-    integer,
-    optional,
-    read_fields,
-)
+from verification.models.declared import FLAG, INTEGERS, choice, instance, integer, optional, read_fields
+from verification.models.step_case import STEP_ORDERS, StepCase
 from verification.training.training_model import Model
 
-TRAINING_DTYPES = ("float64", "float32", "bfloat16")
-WRAPPERS = ("none", "ddp", "fsdp2", "hsdp2")
-CHECKPOINTING = ("none", "reentrant", "non-reentrant", "selective")
-OPTIMISERS = ("sgd", "adamw")
-LABELS = ("all", "some", "shards", "ranks", "none")
 HANDLES = ("recorded", "group", "mesh")
 COMPILED = ("no", "aot_eager")
-ARRANGEMENTS = ("contiguous", "strided")
 LOSSES = ("mean", "scaled", "given")
 PACKED_BY = ("batch", "handle")
-VOCABULARY = 11  # token ids are below this
-_ORDERS = (*ORDERS, *ORDERS_BY_DOCUMENT)
 
 
-@dataclass(frozen=True)
-class TrainingCase:
-    """One training run of a few steps. Raises ValueError, naming the field, its value and the allowed values."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingCase(StepCase):
+    """One training run of a few steps. dtype "bfloat16": float32 parameters, with the wrapper's mixed precision
+    (autocast, or FSDP's policy). Raises ValueError, naming the field, its value and the allowed values."""
 
-    world: int = field(metadata=integer(1, 64))  # ranks
-    # Size of the data dimension: world = data * context, where `context` ranks share each sequence.
-    data: int = field(metadata=integer(1))
-    # Ranks of a context group: "contiguous" (0, 1, ...), or "strided" (0, data, 2 data, ...).
-    arrangement: str = field(metadata=choice(*ARRANGEMENTS))
-    tokens: int = field(metadata=integer(1, 4096))  # length n of each sequence
-    batch: int = field(metadata=integer(1, 64))  # sequences of a data rank in a micro-batch
-    # The sharding of tokens over a context group, as in a `verification.case.Case`.
-    order: str = field(metadata=choice(*_ORDERS))
-    cuts: tuple[int, ...] | None = field(metadata=optional(INTEGERS))
     model: Model = field(metadata=instance(Model, "Model"))
     # The attention mask of every layer, with the documents that each sequence is packed from, if any.
     pattern: Pattern = field(metadata=instance(Pattern, "reference.Pattern"))
-    # Exchange and bucket of the attention, as in a `verification.case.Case`.
-    exchange: str = field(metadata=choice(*EXCHANGES))
-    bucket: int | None = field(metadata=optional(integer(1)))
+    bucket: int | None = field(metadata=optional(integer(1)))  # as in a `verification.case.Case`
     # The group of the context handle: "recorded", a transport that records its messages; "group", the process group;
     # "mesh", the `DeviceMesh` of one dimension.
     handle: str = field(metadata=choice(*HANDLES))
-    # "bfloat16": float32 parameters, with the wrapper's mixed precision (autocast, or FSDP's policy).
-    dtype: str = field(metadata=choice(*TRAINING_DTYPES))
-    # "none" (`ring.nn.average_gradients`), "ddp", "fsdp2" (over all ranks), "hsdp2" (FSDP2 within a context group,
-    # replicated over the data ranks).
-    wrapper: str = field(metadata=choice(*WRAPPERS))
-    accumulation: int = field(metadata=integer(1, 64))  # micro-batches of a step
-    checkpointing: str = field(metadata=choice(*CHECKPOINTING))  # per layer; "selective" saves the ring's forward
-    clipping: float | None = field(metadata=optional(REAL))  # maximum norm of the gradients
-    optimiser: str = field(metadata=choice(*OPTIMISERS))  # "sgd" has momentum
-    steps: int = field(metadata=integer(1, 16))
-    # Ignored labels. "some": a third; "shards": the shard of one rank in each context group; "ranks": all of one data
-    # rank, or of one micro-batch if there is a single data rank.
-    labels: str = field(metadata=choice(*LABELS))
-    seed: int = field(metadata=integer(0, 2**31))  # of parameters, tokens and labels
-    device: str = field(default="cpu", metadata=choice(*DEVICES))
     # Order of the layout after a resume: a checkpoint after step one is loaded into a new model, optimiser and mesh.
     # There all ranks share each sequence, in this order, in even shards.
-    resumed: str | None = field(default=None, metadata=optional(choice(*_ORDERS)))
+    resumed: str | None = field(default=None, metadata=optional(choice(*STEP_ORDERS)))
     # Backend of `torch.compile(fullgraph=True)`, applied to the whole model, or with FSDP to each layer before FSDP
     # wraps it. A graph refers to its group by name, so the handle must be "group" or "mesh".
     compiled: str = field(default="no", metadata=choice(*COMPILED))
@@ -100,17 +51,13 @@ class TrainingCase:
     own_documents: tuple[int, ...] | None = field(default=None, metadata=optional(INTEGERS))
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        validators.integer("data", self.data, 1, self.world)
-        if self.world % self.data:
-            raise ValueError(f"data is {self.data}; it must divide world, {self.world}")
+        super().__post_init__()
         self.pattern.validate(self.model.heads)
         self.pattern.validate_tokens(self.tokens)
         if self.resumed is not None and self.steps < 2:
             raise ValueError(f"resumed is {self.resumed!r}; it must be None with one step")
         if self.compiled != "no" and self.handle == "recorded":
             raise ValueError(f"handle is 'recorded'; it must be 'group' or 'mesh' with compiled {self.compiled!r}")
-        self._check_cuts()
         self._set_later_documents()
         self._check_own_documents()
         if self.model.kind == "longnet":
@@ -122,15 +69,6 @@ class TrainingCase:
         lengths, ratios = [b.segment_length for b in pattern.branches], [b.dilation_rate for b in pattern.branches]
         if None in lengths or pattern != Pattern.longnet(lengths, ratios, heads, pattern.causal, "torchscale"):
             raise ValueError(f"pattern is {self.pattern}; with 'longnet' it must be torchscale's for its branches")
-
-    def _check_cuts(self) -> None:
-        cuts = self.cuts
-        if cuts is None:
-            return
-        if len(cuts) != self.context + 1 or cuts[0] != 0 or cuts[-1] != self.tokens or list(cuts) != sorted(cuts):
-            raise ValueError(
-                f"cuts is {cuts}; it must be {self.context + 1} non-decreasing offsets from 0 to {self.tokens}"
-            )
 
     def _set_later_documents(self) -> None:
         if self.later_documents is None:
@@ -156,26 +94,6 @@ class TrainingCase:
         self.pattern_of_modules.validate_tokens(self.tokens)
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(range(self.world))
-
-    @property
-    def context(self) -> int:
-        """Number of ranks that share a sequence."""
-        return self.world // self.data
-
-    @property
-    def mesh(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each context group, by data rank: (data, context)."""
-        if self.arrangement == "contiguous":
-            return tuple(self.ranks[d * self.context : (d + 1) * self.context] for d in range(self.data))
-        return tuple(self.ranks[d :: self.data] for d in range(self.data))
-
-    def coordinates(self, rank: int) -> tuple[int, int]:
-        """(data rank, index in the context group)."""
-        return next((d, group.index(rank)) for d, group in enumerate(self.mesh) if rank in group)
-
-    @property
     def parts(self) -> tuple[TrainingCase, ...]:
         """Consecutive stretches of the run, each on its own mesh: one before a resume, one after it. Each is a Case
         with its own number of steps. A step has the same sequences, in the same order."""
@@ -196,14 +114,9 @@ class TrainingCase:
         return replace(self, pattern=replace(self.pattern, documents=documents), later_documents=None)
 
     @property
-    def parameter_dtype(self) -> torch.dtype:
-        """Dtype of the parameters in the optimiser."""
-        return torch.float64 if self.dtype == "float64" else torch.float32
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """Dtype of products, and of the keys and values that are sent."""
-        return DTYPES[self.dtype]
+    def lengths(self) -> tuple[int, ...] | None:
+        """Lengths of the documents that each sequence is packed from; None: one, unpacked."""
+        return self.pattern.documents
 
     @property
     def recomputed(self) -> bool:
@@ -220,32 +133,9 @@ class TrainingCase:
         """The pattern that modules are built with: without the documents of the batches."""
         return replace(self.pattern, documents=self.own_documents)
 
-    @property
-    def documents(self) -> tuple[int, ...]:
-        """Lengths of the documents; without documents the whole sequence is one."""
-        return (self.tokens,) if self.pattern.documents is None else self.pattern.documents
-
-    def positions(self) -> torch.Tensor:
-        """Position of each token within its document: (n,) int64."""
-        return torch.cat([torch.arange(length) for length in self.documents])
-
-    def shards(self) -> Shards:
-        """Positions held by each index of a context group."""
-        return shards.shards(*self.division())
-
-    def division(self) -> Division:
-        """Arguments of `shards`, as for a `verification.case.Case`."""
-        seed = self.seed if self.order in SEEDED_ORDERS else 0
-        documents = self.pattern.documents if self.order in ORDERS_BY_DOCUMENT else None
-        return self.order, self.tokens, self.context, self.cuts, seed, documents
-
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object; `from_dict` turns it back into an equal TrainingCase."""
         return vars(self) | {"model": asdict(self.model), "pattern": self.pattern.to_dict()}
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(self.to_dict())
 
     @classmethod
     def from_dict(cls, data: object) -> TrainingCase:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from operator import attrgetter
 
 from reference.pattern import Branch
-from verification.report.coverage import Has
-from verification.training import training_case
-from verification.training.training_case import TrainingCase
+from verification.models.step_case import CHECKPOINTING, LABELS, STEP_DTYPES
+from verification.models.step_coverage import CHOICES, DOCUMENTS, MESH, STEP, Groups, choices
+from verification.training.training_case import COMPILED, HANDLES, LOSSES, PACKED_BY, TrainingCase
 from verification.training.training_model import KINDS, POSITIONS
 
 
@@ -24,19 +23,8 @@ def _short_window(case: TrainingCase) -> bool:
     return any(window is not None and window < length - 1 for window, length in shortened)
 
 
-def _has(field: str, choice: str) -> Has:
-    return lambda case: attrgetter(field)(case) == choice
-
-
-TRAINING_GROUPS: dict[str, dict[str, Has]] = {
-    "mesh": {
-        "data alone": lambda case: case.context == 1 < case.world,
-        "context alone": lambda case: case.data == 1 < case.world,
-        "data x context": lambda case: case.data > 1 and case.context > 1,
-        "context groups apart": lambda case: case.arrangement == "strided" and 1 < case.context < case.world,
-        "empty shard": lambda case: 0 in case.shards().counts,
-        "uneven shards": lambda case: max(case.shards().counts) - min(case.shards().counts) > 1,
-    },
+TRAINING_GROUPS: Groups = {
+    "mesh": MESH,
     "model": {
         "GQA": lambda case: case.model.kv_heads < case.model.heads,
         "several layers": lambda case: case.model.layers > 1,
@@ -51,29 +39,25 @@ TRAINING_GROUPS: dict[str, dict[str, Has]] = {
         "window shorter than a segment": _short_window,
         "window that is not causal": lambda case: _windows(case) != {None} and not case.pattern.causal,
         "window in some branches only": lambda case: None in _windows(case) != {None},
-        "several documents": lambda case: sum(length > 0 for length in case.documents) > 1,
-        "empty document": lambda case: 0 in case.documents,
+        **DOCUMENTS,
         "other documents in a later step": lambda case: any(
             case.at(step).documents != case.documents for step in range(1, case.steps)
         ),
         "documents of the modules' own": lambda case: case.own_documents is not None,
     },
     "step": {
-        "several micro-batches": lambda case: case.accumulation > 1,
-        "several steps": lambda case: case.steps > 1,
-        "clipping that bites": lambda case: case.clipping is not None and case.clipping < 1,
+        **STEP,
         "resumed": lambda case: case.resumed is not None,
         "bucket": lambda case: case.bucket is not None,
         "zero gradients left out": lambda case: case.drops_zeros and case.wrapper == "none",
         "gradients that are not finite": lambda case: case.spoilt is not None,
     },
-}
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "model.kind": KINDS, "model.positions": POSITIONS, "wrapper": training_case.WRAPPERS,
-    "checkpointing": training_case.CHECKPOINTING, "dtype": training_case.TRAINING_DTYPES,
-    "labels": training_case.LABELS, "handle": training_case.HANDLES, "optimiser": training_case.OPTIMISERS,
-    "compiled": training_case.COMPILED, "loss": training_case.LOSSES, "packed_by": training_case.PACKED_BY,
+    **CHOICES,
+    **{
+        field.removeprefix("model."): choices(field, values)
+        for field, values in {
+            "model.kind": KINDS, "model.positions": POSITIONS, "checkpointing": CHECKPOINTING, "dtype": STEP_DTYPES,
+            "labels": LABELS, "handle": HANDLES, "compiled": COMPILED, "loss": LOSSES, "packed_by": PACKED_BY,
+        }.items()
+    },
 }  # fmt: skip
-for _field, _choices in _CHOICES.items():
-    _name = _field.removeprefix("model.")
-    TRAINING_GROUPS[_name] = {f"{_name} {choice}": _has(_field, choice) for choice in _choices}

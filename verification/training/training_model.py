@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from reference import validators
-from verification.training.declared import FLAG, REAL, check_fields, choice, integer, optional
+from verification.models.declared import FLAG, REAL, check_fields, choice, integer, optional
 
 KINDS = ("llama", "longnet", "sdpa")
 NORMS = ("rms", "layer")

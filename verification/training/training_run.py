@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from verification.experiments import on_gpus
+from verification.models.model_run import STEP_PRELOAD, on_device
+from verification.models.tolerance import FACTOR, THRESHOLD
 from verification.report.coverage import Coverage
 from verification.report.report import Report
-from verification.run.backends import PRELOAD, Backend, open_backend
-from verification.runner import Profile, RunPlan, explore
+from verification.run.backends import Backend, open_backend
+from verification.runner import Profile, RunPlan, explore, run_worlds
 from verification.search.experiment import Experiment
 from verification.search.search import Search
-from verification.training.dense.tolerance import FACTOR, THRESHOLD
 from verification.training.error_histogram import Deviations
+from verification.training.step_checks import check_step
 from verification.training.step_expectation import expect_training
-from verification.training.step_properties import check_step
 from verification.training.strategies import training_cases
 from verification.training.training_case import TrainingCase
 from verification.training.training_coverage import TRAINING_GROUPS
 
 TRAINING_WORLDS = (2, 4)
-TRAINING_BACKENDS = ("gloo", "nccl")
-# Ranks preload these modules: their import takes longer than an example.
-TRAINING_PRELOAD = (
-    *PRELOAD, "torch.distributed.fsdp", "torch.distributed.tensor", "verification.training.rank.rank_step",
-    "torch._dynamo.backends.debugging", "torch._inductor.lowering",  # imported by the first compilation
-)  # fmt: skip
+TRAINING_PRELOAD = (*STEP_PRELOAD, "verification.training.rank.rank_step")
 
 TRAINING_PROFILES = {
     "quick": Profile("some minutes", 220, 30),
@@ -53,7 +47,7 @@ TRAINING = Experiment(
     "training steps",
     training_cases,
     check_training,
-    moved=lambda case, device: replace(case, device=device),
+    moved=on_device,
     record_of=lambda case: {"training": case.to_dict()},
     on_fewer=True,
     validate=validate_case,
@@ -68,25 +62,15 @@ def run_training(plan: RunPlan, report: Report, backend: Backend | None = None) 
     report.say(f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
     deviations = Deviations(report)
     experiment = on_gpus(TRAINING) if backend.name == "nccl" else TRAINING
-    waiting = list(plan.worlds)
-    try:
-        with report:
-            while waiting:
-                world = waiting.pop(0)
-                backend.start(world)
-                examples, deviations.world = plan.examples_for(world), world
-                report.start_world(world, examples)
-                search = Search(experiment, backend, deviations, world, plan.profile.budget, plan.profile.remembers)
-                explore(plan, report, search, examples)
-                report.end_world("training steps")
-    except BaseException as error:
-        report.not_run(waiting, error)
-        if isinstance(error, KeyboardInterrupt):
-            report.interrupt()
-            report.summary()
-        raise
-    finally:
-        backend.close()
+
+    def run(world: int) -> bool:
+        deviations.world = world
+        search = Search(experiment, backend, deviations, world, plan.profile.budget, plan.profile.remembers)
+        failures = explore(plan, report, search, plan.examples_for(world))
+        report.end_world("training steps")
+        return bool(failures)
+
+    run_worlds(plan, report, backend, run)
     report.extras |= {
         "tolerance": {"float64": THRESHOLD, "factor of lower precisions": FACTOR}, "deviations": deviations.to_list(),
     }  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from rich.console import Console
 
@@ -24,13 +25,14 @@ from tests.support.model_defects import DEFECTS, Defect
 from verification.__main__ import main
 from verification.failures import WrongResult
 from verification.models import ModelCase, check_model
+from verification.models.batches import global_batch
 from verification.models.first_module import Place
 from verification.models.model_case import MODEL_DTYPES
 from verification.models.model_run import PROFILE, ModelExperiment, preload_of, run_model
 from verification.models.observation import ModelObservation
 from verification.models.probing import SMALLEST
 from verification.models.strategies import model_cases
-from verification.models.whole_batch import Rows, labelled, whole_batches
+from verification.models.whole_batch import Rows, whole_batches
 from verification.replay.records import parse
 from verification.report.report import Report
 from verification.run.backends import GlooBackend
@@ -117,6 +119,17 @@ def test_sound_models_hold(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_sound_model_holds_and_a_defect_is_found_on_gpus(tmp_path: Path) -> None:
+    data = run(f"{EXAMPLES}:build", tmp_path, backend="nccl", examples=15).to_dict()
+    assert data["held"] and max(row["worst_ratio"] for row in data["rows"] if row["dtype"] == "float64") < 1e-3
+    (failure, *_) = run(f"{model_defects.__name__}:AveragedTwice", tmp_path, backend="nccl").failures
+    assert failure.kind == "wrong result" and dict(failure.record)["case"]["device"] == "cuda"
+
+
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_model_without_fp64_runs_in_fp32(tmp_path: Path) -> None:
     data = run(f"{EXAMPLES}:build_in_fp32", tmp_path, worlds=(2,), examples=8).to_dict()
@@ -173,7 +186,7 @@ def test_the_examples_of_the_page(tmp_path: Path) -> None:
         (("no_such:build",), "error: no_such:build cannot be imported: there is no module no_such"),
         (
             ("x:build", "--only", "loss"),
-            "argument --only: 'loss' must be in one of the titles: loss of step one",
+            "argument --only: 'loss' may be 'loss of step one' or 'losses, norms of later steps'",
         ),
         (("x:build", "--world", "65"), "argument --world: on gloo at most 64 ranks, got 65"),
     ],
@@ -219,7 +232,7 @@ def test_rows_of_one_process_hold_the_same_tokens(case: ModelCase) -> None:
             sequences = rows.sequences(case, data_rank, number)
             for name in ("tokens", "labels"):
                 assert (getattr(alone, name)[rows.row[sequences], rows.column] == getattr(batch, name)).all()
-    assert int((alone.labels != -100).sum()) == labelled(case, 0) > 0
+    assert int((alone.labels != -100).sum()) == global_batch(case, 0).labelled > 0
     assert ModelCase.from_dict(json.loads(json.dumps(case.to_dict()))) == case
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from verification.failures import RankFailure
+from verification.failures import RankFailure, Refused
 from verification.models.loading import load, name_of
 from verification.models.model_run import ModelExperiment, preload_of
 from verification.models.probing import SMALLEST, probe
-from verification.peers.peer import Refused
 from verification.run.backends import GlooBackend
 from verification.search.experiment import ToolError
 

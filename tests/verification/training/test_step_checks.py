@@ -14,13 +14,14 @@ from reference.pattern import Pattern
 from tests.support.training_cases import small_model, small_step
 from verification.check.properties import broken_by
 from verification.failures import WrongResult
+from verification.models.batches import global_batch
+from verification.models.noise import UNIT_ROUNDOFF, noise
+from verification.models.results import largest, size
+from verification.models.tolerance import THRESHOLD
 from verification.training.dense.dense_step import train_densely
-from verification.training.dense.noise import UNIT_ROUNDOFF, noise
-from verification.training.dense.tolerance import THRESHOLD, allowed_deviations, largest, size
-from verification.training.inputs import global_batch
-from verification.training.step_expectation import StepExpectation, expect_training
+from verification.training.step_checks import STEP_PROPERTIES, check_step
+from verification.training.step_expectation import StepExpectation, allowed_in_steps, expect_training
 from verification.training.step_observation import PartObservation, StepObservation
-from verification.training.step_properties import STEP_PROPERTIES, check_step
 from verification.training.training_case import TrainingCase
 
 
@@ -36,9 +37,9 @@ def test_what_is_allowed_grows_with_the_last_bit() -> None:
     """In fp64 it is the threshold; in lower precisions it follows from noise, and is far below the numbers in fp32."""
     changes: dict[str, Any] = {"steps": 2, "clipping": 0.1, "optimiser": "adamw"}
     cases = [small_step(1, dtype=dtype, **changes) for dtype in ("float64", "float32", "bfloat16")]
-    exactly = train_densely(cases[0])
-    fp64, fp32, bf16 = (allowed_deviations(case, exactly) for case in cases)
-    for quantity, named in exactly.quantities().items():
+    exactly = train_densely(cases[0]).quantities()
+    fp64, fp32, bf16 = (allowed_in_steps(case, exactly) for case in cases)
+    for quantity, named in exactly.items():
         for name in named:
             assert fp64[quantity][name] == THRESHOLD * largest(named)
             assert 0 < fp32[quantity][name] < min(1e-3 * largest(named), bf16[quantity][name])
@@ -52,7 +53,7 @@ def test_what_norms_of_two_numbers_make_of_the_last_bit_of_fp64_is_allowed() -> 
     pattern = Pattern.longnet([11, 22], [1, 2], 1, True, "torchscale")
     case = small_step(4, tokens=18, model=model, pattern=pattern, bucket=2, steps=3, seed=155)
     exactly = train_densely(case)
-    allowed, unit = allowed_deviations(case, exactly), UNIT_ROUNDOFF["float64"]
+    allowed, unit = allowed_in_steps(case, exactly.quantities()), UNIT_ROUNDOFF["float64"]
     assert set(allowed["gradients"].values()) == {THRESHOLD * largest(exactly.gradients)}
     bounds, numbers = allowed["parameters"], largest(exactly.parameters)
     assert THRESHOLD * numbers < max(bounds.values()) < 1e-6 * numbers, "far below any defect"

@@ -13,8 +13,9 @@ from hypothesis import Phase, find, settings
 
 from reference.pattern import Branch, Pattern
 from tests.support.training_cases import drawn_from, small_model, small_step
+from verification.models.batches import IGNORED, global_batch
 from verification.report.coverage import Coverage
-from verification.training.inputs import IGNORED, global_batch, initial_parameters, parameter_shapes
+from verification.training.inputs import initial_parameters, parameter_shapes
 from verification.training.rank.ring_model import LanguageModel
 from verification.training.strategies import training_cases
 from verification.training.training_case import TrainingCase
@@ -140,7 +141,7 @@ def test_every_feature_and_mesh_is_reached() -> None:
     for number, case in enumerate(drawn_from(training_cases(4), DRAWN)):
         coverage.add(case)
         assert not case.model.has_steps or case.dtype == "float64"
-        assert TrainingCase.from_dict(json.loads(case.to_json())) == case
+        assert TrainingCase.from_dict(json.loads(json.dumps(case.to_dict()))) == case
         if number % 10 == 0:
             named = {name: tuple(x.shape) for name, x in LanguageModel(case).named_parameters()}
             assert named == parameter_shapes(case)

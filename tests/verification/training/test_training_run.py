@@ -17,6 +17,7 @@ from torch import Tensor, hub
 
 from reference.pattern import Pattern
 from tests.support.training_cases import small_model, small_step
+from verification.models.step_case import CHECKPOINTING, LABELS, WRAPPERS
 from verification.replay.replay import replay
 from verification.report.report import Report
 from verification.run.backends import GlooBackend, SimBackend, Unavailable
@@ -24,7 +25,7 @@ from verification.runner import Profile, RunPlan
 from verification.training import saved_training
 from verification.training.rank import rank_step
 from verification.training.rank.graphs import Graphs
-from verification.training.training_case import CHECKPOINTING, HANDLES, LABELS, WRAPPERS, TrainingCase
+from verification.training.training_case import HANDLES, TrainingCase
 from verification.training.training_run import TRAINING, TRAINING_PRELOAD, run_training
 
 SHORT = Profile("for tests", 40, budget=600)  # whatever shrinks, shrinks to its end
@@ -91,13 +92,12 @@ def test_a_process_keeps_the_graphs_of_one_case(backend: GlooBackend) -> None:
 
 def _plant_loss_of_steps() -> None:
     """From the second step on, the loss is noted a thousandth too large."""
-    real = rank_step.take_gradients
+    real = rank_step.note_step
 
-    def spoiled(*arguments: Any) -> Tensor:
-        losses = real(*arguments)
-        return losses if arguments[-1] is not None else losses * 1.001
+    def spoiled(seen: Any, step: int, loss: Tensor, norm: Any) -> None:
+        real(seen, step, loss * 1.001 if step else loss, norm)
 
-    rank_step.take_gradients = spoiled  # type: ignore[assignment]
+    rank_step.note_step = spoiled  # type: ignore[assignment]
 
 
 @pytest.mark.ranks

@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from verification.case import Case
+from verification.failures import Refused
 from verification.peers import claims
 from verification.peers.adapters import flash_attn_shim
-from verification.peers.peer import Peer, Refused, Result
+from verification.peers.peer import Peer, Result
 
 MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 REQUIRED = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options", "set_rotate_method")

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from verification.case import Case
+from verification.failures import Refused
 from verification.peers import claims
 from verification.peers.adapters import flash_attn_shim
 from verification.peers.adapters.over_flash_attn import Ring, peer, window_size
-from verification.peers.peer import Peer, Refused, Result
+from verification.peers.peer import Peer, Result
 
 PACKAGE = "ring_flash_attn"
 SUPPORTED = "bf16 and fp16, GQA, subgroups of two ranks or more, any scale; lse is returned"

@@ -20,9 +20,10 @@ from torch.distributed import ProcessGroup
 
 from reference.pattern import Pattern
 from verification.case import Case
+from verification.failures import Refused
 from verification.peers import claims
 from verification.peers.adapters.flash_attn_shim import attention
-from verification.peers.peer import Peer, Refused, Result
+from verification.peers.peer import Peer, Result
 
 MODULE = "torchscale.component.dilated_attention"
 

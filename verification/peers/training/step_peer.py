@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from ring.comm.transport import Transport
 from ring.nn import ContextParallel
 from verification.case import Case
+from verification.models.meshes import mesh_of
+from verification.models.step_case import STEP_DTYPES
 from verification.peers.peer import Peer, outputs_of, version_of
-from verification.training.rank.meshes import mesh_of
+from verification.training.rank.own_setup import OwnSetup
 from verification.training.rank.rank_step import train_on_rank
 from verification.training.step_observation import StepObservation
-from verification.training.training_case import TRAINING_DTYPES, TrainingCase
+from verification.training.training_case import TrainingCase
 
 Claims = Callable[[TrainingCase], TrainingCase | None]
 
@@ -63,7 +65,7 @@ def in_step(peer: Peer) -> StepPeer:
     """Return the StepPeer that uses the Peer as the inner attention."""
 
     def train(transport: Transport, case: TrainingCase) -> StepObservation:
-        return train_on_rank(transport, case, inner=partial(PeerAttention, peer))
+        return train_on_rank(transport, case, partial(OwnSetup, inner=partial(PeerAttention, peer)))
 
     return StepPeer(peer.name, peer.supported, partial(nearest, peer), train, peer.worlds, peer.package, peer.prepare)
 
@@ -80,10 +82,8 @@ class PeerAttention(nn.Module):
     ) -> Tensor:
         """(B, H, N, D), (B, Hk, N, D) -> (B, H, N, D). Inputs are cast to the Case's dtype, as by autocast."""
         q, k, v = (x.transpose(1, 2).to(self.dtype) for x in (query, key, value))  # (B, N, H, D)
-        # Find the handle's part of the run: after a resume the mesh is another one.
-        part = next(part for part in self.case.parts if part.context == context.world_size)
-        group = None if part.world == 1 else mesh_of(part)["context"].get_group()
-        case = call_of(part, part.coordinates(dist.get_rank())[0])
+        group = None if self.case.world == 1 else mesh_of(self.case)["context"].get_group()
+        case = call_of(self.case, self.case.coordinates(dist.get_rank())[0])
         heads_first = self.peer.heads_first
         if heads_first:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -114,7 +114,7 @@ def nearest(peer: Peer, case: TrainingCase) -> TrainingCase | None:
     checkpointing = "non-reentrant" if case.checkpointing == "selective" else case.checkpointing
     changes: dict[str, Any] = {"compiled": "no", "later_documents": None, "own_documents": None}
     case = replace(case, model=model, checkpointing=checkpointing, **changes)
-    for dtype in dict.fromkeys((case.dtype, *TRAINING_DTYPES)):
+    for dtype in dict.fromkeys((case.dtype, *STEP_DTYPES)):
         candidate = in_dtype(case, dtype)
         call = call_of(candidate)
         claimed = peer.claims(call)

@@ -7,15 +7,14 @@ from functools import partial
 from hypothesis.strategies import SearchStrategy
 
 from ring.comm.transport import Transport
-from verification.peers.peer_experiment import apply_claim
 from verification.peers.training.known_step_peers import load_step_peer, ready_step_peer
 from verification.peers.training.step_peer import StepPeer
 from verification.run.backends import Backend
+from verification.search.claim import apply_claim
 from verification.search.experiment import Experiment
-from verification.training.step_checks import STEP_CHECKS
+from verification.training.step_checks import STEP_CHECKS, check_step
 from verification.training.step_expectation import expect_training
 from verification.training.step_observation import StepObservation
-from verification.training.step_properties import check_step
 from verification.training.strategies import training_cases
 from verification.training.training_case import TrainingCase
 

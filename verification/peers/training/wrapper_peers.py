@@ -16,10 +16,10 @@ ZERO, OSS = "verification.peers.training.zero_engine", "verification.peers.train
 
 
 def wrapper_peer(name: str, supported: str, claims: Claims, module: str, kind: str, *arguments: object) -> StepPeer:
-    """module: the only one that imports the package. kind: its class that wraps a model. arguments: passed first."""
+    """module: the only one that imports the package. kind: its OwnSetup. arguments: passed first."""
 
     def train(transport: Transport, case: TrainingCase) -> StepObservation:
-        return train_on_rank(transport, case, wrap=partial(getattr(importlib.import_module(module), kind), *arguments))
+        return train_on_rank(transport, case, partial(getattr(importlib.import_module(module), kind), *arguments))
 
     package, prepare = name.partition("/")[0], partial(importlib.import_module, module)
     return StepPeer(name, supported, claims, train, package=package, prepare=prepare, preload=(module,))

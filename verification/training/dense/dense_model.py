@@ -1,7 +1,7 @@
 """The three kinds of model as formulas over named parameters, for whole sequences in one process.
 
 Written from the published definitions, without any code of `ring.nn`. `rounded` is applied to every number that a lower
-precision would round (`verification.training.dense.noise`).
+precision would round (`verification.models.noise`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from verification.training.dense.noise import Rounded
+from verification.models.noise import Rounded
 from verification.training.dense.oracle_attention import oracle_attention
 from verification.training.training_case import TrainingCase
 from verification.training.training_model import NORM_EPS

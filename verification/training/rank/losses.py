@@ -8,8 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from ring.nn import count_labels, cross_entropy, token_mean
-from verification.training.inputs import IGNORED
-from verification.training.training_case import VOCABULARY
+from verification.models.batches import IGNORED, VOCABULARY
 
 OTHER_IGNORED = VOCABULARY  # neither a token nor negative
 

@@ -9,18 +9,20 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ring.nn.frameworks import checkpoint
-from verification.training.rank.wrapping import TrainableModel
+
+Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def resume(before: TrainableModel, after: TrainableModel, step: int) -> int:
+def resume(before: Trained, after: Trained, step: int) -> int:
     """Save the state of `before` and load it into `after`, which is new. Collective. Returns the number of steps done,
     as the checkpoint has it."""
     with shared_folder() as folder:
-        checkpoint.save(folder, before.module, before.optimiser, step=step)
-        scramble(after.optimiser)
-        progress = checkpoint.load(folder, after.module, after.optimiser)
+        checkpoint.save(folder, *before, step=step)
+        scramble(after[1])
+        progress = checkpoint.load(folder, *after)
     return int(progress["step"])
 
 

@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from reference.pattern import Pattern
 from ring.nn import ContextParallel, LongNetBlock, RingAttention, SelfAttention, rotary
-from verification.training.training_case import VOCABULARY, TrainingCase
+from verification.models.batches import VOCABULARY
+from verification.training.training_case import TrainingCase
 from verification.training.training_model import NORM_EPS, Model
 
 # (Case, name of the layer) -> inner attention of a "sdpa" model, called like `RingAttention`.

@@ -1,0 +1,84 @@
+"""Records what a training run computes, under the names that parameters have without wrappers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from verification.models.noise import Rounded, exact
+from verification.models.results import Named, Results
+from verification.models.setup import scalar
+from verification.models.step_case import StepCase
+from verification.run.observation import to_numpy
+
+PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of compiled and of checkpointed modules
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by name, without the prefixes of wrappers."""
+    return {plain_name(name): x for name, x in model.named_parameters()}
+
+
+def plain_name(name: str) -> str:
+    for prefix in PREFIXES:
+        name = name.replace(prefix, "")
+    return name.removeprefix("module.")
+
+
+def arrays(named: Mapping[str, Tensor]) -> Named:
+    """Return copies: gradients and parameters are modified in place later. Collective if some are sharded."""
+    return {name: to_numpy(unsharded(x)).copy() for name, x in named.items()}
+
+
+def unsharded(x: Tensor) -> Tensor:
+    """Gather a DTensor; return other tensors as they are. Detached."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+
+
+def gradients_of(named: Mapping[str, Tensor]) -> Named:
+    """Return copies of the gradients, zeros for None."""
+    return arrays({name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in named.items()})
+
+
+def record_gradients(optimizer: torch.optim.Optimizer, seen: Results, gradients: Callable[[], Named]) -> None:
+    """Record the gradients that the optimizer gets in its first step."""
+
+    def note(*_: object) -> None:
+        seen.gradients = seen.gradients or gradients()
+
+    optimizer.register_step_pre_hook(note)
+
+
+def note_step(seen: Results, step: int, loss: object, norm: object) -> None:
+    seen.losses[f"step {step + 1}"] = to_numpy(scalar("step", loss))
+    if norm is not None:
+        seen.norms[f"step {step + 1}"] = to_numpy(scalar("step", norm))
+
+
+def train_in_one_process(
+    case: StepCase, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[int], Tensor], seen: Results, *, stored: Rounded = exact, steps: int | None = None,
+) -> None:  # fmt: skip
+    """Take the steps of a Case. loss_of: of a step, from 0, over its whole batch. stored: applied to parameters after
+    each step. steps: None for the Case's."""
+    record_gradients(optimizer, seen, lambda: gradients_of(parameters))
+    for step in range(steps or case.steps):
+        loss = loss_of(step)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(parameters.values(), math.inf if case.clipping is None else case.clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+        note_step(seen, step, loss, None if case.clipping is None else norm)
+        round_parameters(parameters, stored)
+    seen.parameters = arrays(parameters)
+
+
+@torch.no_grad()
+def round_parameters(parameters: Mapping[str, Any], rounded: Rounded) -> None:
+    for x in parameters.values():
+        x.copy_(rounded(x))

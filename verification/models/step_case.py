@@ -1,0 +1,161 @@
+"""StepCase: the fields that ModelCase and TrainingCase share, and what follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+
+from reference import shards, validators
+from reference.pattern import Pattern
+from reference.shards import Division, Shards
+from verification.case import DEVICES, DTYPES, EXCHANGES, ORDERS, ORDERS_BY_DOCUMENT, SEEDED_ORDERS
+from verification.models.declared import INTEGERS, REAL, check_fields, choice, integer, optional, read_fields
+
+ARRANGEMENTS = ("contiguous", "strided")
+CHECKPOINTING = ("none", "reentrant", "non-reentrant", "selective")
+LABELS = ("all", "some", "shards", "ranks", "none")
+OPTIMISERS = ("sgd", "adamw")
+STEP_DTYPES = ("float64", "float32", "bfloat16")
+WRAPPERS = ("none", "ddp", "fsdp2", "hsdp2")
+STEP_ORDERS = (*ORDERS, *ORDERS_BY_DOCUMENT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCase:
+    """A training run of a few steps: its mesh, tokens, labels, wrapper and optimizer. Frozen, hashable, saved as JSON:
+    any process rebuilds the same tokens and labels from it. `verification.models.ModelCase` describes the fields."""
+
+    world: int = field(metadata=integer(1, 64))
+    data: int = field(metadata=integer(1))
+    arrangement: str = field(metadata=choice(*ARRANGEMENTS))
+    tokens: int = field(metadata=integer(1, 4096))
+    batch: int = field(metadata=integer(1, 64))
+    order: str = field(metadata=choice(*STEP_ORDERS))
+    cuts: tuple[int, ...] | None = field(metadata=optional(INTEGERS))
+    exchange: str = field(metadata=choice(*EXCHANGES))
+    dtype: str = field(metadata=choice(*STEP_DTYPES))
+    wrapper: str = field(metadata=choice(*WRAPPERS))
+    accumulation: int = field(metadata=integer(1, 64))
+    checkpointing: str = field(metadata=choice(*CHECKPOINTING))
+    clipping: float | None = field(metadata=optional(REAL))
+    optimiser: str = field(metadata=choice(*OPTIMISERS))
+    steps: int = field(metadata=integer(1, 16))
+    labels: str = field(metadata=choice(*LABELS))
+    seed: int = field(metadata=integer(0, 2**31))
+    device: str = field(default="cpu", metadata=choice(*DEVICES))
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        validators.integer("data", self.data, 1, self.world)
+        if self.world % self.data:
+            raise ValueError(f"data is {self.data}; it must divide world, {self.world}")
+        Pattern.dense(documents=self.lengths).validate_tokens(self.tokens)
+        if self.cuts is not None:
+            self._check_cuts(self.cuts, self.context + 1)
+
+    def _check_cuts(self, cuts: tuple[int, ...], number: int) -> None:
+        if len(cuts) != number or (cuts[0], cuts[-1]) != (0, self.tokens) or list(cuts) != sorted(cuts):
+            raise ValueError(f"cuts is {cuts}; it must be {number} non-decreasing offsets from 0 to {self.tokens}")
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """Lengths of the documents that each sequence is packed from; None: one, unpacked."""
+        raise NotImplementedError
+
+    @property
+    def padded(self) -> bool:
+        """True if rows end in padding."""
+        return False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks, ascending."""
+        return tuple(range(self.world))
+
+    @property
+    def context(self) -> int:
+        """Number of ranks that share a sequence."""
+        return self.world // self.data
+
+    @property
+    def mesh(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each context group, by data rank: (data, context)."""
+        if self.arrangement == "contiguous":
+            return tuple(self.ranks[d * self.context : (d + 1) * self.context] for d in range(self.data))
+        return tuple(self.ranks[d :: self.data] for d in range(self.data))
+
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """Return (data rank, index in the context group).
+
+        Args:
+            rank: global rank, 0 .. world - 1.
+        """
+        return next((d, group.index(rank)) for d, group in enumerate(self.mesh) if rank in group)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Dtype of products, and of the keys and values that are sent."""
+        return DTYPES[self.dtype]
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """Dtype of the parameters in the optimizer."""
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
+    @property
+    def fully_sharded(self) -> bool:
+        """True if FSDP shards the parameters."""
+        return self.wrapper in ("fsdp2", "hsdp2")
+
+    @property
+    def optimizer(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        """Class of the optimizer, and its arguments."""
+        if self.optimiser == "sgd":
+            return torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
+        # AdamW divides a gradient by its size, so the rounding of one near 0 would become a full step: eps bounds that.
+        return torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.1}
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Lengths of the documents; an unpacked sequence is one."""
+        return (self.tokens,) if self.lengths is None else self.lengths
+
+    def positions(self) -> torch.Tensor:
+        """Return the position of each token within its document: (n,) int64."""
+        return torch.cat([torch.arange(length) for length in self.documents])
+
+    def at(self, step: int) -> Self:
+        """Return the Case with the documents of a step in every step.
+
+        Args:
+            step: from 0.
+        """
+        return self
+
+    def shards(self) -> Shards:
+        """Return the positions that each index of a context group holds."""
+        return shards.shards(*self.division())
+
+    def division(self) -> Division:
+        """Return the arguments of `reference.shards.shards`."""
+        seed = self.seed if self.order in SEEDED_ORDERS else 0
+        documents = self.lengths if self.order in ORDERS_BY_DOCUMENT else None
+        return self.order, self.tokens, self.context, self.cuts, seed, documents
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object; `from_dict` turns it back into an equal Case."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_dict(cls, data: object) -> Self:
+        """Read the JSON object that `to_dict` returns.
+
+        Args:
+            data: a dict of all fields by name.
+
+        Raises:
+            ValueError: data is something else, a field is unknown or missing, or its value is wrong.
+        """
+        return cls(**read_fields(cls, f"a {cls.__name__}", data))
