@@ -1,7 +1,8 @@
 """Training with the ring: modules, batches and losses. README.md in this folder shows a training step.
 
     context         handle of a sharded sequence, an argument of every module's forward
-    batch           shards tokens, labels and other tensors along the sequence; gathers results
+    batch           shards tokens, labels and other tensors along the sequence
+    sequence        gathers shards; sums and means along the sequence, with gradients
     ring_attention  a module that replaces scaled_dot_product_attention
     rotary          rotary positions, by global position
     self_attention  projections, rotary positions, the ring
@@ -13,7 +14,7 @@
 Nothing here patches torch or a model, and no argument is silently ignored.
 """
 
-from ring.nn.batch import IGNORED, Batch, gather, next_tokens, shard_batch
+from ring.nn.batch import IGNORED, Batch, next_tokens, shard_batch
 from ring.nn.context import ContextParallel
 from ring.nn.gradients import average_gradients, clip_grad_norm
 from ring.nn.longnet_block import LongNetBlock, longnet_pattern
@@ -21,6 +22,7 @@ from ring.nn.loss import count_labels, cross_entropy, token_mean
 from ring.nn.ring_attention import RingAttention
 from ring.nn.rotary import rotary
 from ring.nn.self_attention import SelfAttention
+from ring.nn.sequence import gather, sequence_mean, sequence_sum
 
 __all__ = [
     "IGNORED",
@@ -37,6 +39,8 @@ __all__ = [
     "longnet_pattern",
     "next_tokens",
     "rotary",
+    "sequence_mean",
+    "sequence_sum",
     "shard_batch",
     "token_mean",
 ]

@@ -1,8 +1,7 @@
-"""Batches: shards all tensors that run along the sequence by one layout, and gathers results.
+"""Batches: shards all tensors that run along the sequence by one layout.
 
     batch = shard_batch(context, tokens, next_tokens(tokens))     # whole tensors, the same on all ranks of the context
     logits = model(batch.tokens, batch.context, batch.positions)
-    whole = gather(context, logits)
 
 Shift labels before sharding: afterwards the next token may be on another rank. For sequences packed from documents,
 `shard_batch(..., documents=lengths)` counts positions within each document, and ignores the label of its last token.
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from reference.documents import Documents, begins
-from ring.comm.transport import Message, Outgoing
 from ring.nn.context import ContextParallel
 from ring.validation import is_dtensor
 
@@ -114,55 +112,6 @@ def _within_documents(labels: Tensor, documents: Documents | None) -> Tensor:
     return labels.index_fill(1, last.to(labels.device), IGNORED)
 
 
-def gather(context: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
-    """Return the whole tensor on every rank, without gradient. Call it on every rank of the context group.
-
-    Args:
-        context: handle of the sharded sequence.
-        x: any shape and dtype, with this rank's tokens along `dim`.
-        dim: dimension of the tokens.
-
-    Raises:
-        ValueError, NotImplementedError: on every rank, if x has other tokens, or another shape or dtype than on others.
-    """
-
-    def check() -> dict[str, object]:
-        _check_gathered(context, x, dim)
-        other = [size for i, size in enumerate(x.shape) if i != dim % x.dim()]
-        return {"dim": dim % x.dim(), "other dimensions": other, "dtype": str(x.dtype), "device type": x.device.type}
-
-    context.agree("gather", check)
-    return context.layout.unshard(_all_shards(context, x.detach(), dim % x.dim()), dim)
-
-
-def _all_shards(context: ContextParallel, shard: Tensor, dim: int) -> list[Tensor]:
-    """All shards in rank order. Each rank sends its shard to all others, unless it is empty."""
-    transport, layout = context.transport, context.layout
-    shapes = [[count if i == dim else size for i, size in enumerate(shard.shape)] for count in layout.counts]
-    peers = [rank for rank in range(context.world_size) if rank != context.rank]
-    size = shard.numel() * shard.element_size()
-    kind = ("gather", layout, dim, shard.dtype, *(rows for i, rows in enumerate(shard.shape) if i != dim))
-    transport.prepare(kind, lambda: [Outgoing("shard", size, "shard", peer, 0, size) for peer in peers if size])
-    own = transport.empty("shard", shard.shape, shard.dtype, shard.device).copy_(shard)
-    shards = [own if rank == context.rank else shard.new_empty(shape) for rank, shape in enumerate(shapes)]
-    sends = [Message(peer, _bytes(own), "shard") for peer in peers if size]
-    receives = [Message(peer, _bytes(shards[peer]), "shard") for peer in peers if shards[peer].numel()]
-    transport.post(sends, receives).wait()
-    return shards
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: (bytes,) uint8."""
-    return x.view(-1).view(torch.uint8)
-
-
-def _check_gathered(context: ContextParallel, x: Tensor, dim: int) -> None:
-    if not isinstance(x, Tensor) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
-        raise ValueError(f"x must be a tensor with dimension {dim!r}, got {_describe(x)}")
-    shape = tuple("local tokens" if i == dim % x.dim() else f"dimension {i}" for i in range(x.dim()))
-    context.check_local("x", x, shape, dim)
-
-
 def _check_batch(
     context: ContextParallel, integers: dict[str, Tensor], positions: Tensor | None, others: dict[str, Tensor]
 ) -> None:
@@ -229,7 +178,7 @@ def _signature(context: ContextParallel, tensors: dict[str, Tensor]) -> dict[str
 
 
 def _digest(x: Tensor) -> str:
-    flat = _bytes(x.detach().cpu().contiguous())
+    flat = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().data, digest_size=8).hexdigest()
 
 

@@ -32,12 +32,12 @@ from ring.nn import (
     ContextParallel,
     SelfAttention,
     average_gradients,
-    batch,
     clip_grad_norm,
     cross_entropy,
     gather,
     loss,
     next_tokens,
+    sequence,
     shard_batch,
 )
 from ring.nn.batch_group import BatchRanks
@@ -151,8 +151,7 @@ def typing_rules(axis: dist.ProcessGroup) -> Iterator[None]:
 
     with (
         patch.object(ContextParallel, "attention", boundary(ContextParallel.attention, (V,), V)),
-        patch.object(batch, "_all_shards", boundary(batch._all_shards, (V,), R)),
-        patch.object(Layout, "unshard", boundary(Layout.unshard, (R,), R)),
+        patch.object(sequence, "_gathered", boundary(sequence._gathered, (V,), R)),
         patch.object(BatchRanks, "gather", boundary(BatchRanks.gather, (V, R), R)),
         patch.object(loss._Mean, "spmd_typecheck", staticmethod(mean), create=True),
         patch.object(Tensor, "copy_", copied),
