@@ -8,7 +8,7 @@
     self_attention  projections, rotary positions, the ring
     longnet_block   LongNet's block, with torchscale's argument names
     batch_group     the ranks that share a global batch
-    loss            mean over all labelled tokens of the global batch
+    loss            means over all labelled tokens, and over all sequences, of the global batch
     gradients       average of gradients without a wrapper; clipping by their norm
 
 Nothing here patches torch or a model, and no argument is silently ignored.
@@ -18,7 +18,7 @@ from ring.nn.batch import IGNORED, Batch, next_tokens, shard_batch
 from ring.nn.context import ContextParallel
 from ring.nn.gradients import average_gradients, clip_grad_norm
 from ring.nn.longnet_block import LongNetBlock, longnet_pattern
-from ring.nn.loss import count_labels, cross_entropy, token_mean
+from ring.nn.loss import batch_mean, count_labels, cross_entropy, sequence_logprobs, token_mean
 from ring.nn.ring_attention import RingAttention
 from ring.nn.rotary import rotary
 from ring.nn.self_attention import SelfAttention
@@ -32,6 +32,7 @@ __all__ = [
     "RingAttention",
     "SelfAttention",
     "average_gradients",
+    "batch_mean",
     "clip_grad_norm",
     "count_labels",
     "cross_entropy",
@@ -39,6 +40,7 @@ __all__ = [
     "longnet_pattern",
     "next_tokens",
     "rotary",
+    "sequence_logprobs",
     "sequence_mean",
     "sequence_sum",
     "shard_batch",

@@ -153,14 +153,12 @@ class _Gather(torch.autograd.Function):
     """The whole tensor. Backward: this rank's rows of the sum of all ranks' gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, context: ContextParallel, call: NumberedCall, layout: Layout, dim: int
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, context: ContextParallel, call: NumberedCall, layout: Layout, dim: int) -> Tensor:
         ctx.arguments = context, call, layout, dim
         return _whole(context, call, layout, x, dim)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         context, call, layout, dim = ctx.arguments
         with call.calls.lock():
