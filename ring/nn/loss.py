@@ -345,8 +345,8 @@ def _first_rank(context: ContextParallel) -> int:
 def _check_copies(everyone: Tensor, copies: int, eps: float) -> None:
     """Raise ValueError, on every rank, unless all ranks of each context group are there and have the same losses.
 
-    everyone: (ranks, 4) on the CPU: group, number of losses, their sum and that of their sizes. Ranks compute losses from
-    the same bits, if perhaps on other hardware, so half of the digits of eps must agree.
+    everyone: (ranks, 4) on the CPU: group, number of losses, their sum and that of their sizes. Ranks compute losses
+    from the same bits, if perhaps on other hardware, so half of the digits of eps must agree.
     """
     for group in everyone[:, 0].unique():
         rows = everyone[everyone[:, 0] == group]
