@@ -32,6 +32,7 @@ from ring.nn import (
     token_mean,
 )
 from ring.nn.frameworks import ddp, fsdp
+from tests.support.framework_example import mesh_of as mesh_of_ranks
 from tests.support.framework_example import whole as without_wrapper
 from tests.support.nn_ranks import (
     MESHES,
@@ -42,7 +43,6 @@ from tests.support.nn_ranks import (
     drawn,
     far,
     in_fp64,
-    mesh_of,
     said,
 )
 from tests.support.ranks import Ranks
@@ -162,7 +162,7 @@ def in_one_process(loss: str, data_ranks: int) -> tuple[Tensor, dict[str, Tensor
 
 def _on_ranks(loss: str, mesh_name: str, shards: str, wrapper: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of a step, as users write it."""
-    mesh, inner = mesh_of(mesh_name), in_fp64(Model)
+    mesh, inner = mesh_of_ranks(MESHES[mesh_name]), in_fp64(Model)  # not `mesh_of`: wrappers flatten it
     context, data_rank, data_ranks = context_of(shards, mesh["context"]), data_index(mesh_name), mesh["data"].size()
     model: Any = inner
     if wrapper == "ddp":

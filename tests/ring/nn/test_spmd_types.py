@@ -35,6 +35,7 @@ from ring.nn import (
     clip_grad_norm,
     cross_entropy,
     gather,
+    gradients,
     loss,
     next_tokens,
     sequence,
@@ -117,7 +118,7 @@ def typing_rules(axis: dist.ProcessGroup) -> Iterator[None]:
     - The autograd function of the loss is unknown to it. It is the sum of all ranks' shares, with this rank's gradient.
     - `to` is not linear to it, and `copy_` must not change a type. Each gives the type of its source: the average
       overwrites a pending gradient.
-    - Comparisons of arguments between ranks are no part of the computation.
+    - Comparisons of arguments, and of parameters, between ranks are no part of the computation.
     """
 
     def boundary(function: Callable[..., Any], inputs: Collection[object], output: object) -> Callable[..., Any]:
@@ -156,6 +157,7 @@ def typing_rules(axis: dist.ProcessGroup) -> Iterator[None]:
         patch.object(loss._Mean, "spmd_typecheck", staticmethod(mean), create=True),
         patch.object(Tensor, "copy_", copied),
         patch.object(Tensor, "to", converted),
+        patch.object(gradients, "_check_replicas"),
         patch.object(BatchRanks, "agree", spmd.no_typecheck(BatchRanks.agree)),
         patch.object(ContextParallel, "agree", spmd.no_typecheck(ContextParallel.agree)),
     ):
