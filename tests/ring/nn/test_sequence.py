@@ -151,7 +151,10 @@ def in_one_process(loss: str, data_ranks: int) -> tuple[Tensor, dict[str, Tensor
         Whole(*map(torch.cat, zip(*(whole(rank, number) for rank in range(data_ranks)), strict=True)))
         for number in range(MICRO_BATCHES)
     ]
-    losses = [loss_of(*model(x.tokens, context, loss), x, loss) for x in wholes]
+    losses = []
+    for x in wholes:
+        logits, probabilities = model(x.tokens, context, loss)
+        losses.append(loss_of(logits, probabilities, x, loss))
     if loss == "tokens beside their mean":
         value = torch.stack(losses).sum() / sum(int((x.labels != IGNORED).sum()) for x in wholes)
     else:
