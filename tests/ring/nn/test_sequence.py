@@ -287,6 +287,21 @@ def test_a_backward_of_rank_0_alone_is_an_error_on_every_rank(ranks: Ranks) -> N
     assert "the backward of call" in answer and "sequence_mean" in answer
 
 
+def _over_a_part() -> list[str]:
+    """Give `over` without the other context ranks, and too few losses counted."""
+    context = context_of("uneven")
+    one = mesh_of_ranks(((0,), (1,), (2,), (3,)))["context"]
+    losses = drawn(0, 3)
+    return [said(lambda: batch_mean(losses, context, one)), said(lambda: batch_mean(losses, context, counted=2))]
+
+
+@pytest.mark.ranks
+def test_a_mean_over_a_part_of_the_context_is_refused(ranks: Ranks) -> None:
+    for part, few in ranks(4).run(_over_a_part):
+        assert part.startswith("ValueError: over must hold all 4 ranks of each context group")
+        assert few.endswith("micro-batches, got 2 where this call alone has 3")
+
+
 @pytest.mark.parametrize("number", [math.inf, math.nan])
 def test_one_process(number: float) -> None:
     context = ContextParallel(Layout.contiguous(3, 1))
