@@ -1,8 +1,7 @@
-"""Batches: shards all tensors that run along the sequence by one layout, and gathers results.
+"""Batches: shards all tensors that run along the sequence by one layout.
 
     batch = shard_batch(context, tokens, next_tokens(tokens))     # whole tensors, the same on all ranks of the context
     logits = model(batch.tokens, batch.context, batch.positions)
-    whole = gather(context, logits)
 
 Shift labels before sharding: afterwards the next token may be on another rank. For sequences packed from documents,
 `shard_batch(..., documents=lengths)` counts positions within each document, and ignores the label of its last token.
@@ -16,13 +15,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from reference.documents import Documents, begins
-from ring.comm.transport import Message, Outgoing
+from reference.documents import Documents, begins, check_tokens, checked_documents
 from ring.nn.context import ContextParallel
 from ring.validation import is_dtensor
 
 IGNORED = -100  # the label of a token that has none, as in torch's cross_entropy
 INTEGERS = (torch.int64, torch.int32)
+AHEAD = 8  # greatest distance of labels that are recognised where they cross the end of a document
 
 
 @dataclass(frozen=True)
@@ -44,20 +43,51 @@ class Batch:
     others: dict[str, Tensor] = field(default_factory=dict)
 
 
-def next_tokens(tokens: Tensor, ignored: int = IGNORED) -> Tensor:
+def next_tokens(
+    tokens: Tensor, ignored: int = IGNORED, *, ahead: int = 1, documents: tuple[int, ...] | None = None
+) -> Tensor:
     """Return the labels of a language model, (B, n) int64: the token after each. Shard them afterwards.
 
     Args:
         tokens: (B, n) int64 or int32, the whole sequence.
-        ignored: label of the last column, which has no next token.
+        ignored: label of the last `ahead` columns of each document, after which there is no such token in it.
+        ahead: distance to the label's token, >= 1: more than 1 for multi-token prediction. Do not shift twice instead:
+            the second shift would carry the first token of a document into the one before.
+        documents: lengths of the documents that every row is packed from; None: one document.
 
     Raises:
-        ValueError: tokens have another shape or dtype.
+        ValueError: tokens have another shape or dtype, ahead is no such integer, or documents do not add up to n.
     """
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in INTEGERS:
         raise ValueError(f"tokens must be a (batch, tokens) int64 or int32 tensor, got {_describe(tokens)}")
-    last = tokens.new_full((tokens.shape[0], min(1, tokens.shape[1])), ignored, dtype=torch.int64)
-    return torch.cat((tokens[:, 1:].long(), last), 1)
+    if not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 1:
+        raise ValueError(f"ahead must be an integer >= 1, got {ahead!r}")
+    n = tokens.shape[1]
+    lengths = Documents((n,)) if documents is None else _one_list(documents)
+    check_tokens(lengths, n)
+    labels = tokens.new_full(tokens.shape, ignored, dtype=torch.int64)
+    labels[:, : max(0, n - ahead)] = tokens[:, ahead:]
+    return labels.masked_fill(~_stays(lengths, ahead, tokens.device), ignored)
+
+
+def _stays(documents: Documents, ahead: int, device: torch.device) -> Tensor:
+    """(n,) bool: the token so far ahead is in the same document."""
+    lengths = torch.tensor(documents, dtype=torch.int64)
+    ends = lengths.cumsum(0).repeat_interleave(lengths)  # of the document of each token
+    return (torch.arange(len(ends)) + ahead < ends).to(device)
+
+
+def _one_list(documents: object) -> Documents:
+    """Return the lengths, which are not None. ValueError for lists of lengths, one for each row."""
+    if isinstance(documents, (tuple, list)) and any(isinstance(row, (tuple, list, Tensor)) for row in documents):
+        raise ValueError(
+            f"documents must be one list of lengths, for all rows, got {len(documents)} lists: rows that are packed "
+            "from different documents are one long row; write tokens.reshape(1, -1), labels alike, documents=all "
+            "lengths in order, and a layout for all of these tokens"
+        )
+    lengths = checked_documents(documents)
+    assert lengths is not None
+    return lengths
 
 
 def shard_batch(
@@ -75,12 +105,15 @@ def shard_batch(
         context: handle of the sharded sequence.
         tokens: (B, n) int64 or int32, n from the layout; like all tensors here the same on all ranks.
         labels: None, or (B, n) int64 or int32: the next tokens (`next_tokens`), -100 for no label. Labels that equal
-            the tokens are refused if two or more are labelled, unless they are the next tokens too.
+            the tokens are refused if two or more are labelled, unless they are the next tokens too. Labels further
+            ahead: next_tokens(tokens, ahead=k, documents=lengths).
         positions: None, or 0 .. n - 1, (n,) or (B, n), int64 or int32, since the pattern depends on these; with
             documents 0 .. length - 1 in each.
         documents: lengths of the documents that every row is packed from; None: the context's, if it has any. The
             batch has -100 as the label of the last token of each, since the next token is in another document.
-        others: other tensors along the sequence, (B, n, ...), any dtype.
+        others: other tensors along the sequence, (B, n, ...), any dtype. Further labels, as of multi-token prediction,
+            are next_tokens(tokens, ahead=k, documents=lengths). Labels and integers (B, n) that are the tokens up to
+            AHEAD positions ahead, also across the end of a document, are refused.
 
     Raises:
         ValueError, NotImplementedError: an argument is wrong on some rank, or the ranks of the context have different
@@ -89,8 +122,13 @@ def shard_batch(
 
     def check() -> dict[str, object]:
         integers = {"tokens": tokens} | ({} if labels is None else {"labels": labels})
-        packed = context if documents is None else context.with_documents(documents)
+        packed = context if documents is None else context.with_documents(_one_list(documents))
         _check_batch(packed, integers, positions, others)
+        if packed.documents is not None:
+            for name, x in integers.items() | others.items():
+                if name != "tokens" and x.shape == tokens.shape and x.dtype in INTEGERS:
+                    kept = _within_documents(x, packed.documents) if name == "labels" else x
+                    _check_within_documents(tokens, packed.documents, name, kept)
         return _signature(packed, integers | others) if context.check else {}
 
     context.agree("shard_batch", check)
@@ -107,60 +145,7 @@ def shard_batch(
 
 def _within_documents(labels: Tensor, documents: Documents | None) -> Tensor:
     """Labels without those of the last tokens of documents."""
-    if documents is None:
-        return labels
-    ends = torch.tensor(documents, dtype=torch.int64).cumsum(0)
-    last = ends[torch.tensor(documents, dtype=torch.int64) > 0] - 1
-    return labels.index_fill(1, last.to(labels.device), IGNORED)
-
-
-def gather(context: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
-    """Return the whole tensor on every rank, without gradient. Call it on every rank of the context group.
-
-    Args:
-        context: handle of the sharded sequence.
-        x: any shape and dtype, with this rank's tokens along `dim`.
-        dim: dimension of the tokens.
-
-    Raises:
-        ValueError, NotImplementedError: on every rank, if x has other tokens, or another shape or dtype than on others.
-    """
-
-    def check() -> dict[str, object]:
-        _check_gathered(context, x, dim)
-        other = [size for i, size in enumerate(x.shape) if i != dim % x.dim()]
-        return {"dim": dim % x.dim(), "other dimensions": other, "dtype": str(x.dtype), "device type": x.device.type}
-
-    context.agree("gather", check)
-    return context.layout.unshard(_all_shards(context, x.detach(), dim % x.dim()), dim)
-
-
-def _all_shards(context: ContextParallel, shard: Tensor, dim: int) -> list[Tensor]:
-    """All shards in rank order. Each rank sends its shard to all others, unless it is empty."""
-    transport, layout = context.transport, context.layout
-    shapes = [[count if i == dim else size for i, size in enumerate(shard.shape)] for count in layout.counts]
-    peers = [rank for rank in range(context.world_size) if rank != context.rank]
-    size = shard.numel() * shard.element_size()
-    kind = ("gather", layout, dim, shard.dtype, *(rows for i, rows in enumerate(shard.shape) if i != dim))
-    transport.prepare(kind, lambda: [Outgoing("shard", size, "shard", peer, 0, size) for peer in peers if size])
-    own = transport.empty("shard", shard.shape, shard.dtype, shard.device).copy_(shard)
-    shards = [own if rank == context.rank else shard.new_empty(shape) for rank, shape in enumerate(shapes)]
-    sends = [Message(peer, _bytes(own), "shard") for peer in peers if size]
-    receives = [Message(peer, _bytes(shards[peer]), "shard") for peer in peers if shards[peer].numel()]
-    transport.post(sends, receives).wait()
-    return shards
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: (bytes,) uint8."""
-    return x.view(-1).view(torch.uint8)
-
-
-def _check_gathered(context: ContextParallel, x: Tensor, dim: int) -> None:
-    if not isinstance(x, Tensor) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
-        raise ValueError(f"x must be a tensor with dimension {dim!r}, got {_describe(x)}")
-    shape = tuple("local tokens" if i == dim % x.dim() else f"dimension {i}" for i in range(x.dim()))
-    context.check_local("x", x, shape, dim)
+    return labels if documents is None else labels.masked_fill(~_stays(documents, 1, labels.device), IGNORED)
 
 
 def _check_batch(
@@ -217,6 +202,23 @@ def _check_shifted(tokens: Tensor, labels: Tensor) -> None:
             )
 
 
+def _check_within_documents(tokens: Tensor, documents: Documents, name: str, x: Tensor) -> None:
+    """Refuse integers that are the tokens of later positions, some of them of another document."""
+    n, labelled, facts = tokens.shape[1], x != IGNORED, []
+    for ahead in range(min(AHEAD + 1, n)):
+        counts, crossing = labelled[:, : n - ahead], ~_stays(documents, ahead, x.device)[: n - ahead]
+        same = ((x[:, : n - ahead] == tokens[:, ahead:]) | ~counts).all() & (counts.sum() > 1)
+        facts.append(torch.stack((same, (counts & crossing).any())))
+    for ahead, (same, crosses) in enumerate(torch.stack(facts).tolist() if facts else ()):
+        if same and crosses:
+            raise ValueError(
+                f"{name} must not cross the ends of documents, got the tokens {ahead} ahead, also those of the next "
+                f"document; write next_tokens(tokens, ahead={ahead}, documents=lengths)"
+            )
+        if same:
+            return
+
+
 def _signature(context: ContextParallel, tensors: dict[str, Tensor]) -> dict[str, object]:
     """Values that must be equal on all ranks, by the name of the argument."""
     layout = context.layout
@@ -229,7 +231,7 @@ def _signature(context: ContextParallel, tensors: dict[str, Tensor]) -> dict[str
 
 
 def _digest(x: Tensor) -> str:
-    flat = _bytes(x.detach().cpu().contiguous())
+    flat = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().data, digest_size=8).hexdigest()
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 BUCKET = 2**25  # bytes of gradients summed in one message, as in DDP
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @torch.no_grad()
@@ -32,13 +33,17 @@ def average_gradients(
 ) -> None:
     """Replace every gradient by its average over the ranks, as DDP does; for a model without a wrapper.
 
+    With `torch.amp.GradScaler` average before `unscale_`: an overflow is then seen on every rank, and all leave out the
+    step. Torch's `ShardedGradScaler(process_group=...)` agrees on overflows, and takes any order.
+
     Args:
-        parameters: the same on every rank, also those without gradient. A gradient that is None counts as zero if
-            another rank has one, and stays None if no rank has. In 16 bits gradients are summed in fp32.
+        parameters: the same on every rank, bit by bit, also those without gradient. A gradient that is None counts as
+            zero if another rank has one, and stays None if no rank has. In 16 bits gradients are summed in fp32.
         over: ranks of the batch, data x context: a process group, a `DeviceMesh`, or None: the default group, if any.
 
     Raises:
-        ValueError: on every rank, for parameters that differ between ranks, sparse gradients, an exhausted iterator.
+        ValueError: on every rank, for parameters that differ between ranks in number, shape or value, as if seeds
+            differed or one rank left out a step; for sparse gradients, and an exhausted iterator.
         NotImplementedError: for complex gradients, and for DTensors, whose wrapper averages them.
     """
     ranks = BatchRanks(over)
@@ -58,6 +63,7 @@ def _average_gradients(parameters: Iterable[Tensor] | Tensor, ranks: BatchRanks)
     except (ValueError, RuntimeError, TypeError) as wrong:
         error = wrong
     ranks.agree("average_gradients", signature, error)
+    _check_replicas(tensors, ranks)
     with_grad = [x for x, has_grad in zip(tensors, _has_grad_anywhere(tensors, ranks), strict=True) if has_grad]
     for bucket in _buckets(with_grad):
         _average(bucket, ranks)
@@ -141,6 +147,22 @@ def _check_plain(number: int, x: Tensor) -> None:
     _check_real(x)
     if x.grad is not None and x.grad.layout is not torch.strided:
         raise ValueError(f"gradients must be dense, got that of parameter {number} in {x.grad.layout}")
+
+
+def _check_replicas(parameters: Sequence[Tensor], ranks: BatchRanks) -> None:
+    """Raise ValueError, on every rank, if the bits of a parameter differ between ranks: compare sums of integers."""
+    if not parameters or ranks.world_size == 1:
+        return
+    sums = [x.detach().view(_INTEGERS[x.element_size()]).sum(dtype=torch.int64) for x in parameters]
+    everyone = ranks.gather(torch.stack([total.to(sums[0].device) for total in sums]))
+    unlike = (everyone != everyone[0]).cpu()
+    if unlike.any():
+        rank, number = unlike.nonzero()[0].tolist()
+        raise ValueError(
+            f"parameters must have the same values on every rank, got others in number {number} on rank {rank} than on "
+            "rank 0: make the model from one seed; average before GradScaler.unscale_, or use ShardedGradScaler, lest "
+            "a rank leave out a step alone"
+        )
 
 
 def _has_grad_anywhere(parameters: Sequence[Tensor], ranks: BatchRanks) -> list[bool]:

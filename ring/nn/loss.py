@@ -6,21 +6,31 @@ Ranks, and micro-batches, have unequal numbers of labelled tokens, so a mean of 
 rank computes the gradient of its own summand. DDP and FSDP divide the sum of these gradients by the number of ranks, so
 this module multiplies each by that number.
 
+A function of a sum, as in the losses of DPO and GSPO, is no sum of functions. There the sums over the context come
+first, then the function, then the mean over sequences:
+
+    policy = sequence_logprobs(model(batch.tokens, batch.context), batch.labels, batch.context)    # (B,)
+    chosen, rejected = (policy - reference).view(2, -1)                 # rows: the chosen ones, then the rejected ones
+    loss = batch_mean(-functional.logsigmoid(0.1 * (chosen - rejected)), batch.context, mesh)
+
 Every rank of `over` calls these functions. All raise the same errors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ring.comm.process_group import ProcessGroupTransport
 from ring.nn.batch import IGNORED, INTEGERS
 from ring.nn.batch_group import BatchRanks
+from ring.nn.context import ContextParallel
+from ring.nn.sequence import sequence_sum
 from ring.precision import accumulator_dtype
 from ring.validation import refuse_dtensor
 
@@ -115,22 +125,28 @@ def cross_entropy(
 
 def token_mean(
     losses: Tensor,
-    labels: Tensor,
+    labels: Tensor | None,
     over: dist.ProcessGroup | DeviceMesh | None = None,
     *,
     labelled: int | None = None,
     averaged_over: float | None = None,
     ignored: int = IGNORED,
 ) -> Tensor:
-    """Return the mean of losses over all labelled tokens of the global batch, in fp32 (fp64 for losses in fp64).
+    """Return the mean over all labelled tokens of the global batch, in fp32 (fp64 for losses in fp64).
+
+    A function of means, as a router's load-balancing loss, has the right gradient if every rank computes the same one.
 
     Args:
-        losses: (B, N) of this rank's tokens, real. Those of `ignored` labels do not count, even if infinite or NaN.
-        labels: (B, N) int64 or int32, `ignored` for no label.
+        losses: (B, N, ...) of this rank's tokens, real. Those of `ignored` labels do not count, not even if infinite
+            or NaN.
+        labels: (B, N) int64 or int32, `ignored` for no label; None: every token counts.
         over: ranks of the batch, data x context: a process group, a `DeviceMesh`, or None: the default group, if any.
         labelled: number of labelled tokens of the whole step if it has several micro-batches; None: of this call.
         averaged_over: divisor of the sum of all ranks' gradients, by the wrapper; None: the number of ranks.
         ignored: the label of a token without label.
+
+    Returns:
+        The means, (...): a scalar for losses (B, N).
 
     Raises:
         ValueError, NotImplementedError: on every rank, if an argument is wrong on one, or differs between ranks.
@@ -138,8 +154,9 @@ def token_mean(
     """
 
     def checked() -> Tensor:
-        _check_real("losses", losses, "(batch, local tokens)", 2)
-        _check_shapes("losses", losses, labels, losses.shape)
+        _check_real("losses", losses, "(batch, local tokens, ...)", range(2, 65))
+        if labels is not None:
+            _check_shapes("losses", losses, labels, losses.shape[:2])
         return losses
 
     ranks = BatchRanks(over)
@@ -147,35 +164,143 @@ def token_mean(
         return _mean("token_mean", checked, labels, ranks, labelled, averaged_over, ignored)
 
 
+def batch_mean(
+    losses: Tensor,
+    context: ContextParallel,
+    over: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    counted: int | None = None,
+    averaged_over: float | None = None,
+) -> Tensor:
+    """Return the mean of losses of whole sequences over the global batch, the same on every rank.
+
+    Args:
+        losses: any shape, real: one entry for each sequence, pair or document of this data rank. Every rank of a
+            context group has the same, since they are functions of whole values (`sequence_logprobs`, `sequence_mean`,
+            `gather`).
+        context: handle of the sequences.
+        over: ranks of the batch, data x context: a process group, a `DeviceMesh`, or None: the default group, if any.
+        counted: number of losses of the whole step, over all data ranks and micro-batches; the value is then this
+            micro-batch's share of the mean. None: of this call.
+        averaged_over: divisor of the sum of all ranks' gradients, by the wrapper; None: the number of ranks.
+
+    Returns:
+        A scalar in fp32 (fp64 for fp64); 0 without losses.
+
+    Raises:
+        ValueError, NotImplementedError: on every rank, if an argument is wrong on one, or differs between ranks, if
+            the ranks of a context group have different losses, or if `over` holds a part of one.
+        RuntimeError: a rank did not come within the group's timeout.
+    """
+    ranks = BatchRanks(over)
+    with ranks.lock():
+        return _batch_mean(losses, context, ranks, counted, averaged_over)
+
+
+def _batch_mean(
+    losses: Tensor, context: ContextParallel, ranks: BatchRanks, counted: int | None, averaged_over: float | None
+) -> Tensor:
+    error: Exception | None = None
+    signature: dict[str, object] = {}
+    local, own = torch.zeros(()), torch.zeros(4, dtype=torch.float64)
+    try:
+        if not isinstance(context, ContextParallel):
+            raise ValueError(f"context must be a ContextParallel, got {type(context)!r}")
+        _check_real("losses", losses, "(...)", range(65))
+        _check_options("counted", counted, averaged_over)
+        local, size = losses.sum(dtype=torch.float64), losses.detach().abs().sum(dtype=torch.float64)
+        group, number = local.new_tensor([float(_first_rank(context)), float(losses.numel())])
+        own = torch.stack((group, number, local.detach(), size))
+        signature = {
+            "counted": counted, "averaged_over": averaged_over, "ranks of the context": context.world_size,
+            "dtype": str(losses.dtype), "device type": losses.device.type,
+        }  # fmt: skip
+    except _ARGUMENT_ERRORS as wrong:
+        error = wrong
+    ranks.agree("batch_mean", signature, error)
+    everyone = ranks.gather(own).cpu()
+    _check_copies(everyone, context.world_size, torch.finfo(losses.dtype).eps)
+    number, total = (everyone[:, 1:3].sum(0) / context.world_size).tolist()
+    if counted is not None:
+        if counted < number:
+            raise ValueError(
+                f"counted must be the number of losses of the whole step, over all data ranks and micro-batches, got "
+                f"{counted} where this call alone has {number:.0f}"
+            )
+        number = counted
+    mean = local.detach().new_tensor(total / max(1, number)).to(accumulator_dtype(losses.dtype))
+    factor = ranks.world_size if averaged_over is None else averaged_over
+    return _Mean.apply(local, mean, local.detach().new_tensor(factor / (context.world_size * max(1, number))))
+
+
+def sequence_logprobs(logits: Tensor, labels: Tensor, context: ContextParallel, ignored: int = IGNORED) -> Tensor:
+    """Return each sequence's sum of the log-probabilities of its labels, the same on every rank of the context group.
+
+    Args:
+        logits: (B, N, V) of this rank's tokens; fp64, fp32, bf16 or fp16; 16 bits are computed in fp32.
+        labels: (B, N) int64 or int32, the next tokens, `ignored` for no label, whose log-probability counts as 0.
+        context: handle of the sequences. If it has documents, each of them is a sequence.
+        ignored: the label of a token without label.
+
+    Returns:
+        (B,), or (B, documents), in fp32 (fp64 for fp64). For means over labels divide by
+        `sequence_sum(context, labels != ignored)`.
+
+    Raises:
+        ValueError, NotImplementedError: on every rank of the context group, if an argument is wrong on one.
+        RuntimeError: a rank did not come within the group's timeout.
+    """
+    error: Exception | None = None
+    logprobs = torch.zeros(())
+    try:
+        _check_ignored(ignored)
+        _check_logits(logits)
+        _check_shapes("logits", logits, labels, logits.shape[:2])
+        wide = logits.to(accumulator_dtype(logits.dtype)).flatten(0, 1)
+        logprobs = -_per_token(wide, labels.flatten().long(), ignored).view_as(labels)
+    except _ARGUMENT_ERRORS as wrong:
+        error = wrong
+
+    def check() -> dict[str, object]:
+        if error is not None:
+            raise error
+        return {"ignored": ignored, "dtype of logits": str(logits.dtype)}
+
+    context.agree("sequence_logprobs", check)
+    return sequence_sum(context, logprobs)
+
+
 def _mean(
     operation: str,
     compute: Callable[[], Tensor],
-    labels: Tensor,
+    labels: Tensor | None,
     ranks: BatchRanks,
     labelled: int | None,
     averaged_over: float | None,
     ignored: int,
 ) -> Tensor:
-    """Mean of the losses (B, N) that `compute` returns; it also checks the arguments of the caller."""
+    """Mean of the losses (B, N, ...) that `compute` returns; it also checks the arguments of the caller."""
     error: Exception | None = None
     signature: dict[str, object] = {}
     local, sums, kind = torch.zeros(()), torch.zeros(2), torch.float32
     try:
         _check_ignored(ignored)
-        _check_options(labelled, averaged_over)
+        _check_options("labelled", labelled, averaged_over)
         losses = compute()
-        counts = labels != ignored  # (B, N)
+        counts = losses.new_ones(losses.shape[:2]).bool() if labels is None else labels != ignored  # (B, N)
         kind = accumulator_dtype(losses.dtype)
-        local = losses.masked_fill(~counts, 0.0).sum(dtype=torch.float64)
-        sums = torch.stack((local.detach(), counts.sum().double()))
+        per_token = counts.view(*counts.shape, *[1] * (losses.dim() - 2))
+        local = losses.masked_fill(~per_token, 0.0).sum((0, 1), dtype=torch.float64)
+        sums = torch.cat((local.detach().flatten(), counts.sum(dtype=torch.float64)[None]))
         signature = {
             "labelled": labelled, "averaged_over": averaged_over, "ignored": ignored, "dtype": str(losses.dtype),
-            "device type": losses.device.type,
+            "device type": losses.device.type, "other dimensions": list(local.shape),
         }  # fmt: skip
     except _ARGUMENT_ERRORS as wrong:
         error = wrong
     ranks.agree(operation, signature, error)
-    total, count = ranks.gather(sums).sum(0)
+    gathered = ranks.gather(sums).sum(0)
+    total, count = gathered[:-1].view(local.shape), gathered[-1]
     if labelled is not None:
         if labelled < int(count):
             raise ValueError(
@@ -210,15 +335,43 @@ def _per_token(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
         raise ValueError(f"labels must be {ignored}, or from 0 to {logits.shape[1] - 1}: {error}") from error
 
 
+def _first_rank(context: ContextParallel) -> int:
+    """World rank of the first rank of the context group, by which batch ranks tell groups apart."""
+    if isinstance(context.transport, ProcessGroupTransport):
+        return dist.get_process_group_ranks(context.transport.group)[0]
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _check_copies(everyone: Tensor, copies: int, eps: float) -> None:
+    """Raise ValueError, on every rank, unless all ranks of each context group are there and have the same losses.
+
+    everyone: (ranks, 4) on the CPU: group, number of losses, their sum and that of their sizes. Ranks compute losses
+    from the same bits, if perhaps on other hardware, so half of the digits of eps must agree.
+    """
+    for group in everyone[:, 0].unique():
+        rows = everyone[everyone[:, 0] == group]
+        if len(rows) != copies:
+            raise ValueError(
+                f"over must hold all {copies} ranks of each context group, data x context, got {len(rows)} of them"
+            )
+        spread = float(rows[:, 2].max() - rows[:, 2].min())
+        if not rows[:, 1].eq(rows[0, 1]).all() or spread > eps**0.5 * float(rows[:, 3].max()):
+            raise ValueError(
+                "losses must be the same on every rank of a context group, functions of whole values "
+                "(sequence_logprobs, sequence_mean, gather), got other ones on each: "
+                f"{rows[:, 1].long().tolist()} losses with the sums {rows[:, 2].tolist()}"
+            )
+
+
 def _check_logits(logits: Tensor) -> None:
-    _check_real("logits", logits, "(batch, local tokens, vocabulary)", 3)
+    _check_real("logits", logits, "(batch, local tokens, vocabulary)", (3,))
     if not logits.shape[2]:
         raise ValueError(f"logits must have a vocabulary, got shape {tuple(logits.shape)}")
 
 
-def _check_real(name: str, x: Tensor, shape: str, dims: int) -> None:
+def _check_real(name: str, x: Tensor, shape: str, dims: Collection[int]) -> None:
     refuse_dtensor(name, x)
-    if not isinstance(x, Tensor) or x.dim() != dims or not x.is_floating_point():
+    if not isinstance(x, Tensor) or x.dim() not in dims or not x.is_floating_point():
         got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x))
         raise ValueError(f"{name} must be a real {shape} tensor, got {got}")
 
@@ -245,9 +398,9 @@ def _check_ignored(ignored: int) -> None:
         raise ValueError(f"ignored must be an integer, got {ignored!r}")
 
 
-def _check_options(labelled: int | None, averaged_over: float | None) -> None:
-    if labelled is not None and (not isinstance(labelled, int) or isinstance(labelled, bool) or labelled < 0):
-        raise ValueError(f"labelled must be None or an integer >= 0, got {labelled!r}")
+def _check_options(name: str, count: int | None, averaged_over: float | None) -> None:
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
+        raise ValueError(f"{name} must be None or an integer >= 0, got {count!r}")
     number = isinstance(averaged_over, (int, float)) and not isinstance(averaged_over, bool)
     if averaged_over is not None and not (number and 0 < averaged_over < math.inf):
         raise ValueError(f"averaged_over must be None or a positive finite number, got {averaged_over!r}")

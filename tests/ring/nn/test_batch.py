@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from reference import Pattern
 from ring import Layout
@@ -64,8 +66,8 @@ def _gathered() -> None:
         x.requires_grad_(dtype in REALS)
         before = x.detach().clone()
         found = gather(context, x, dim)
-        assert torch.equal(found, whole) and found.dtype == dtype and not found.requires_grad
-        found.zero_()
+        assert torch.equal(found, whole) and found.dtype == dtype and found.requires_grad == (dtype in REALS)
+        found.detach().zero_()
         assert torch.equal(x, before), "what was gathered has memory of its own"
 
 
@@ -137,6 +139,87 @@ def test_next_tokens(ignored: int, dtype: torch.dtype) -> None:
         found = next_tokens(tokens[:, :n], ignored)
         assert torch.equal(found, wanted) and found.dtype is torch.int64
     assert next_tokens(tokens)[0, 2] == IGNORED
+
+
+PACKED = (5, 1, 0, 7, 3)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3, 7, 20])
+def test_labels_any_number_of_tokens_ahead_stay_in_their_document(ahead: int) -> None:
+    tokens = torch.arange(100, 132).view(2, 16)
+    wanted = [
+        functional.pad(part[:, ahead:], (0, min(ahead, part.shape[1])), value=IGNORED)
+        for part in tokens.split(PACKED, 1)
+    ]
+    labels = next_tokens(tokens, ahead=ahead, documents=PACKED)
+    assert torch.equal(labels, torch.cat(wanted, 1))
+    alone = functional.pad(tokens[:, ahead:], (0, min(ahead, 16)), value=IGNORED)
+    assert torch.equal(next_tokens(tokens, ahead=ahead), alone)
+    context = ContextParallel(Layout.contiguous(16, 1))
+    batch = shard_batch(context, tokens, labels, documents=PACKED, further=labels)
+    assert (
+        batch.labels is not None and torch.equal(batch.labels, labels) and torch.equal(batch.others["further"], labels)
+    )
+
+
+@pytest.mark.parametrize(
+    ("ahead", "made", "mended"),
+    [
+        (1, next_tokens, True),
+        (2, lambda x: next_tokens(x, ahead=2), False),
+        (2, lambda x: next_tokens(next_tokens(x)).int(), False),
+        (2, lambda x: next_tokens(next_tokens(x, documents=PACKED)), True),
+        (3, lambda x: x.roll(-3, 1), False),
+        (3, lambda x: next_tokens(x, 0, ahead=3).masked_fill(x % 3 == 0, IGNORED), False),
+    ],
+)
+def test_labels_of_another_document(ahead: int, made: Callable[[Tensor], Tensor], mended: bool) -> None:
+    """Refuse them under any name. mended: only the last of a document is one, which `shard_batch` ignores in labels."""
+    tokens = torch.arange(100, 132).view(2, 16)
+    context = ContextParallel(Layout.contiguous(16, 1), documents=PACKED)
+    words = f"must not cross the ends of documents, got the tokens {ahead} ahead, also .*ahead={ahead}, documents=len"
+    with pytest.raises(ValueError, match=f"further {words}"):
+        shard_batch(context, tokens, further=made(tokens))
+    with nullcontext() if mended else pytest.raises(ValueError, match=f"labels {words}"):
+        labels = shard_batch(context, tokens, made(tokens)).labels
+        assert labels is not None and torch.equal(labels, next_tokens(tokens, ahead=ahead, documents=PACKED))
+
+
+@pytest.mark.parametrize("call", ["next_tokens", "shard_batch"])
+@pytest.mark.parametrize(
+    ("documents", "words"),
+    [
+        (
+            [[2, 2], [1, 3]],
+            "documents must be one list of lengths, for all rows, got 2 lists: .* one long row; write tok",
+        ),
+        ((torch.tensor([4]),), "documents must be one list of lengths, for all rows, got 1 lists"),
+        ((), "documents must add up to the 4 tokens"),
+        ((3, 2), "documents must add up to the 4 tokens"),
+    ],
+)
+def test_documents_that_are_refused(call: str, documents: Any, words: str) -> None:
+    tokens = torch.arange(8).view(2, 4)
+    with pytest.raises(ValueError, match=words):
+        if call == "next_tokens":
+            next_tokens(tokens, documents=documents)
+        else:
+            shard_batch(four(), tokens, documents=documents)
+
+
+@pytest.mark.parametrize("ahead", [0, -1, True, 1.0])
+def test_a_distance_that_is_none_is_refused(ahead: Any) -> None:
+    with pytest.raises(ValueError, match=f"ahead must be an integer >= 1, got {ahead}"):
+        next_tokens(torch.arange(8).view(2, 4), ahead=ahead)
+
+
+def test_equal_tokens_are_no_leak() -> None:
+    """Labels two ahead within documents are also the next tokens, and the tokens, if all tokens are equal."""
+    tokens = torch.full((1, 16), 7)
+    context = ContextParallel(Layout.contiguous(16, 1), documents=PACKED)
+    labels = next_tokens(tokens, ahead=2, documents=PACKED)
+    batch = shard_batch(context, tokens, labels, further=labels, same=tokens)
+    assert batch.labels is not None and torch.equal(batch.labels, labels)
 
 
 @pytest.mark.parametrize("tokens", [torch.zeros(3).long(), torch.zeros(2, 3), torch.zeros(2, 3).short(), [[1, 2]]])

@@ -148,5 +148,21 @@ def test_the_norm_is_computed_in_fp64(dtype: torch.dtype) -> None:
         )
 
 
+def _of_other_models(dtype: torch.dtype, by: float) -> str:
+    parameters = [nn.Parameter(torch.full(shape, 1.5, dtype=dtype)) for shape in ((3, 2), (), (4,))]
+    if dist.get_rank() == 3:
+        parameters[2].data[3] += by
+    return said(lambda: average_gradients(parameters))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_replicas_that_are_none_are_refused(ranks: Ranks, dtype: torch.dtype) -> None:
+    assert set(ranks(4).run(_of_other_models, dtype, 0.0)) == {"fine"}
+    for by in (torch.finfo(dtype).eps, torch.nan):
+        (answer,) = set(ranks(4).run(_of_other_models, dtype, by))
+        assert "parameters must have the same values on every rank, got others in number 2 on rank 3" in answer
+
+
 def test_nothing_to_clip() -> None:
     assert clip_grad_norm([], 1.0) == clip_grad_norm(nn.Parameter(torch.zeros(3)), 1.0) == 0.0

@@ -45,6 +45,17 @@ def test_the_training_step_has_the_same_loss_and_norm_on_every_rank(tmp_path: Pa
     assert len(said) == 12 and len(set(said)) == 3, said
 
 
+def test_losses_of_whole_sequences_are_those_of_one_process(tmp_path: Path) -> None:
+    page = (ROOT / "ring/nn/README.md").read_text()
+    (example,) = re.findall(r"```python\n(# preferences\.py.*?)```", page, re.DOTALL)
+    words = r"rank (\d): step (\d), (.*) and (.*), norm (.*)"
+    alone, four = (re.findall(words, torchrun(ranks, tmp_path, example)) for ranks in (1, 4))
+    wanted = {step: [float(number) for number in numbers] for _, step, *numbers in alone}
+    assert len(wanted) == 3 and len(four) == 12
+    for _, step, *numbers in four:  # printed with five digits; rounding of fp32 is less
+        assert all(abs(float(x) - y) < 1e-4 for x, y in zip(numbers, wanted[step], strict=True))
+
+
 def test_twelve_lines_make_it_sharded(tmp_path: Path) -> None:
     """The two programs differ in twelve lines and empty ones, and end with the same loss, to fp32 rounding.
 

@@ -32,12 +32,13 @@ from ring.nn import (
     ContextParallel,
     SelfAttention,
     average_gradients,
-    batch,
     clip_grad_norm,
     cross_entropy,
     gather,
+    gradients,
     loss,
     next_tokens,
+    sequence,
     shard_batch,
 )
 from ring.nn.batch_group import BatchRanks
@@ -117,7 +118,7 @@ def typing_rules(axis: dist.ProcessGroup) -> Iterator[None]:
     - The autograd function of the loss is unknown to it. It is the sum of all ranks' shares, with this rank's gradient.
     - `to` is not linear to it, and `copy_` must not change a type. Each gives the type of its source: the average
       overwrites a pending gradient.
-    - Comparisons of arguments between ranks are no part of the computation.
+    - Comparisons of arguments, and of parameters, between ranks are no part of the computation.
     """
 
     def boundary(function: Callable[..., Any], inputs: Collection[object], output: object) -> Callable[..., Any]:
@@ -151,12 +152,12 @@ def typing_rules(axis: dist.ProcessGroup) -> Iterator[None]:
 
     with (
         patch.object(ContextParallel, "attention", boundary(ContextParallel.attention, (V,), V)),
-        patch.object(batch, "_all_shards", boundary(batch._all_shards, (V,), R)),
-        patch.object(Layout, "unshard", boundary(Layout.unshard, (R,), R)),
+        patch.object(sequence, "_gathered", boundary(sequence._gathered, (V,), R)),
         patch.object(BatchRanks, "gather", boundary(BatchRanks.gather, (V, R), R)),
         patch.object(loss._Mean, "spmd_typecheck", staticmethod(mean), create=True),
         patch.object(Tensor, "copy_", copied),
         patch.object(Tensor, "to", converted),
+        patch.object(gradients, "_check_replicas"),
         patch.object(BatchRanks, "agree", spmd.no_typecheck(BatchRanks.agree)),
         patch.object(ContextParallel, "agree", spmd.no_typecheck(ContextParallel.agree)),
     ):
