@@ -192,7 +192,11 @@ class Layout:
             order = next((name for name in ("zigzag", "striped", "hilbert") if name == fields[0]), "contiguous")
             got = [x for x in fields if isinstance(x, np.ndarray) or x not in (None, ())]
             raise ValueError(f"cuts and an order must be given, got {got}; write Layout.{order}(tokens, ranks)")
+        _checked_cuts(self.cuts, self.n)
         if self.runs is not None:
+            tokens = sum(run[2] for run in self.runs)
+            if tokens != self.n:
+                raise ValueError(f"runs must hold the {self.n} positions, got {tokens} in {len(self.runs)} runs")
             object.__setattr__(self, "runs", _merge_runs(self.runs))
         object.__setattr__(self, "number", next(_numbers))
         _by_number[self.number] = self
@@ -215,9 +219,13 @@ class Layout:
 
         Args:
             rank: 0 to world_size - 1.
+
+        Raises:
+            ValueError: the order is not stored as runs.
         """
         self._check_rank(rank)
-        assert self.runs is not None
+        if self.runs is None:
+            raise ValueError(f"order must be stored as runs, got a listed order of {self.n} positions: use positions")
         first, last, offset, shard = self.cuts[rank], self.cuts[rank + 1], 0, []
         for start, step, length in self.runs:
             low, high = max(first - offset, 0), min(last - offset, length)

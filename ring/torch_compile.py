@@ -45,7 +45,7 @@ def traced(
     Raises ValueError while traced if the group has no name. Other errors are raised when the graph runs.
     """
     out, lse, _ = torch.ops.ring.attention_forward(
-        q, k, v, layout=layout.number, pattern=pattern_to_text(pattern), group=_group_name(group),
+        q, k, v, layout=layout.number, pattern=pattern_to_text(pattern), group=group_name(group),
         packed=pattern.number if packed is None else packed, return_lse=return_lse, kernel_name=kernel,
         differentiated=wants_gradients(q, k, v), **settings,
     )  # fmt: skip
@@ -94,7 +94,7 @@ def _branch_from_text(text: str) -> Branch:
     )
 
 
-def _group_name(group: dist.ProcessGroup | DeviceMesh | Transport | None) -> str:
+def group_name(group: dist.ProcessGroup | DeviceMesh | Transport | None) -> str:
     """Return the name by which a graph looks a process group up; NO_GROUP for none.
 
     Raises ValueError for a group without a name.
@@ -116,7 +116,8 @@ def _pattern(text: str, number: int) -> Pattern:
     return _packed_pattern(text, number) if number else pattern_from_text(text)
 
 
-def _transport(group: str) -> Transport:
+def named_transport(group: str) -> Transport:
+    """Look up the transport of a group by its name."""
     if group == NO_GROUP:
         return SoloTransport()
     return ProcessGroupTransport(_resolve_process_group(group))  # type: ignore[arg-type]
@@ -136,7 +137,7 @@ def attention_forward(
 
     packed: the number of the pattern whose documents to use; 0: none. differentiated: True if the graph is.
     """
-    transport = _transport(group)
+    transport = named_transport(group)
     with torch.cuda.device_of(q), transport.calls.lock(), torch.autocast(q.device.type, enabled=False):
         numbered = transport.calls.begin(name)
         call = Call(
@@ -163,7 +164,7 @@ def attention_backward(
     return_lse: bool, check: bool, name: str | None, packed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk, dv, like q, k, v. number: of the call, as returned by the forward."""
-    transport = _transport(group)
+    transport = named_transport(group)
     with torch.cuda.device_of(q), transport.calls.lock(), torch.autocast(q.device.type, enabled=False):
         numbered = transport.calls.get(int(number), name)
         call = Call(

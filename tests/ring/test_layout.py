@@ -211,6 +211,9 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (partial(MAKE, "zigzag"), "cuts and an order must be given, got ['zigzag']; write Layout.zigzag(tokens, ranks)"),
     (partial(MAKE, "ring", 16, 1), "cuts and an order must be given, got ['ring', 16, 1]; write Layout.contiguous("),
     (partial(MAKE, 16, (0, 8, 16)), "cuts and an order must be given, got [16, (0, 8, 16)]; write Layout.contiguous("),
+    (partial(MAKE, 16, (0, 8), (Run(0, 1, 16),)), CUTS.format(16, (0, 8))),
+    (partial(MAKE, 16, (0, 8, 16), (Run(0, 1, 8),)), "runs must hold the 16 positions, got 8 in 1 runs"),
+    (partial(Layout.from_cuts(range(5, -1, -1), (0, 3, 6)).shard_runs, 0), "order must be stored as runs, got a"),
     *((partial(call, rank), f"rank must be in [0, 3), got {rank}") for rank in (-1, 3, 100)
       for call in (THREE.positions, THREE.shard_runs, partial(THREE.shard, torch.zeros(1, 6)))),
     *((partial(THREE.shard, torch.zeros(6, n), 0), f"x must have 6 tokens along dim 1, got shape (6, {n})")

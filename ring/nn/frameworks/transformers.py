@@ -11,33 +11,41 @@ Shard a batch that a collator flattened to (1, N), whose position_ids restart in
     shard_batch(context, tokens, next_tokens(tokens), documents=documents_from_positions(position_ids))
 
 Pass the handle to the model as a keyword, and optionally `pattern` to replace the model's dense attention. Layers with
-a sliding window keep it. Unsupported features are refused by name, on every rank, before any message: attention masks,
-dropout of attention, attention in chunks, sinks, softcaps, caches, attention weights as output, and rotary scaling that
-depends on the rank. Missing positions are refused too, since the model would count from the start of each shard. Only
-text models are supported: masks for images are refused.
+a sliding window keep it. Unsupported features are refused by name, on every rank, before any message: dropout of
+attention, attention in chunks, sinks, softcaps, caches, attention weights as output, and rotary scaling that depends on
+the rank. Missing positions are refused too, since the model would count from the start of each shard. Only text models
+are supported: masks for images are refused.
+
+Positions are those of the handle. Models that count as RoBERTa get them plus padding_idx + 1. Models with rotary
+positions of time, height and width get (4, B, N): those of the text first, as Qwen2-VL has them for packed sequences.
+
+An attention mask of ones and zeros, sharded as the tokens are, marks padding (`transformers_padding`). All ranks gather
+it at each call: leave it out where there is no padding. To generate or evaluate on one rank, write
+
+    with restored(model):
+        model.generate(tokens)
 """
 
 from __future__ import annotations
 
-import inspect
-import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from reference.pattern import Pattern
 from ring.nn.context import ContextParallel
+from ring.nn.frameworks.transformers_call import NAME, Checked, check_calls, checked_context, is_given, prepared_call
+from ring.nn.frameworks.transformers_masks import RefusedMask, WindowMask, placeholder
+from ring.nn.frameworks.transformers_positions import checked_positions
 
-NAME = "ring"
-FIRST = "layer 0"  # the attention call that an error of the model's call replaces
 # Keywords that every attention function receives, and that do not affect the attention.
 HARMLESS = {"num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict", "cache_position"}
-RIGHT = "context.positions, as in a batch of shard_batch"
 
 
 def register(name: str = NAME) -> None:
@@ -47,42 +55,40 @@ def register(name: str = NAME) -> None:
         name: for `model.set_attn_implementation`.
     """
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, _mask)
+    AttentionMaskInterface.register(name, placeholder)
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model, switched to ring attention, without a cache and with validation of each call's arguments.
+    """Return the model, switched to ring attention, with calls that make no cache and validate their arguments.
 
     Args:
         model: changed in place.
     """
     register()
+    check_calls(model)
     model.set_attn_implementation(NAME)
-    model.config.use_cache = False
-    model.register_forward_pre_hook(_check_call, with_kwargs=True)
     return model
 
 
-# Arguments of a model's call that its attention does not receive, each with the reason why it must be left out.
-LEFT_OUT = {
-    "labels": "the model shifts them within each shard and takes the mean of each: give the logits to cross_entropy",
-    "past_key_values": "a cache holds the keys of one shard",
-    "output_attentions": "ring attention does not compute weights",
-    "logits_to_keep": "it would keep the last tokens of each shard",
-}
+@contextmanager
+def restored(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Return a prepared model with its own attention and cache within the block, to generate or evaluate on one rank.
 
+    Args:
+        model: from `prepare`; calls in the block have no `context`.
 
-def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
-    arguments = bound.arguments | bound.arguments.get("kwargs", {})
-    context = _checked_context(arguments.get("context"))
+    Raises:
+        ValueError: the model is not prepared.
+    """
+    call = prepared_call(model)
+    if call is None:
+        raise ValueError(f"model must be a prepared one, from prepare(model), got {type(model).__name__}")
     try:
-        for name, reason in LEFT_OUT.items():
-            if _is_given(arguments.get(name)):
-                raise NotImplementedError(f"{name} must be left out: {reason}")
-        _check_positions(arguments.get("position_ids"), context)
-    except (ValueError, NotImplementedError) as error:
-        context.raise_everywhere(error, FIRST)
+        for config, implementation in call.before:
+            config._attn_implementation = implementation
+        yield model
+    finally:
+        model.set_attn_implementation(NAME)
 
 
 def attention(
@@ -99,6 +105,7 @@ def attention(
     position_ids: Tensor | None = None,
     context: ContextParallel | None = None,
     pattern: Pattern | None = None,
+    checked: Checked | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention of a model's layer, (B, N, H, D), and None in place of weights.
@@ -112,48 +119,58 @@ def attention(
         dropout: must be 0.
         is_causal: None: the module's attribute, True without one.
         sliding_window: tokens that a query sees, with itself; None: all.
-        position_ids: (1 or B, N), those of the layout, which are compared unless the handle has check=False.
+        position_ids: (1 or B, N), those of the layout, which are compared unless the handle has check=False, or the
+            model's call was checked.
         context: handle of the sharded sequence.
         pattern: None for the model's own attention.
+        checked: from the call of a prepared model; None without `prepare`.
         others: refused if set, unless they do not affect the attention.
 
     Raises:
         ValueError, NotImplementedError: unsupported arguments, on every rank; on this rank alone without a context.
     """
-    context = _checked_context(context)
-    name = f"layer {module.layer_idx}" if hasattr(module, "layer_idx") else None
+    context = checked_context(context)
+    name = _name(module)
     try:
         _check_arguments(attention_mask, dropout, others)
         _check_rotary(getattr(module, "config", None))
-        _check_positions(position_ids, context)
+        if checked is None:
+            checked_positions(position_ids, context, name=name)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        _check_padding(checked, causal)
         pattern = _pattern(pattern, causal, _window(attention_mask, sliding_window, causal))
     except (ValueError, NotImplementedError) as error:
         context.raise_everywhere(error, name)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, N, H, D)
-    return context.attention(q, k, v, pattern, scale=scaling, name=name), None
+    empty = checked is not None and checked.stand_in
+    q, k, v = (x.transpose(1, 2)[:, : 0 if empty else None] for x in (query, key, value))  # (B, N, H, D)
+    out = context.attention(q, k, v, pattern, scale=scaling, name=name)
+    return torch.cat((out, out.new_zeros((out.shape[0], 1, *out.shape[2:]))), 1) if empty else out, None
 
 
-def _checked_context(context: object) -> ContextParallel:
-    if not isinstance(context, ContextParallel):
-        raise ValueError(f"context must be given to the model's call, model(..., context=handle), got {context!r}")
-    return context
+def _name(module: nn.Module) -> str | None:
+    """Label of a layer's call: None in a graph, which would be compiled anew for each layer."""
+    named = hasattr(module, "layer_idx") and not torch.compiler.is_compiling()
+    return f"layer {module.layer_idx}" if named else None
 
 
 def _check_arguments(attention_mask: object, dropout: float, others: dict[str, Any]) -> None:
-    if attention_mask is not None and not isinstance(attention_mask, _WindowMask):
-        got = attention_mask if isinstance(attention_mask, _RefusedMask) else type(attention_mask).__name__
+    if attention_mask is not None and not isinstance(attention_mask, WindowMask):
+        got = attention_mask if isinstance(attention_mask, RefusedMask) else type(attention_mask).__name__
         raise NotImplementedError(f"attention_mask must be None, got {got}: the pattern is the mask")
     if dropout:
         raise NotImplementedError(f"dropout of attention must be 0, got {dropout}: set config.attention_dropout to 0")
     for name, value in others.items():
-        if name not in HARMLESS and _is_given(value):
+        if name not in HARMLESS and is_given(value):
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise NotImplementedError(f"{name} must be left out: ring attention does not support it, got {got}")
 
 
-def _is_given(value: object) -> bool:
-    return isinstance(value, Tensor) or (value is not None and value is not False and value != 0)
+def _check_padding(checked: Checked | None, causal: bool) -> None:
+    if checked is not None and checked.causal_only and not causal:
+        raise NotImplementedError(
+            "attention_mask must have its zeros in the same places of every row, without a pattern, where attention is "
+            "not causal, got others: call the model for each row"
+        )
 
 
 def _check_rotary(config: object) -> None:
@@ -175,37 +192,9 @@ def _rope_types(parameters: dict[str, Any]) -> Iterator[str]:
             yield str(value)
 
 
-def _check_positions(position_ids: object, context: ContextParallel) -> None:
-    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != context.tokens:
-        got = tuple(position_ids.shape) if isinstance(position_ids, Tensor) else position_ids
-        raise ValueError(f"position_ids must be (1 or batch, {context.tokens}), {RIGHT}, got {got}")
-    if context.check and not _is_verified(position_ids, context):
-        if not bool((position_ids == context.positions_on(position_ids.device)).all()):
-            raise ValueError(
-                f"position_ids must be {RIGHT}, got others: without position_ids the model counts from the "
-                "shard's start, and packed documents need a handle with their lengths (with_documents)"
-            )
-        _set_verified(position_ids, context)
-
-
-# The position_ids that last passed the check of a handle. Layers of a model share them, and comparing values makes the
-# host wait for the GPU.
-_verified: WeakKeyDictionary[ContextParallel, tuple[weakref.ref[Tensor], int]] = WeakKeyDictionary()
-
-
-def _is_verified(position_ids: Tensor, context: ContextParallel) -> bool:
-    known, version = _verified.get(context, (None, -1))
-    return known is not None and known() is position_ids and version == position_ids._version
-
-
-def _set_verified(position_ids: Tensor, context: ContextParallel) -> None:
-    if not position_ids.is_inference():  # inference tensors have no version, so a change would go unnoticed
-        _verified[context] = weakref.ref(position_ids), position_ids._version
-
-
 def _window(attention_mask: object, sliding_window: object, causal: bool) -> int | None:
     """Number of positions before its own that a query of the layer sees; None for all."""
-    mask_tokens = int(attention_mask) if isinstance(attention_mask, _WindowMask) else None
+    mask_tokens = int(attention_mask) if isinstance(attention_mask, WindowMask) else None
     if sliding_window is None and mask_tokens is None:
         return None
     tokens = mask_tokens if sliding_window is None else sliding_window
@@ -232,37 +221,3 @@ def _pattern(pattern: object, causal: bool, window: int | None) -> Pattern:
 @lru_cache
 def _dense(causal: bool, window: int | None) -> Pattern:
     return Pattern.dense(causal=causal, window=window)
-
-
-class _WindowMask(int):
-    """Placeholder for a mask: number of tokens that a query sees, including itself."""
-
-
-class _RefusedMask(str):
-    """Placeholder for an unsupported mask. The attention function, which has the context, refuses it on all ranks."""
-
-
-def _mask(
-    *,
-    attention_mask: object = None,
-    local_size: object = None,
-    use_vmap: bool = False,
-    mask_function: object = None,
-    config: object = None,
-    **others: Any,
-) -> object:
-    """Mask function of a model: returns a placeholder for the caller's mask, which the model would otherwise drop.
-
-    The model takes positions that are not consecutive for packed sequences, and passes a mask function. Ignore it,
-    since the attention uses only the layout's positions.
-    """
-    if attention_mask is not None:
-        return _RefusedMask("a mask")
-    if use_vmap or getattr(mask_function, "__name__", "") == "or_mask":  # of pairs that causal attention does not see
-        return _RefusedMask("a mask function")
-    if local_size is None:
-        return None
-    chunks = getattr(config, "attention_chunk_size", None)
-    if chunks is None and isinstance(local_size, int) and local_size == getattr(config, "sliding_window", None):
-        return _WindowMask(local_size)
-    return _RefusedMask(f"a mask of chunks or windows of {local_size} tokens")

@@ -223,7 +223,7 @@ def test_masks_that_a_model_makes_by_itself_are_not_dropped() -> None:
 
 Wrong = tuple[str, Callable[[], PreTrainedModel], Callable[[Tensor, Tensor], dict[str, Any]]]
 WRONG: list[Wrong] = [  # the error, the model, and what is wrong in its call, made of its tokens and positions
-    ("attention_mask must be None, got a mask", llama, lambda tokens, _: {"attention_mask": torch.ones_like(tokens)}),
+    ("attention_mask must be None or this", llama, lambda tokens, _: {"attention_mask": 2 * torch.ones_like(tokens)}),
     ("dropout of attention must be 0, got 0.1", lambda: llama(attention_dropout=0.1), lambda *_: {}),
     ("position_ids must be", llama, lambda tokens, _: {"position_ids": torch.arange(tokens.shape[1])[None] + 1}),
     ("rope_type must not depend", lambda: llama(rope_parameters=DYNAMIC), lambda *_: {}),
@@ -242,7 +242,6 @@ def call(wrong: Wrong, tokens: Tensor, context: ContextParallel) -> float:
     """Call a model, and return its mean logit."""
     _, make, change = wrong
     model, arguments = transformers.prepare(make()).train(), change(tokens, context.positions)
-    model.config.use_cache = arguments.pop("use_cache", False)
     given = {"position_ids": context.positions[None], "context": context} | arguments
     return float(model(tokens, **given).logits.mean())
 

@@ -1,0 +1,146 @@
+"""Checks each call of a prepared model of Hugging Face, and hands its layers what the checks found."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ring.nn.context import ContextParallel
+from ring.nn.frameworks.transformers_padding import check_mask, without_padding
+from ring.nn.frameworks.transformers_positions import checked_positions, first_position, has_axes
+
+NAME = "ring"
+FIRST = "layer 0"  # the attention call that an error of the model's call replaces
+
+# Arguments of a model's call that its attention does not receive, each with the reason why it must be left out.
+LEFT_OUT = {
+    "labels": "the model shifts them within each shard and takes the mean of each: give the logits to cross_entropy",
+    "use_cache": "a cache holds the keys of one shard",
+    "past_key_values": "a cache holds the keys of one shard",
+    "output_attentions": "ring attention does not compute weights",
+    "logits_to_keep": "it would keep the last tokens of each shard",
+}
+
+
+class Checked(NamedTuple):
+    """The keyword `checked` of a layer: its model's call has the right positions, if the model hands them on or not.
+
+    causal_only: True if padding is on the right, which only causal attention does not see. stand_in: True for a rank
+    without tokens. Models cannot reshape an empty tensor, so this rank's model gets one token, which no attention sees.
+    """
+
+    causal_only: bool
+    stand_in: bool
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedCall:
+    """The hook of a prepared model. before: its configurations' attention; first: its first position."""
+
+    before: list[tuple[PreTrainedConfig, str]]
+    first: int
+    axes: bool
+
+    def __call__(
+        self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        parameters = inspect.signature(model.forward).parameters
+        arguments = dict(zip(parameters, args, strict=False)) | kwargs
+        if len(arguments) < len(args) + len(kwargs):
+            return None  # too many or twice the same: Python refuses the call
+        if model.config._attn_implementation != NAME:
+            _refuse_handle(arguments.get("context"), model.config._attn_implementation)
+            return None
+        changes = self._changes(arguments)
+        if not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+            changes = {name: value for name, value in changes.items() if name in parameters}
+        return (), arguments | changes
+
+    def _changes(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments that the model gets in place of the caller's."""
+        context, mask = checked_context(arguments.get("context")), arguments.get("attention_mask")
+        causal_only = False
+        try:
+            for name, reason in LEFT_OUT.items():
+                if is_given(arguments.get(name)):
+                    raise NotImplementedError(f"{name} must be left out: {reason}")
+            positions = checked_positions(arguments.get("position_ids"), context, self.first, self.axes, FIRST)
+            if mask is not None:
+                check_mask(mask, context)
+        except (ValueError, NotImplementedError) as error:
+            context.raise_everywhere(error, FIRST)
+        if mask is not None:
+            context, causal_only = without_padding(mask, context, arguments.get("pattern") is None)
+        empty = positions.shape[-1] == 0
+        changes = {name: _with_token(x) for name, x in arguments.items()} if empty else {}
+        return changes | {
+            "context": context, "use_cache": False, "checked": Checked(causal_only, empty), "attention_mask": None,
+            "position_ids": positions.new_full((*positions.shape[:-1], 1), self.first) if empty else positions,
+        }  # fmt: skip
+
+
+def prepared_call(model: PreTrainedModel) -> PreparedCall | None:
+    """Return the hook of a prepared model, None for another."""
+    hooks = model._forward_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, PreparedCall)), None)
+
+
+def check_calls(model: PreTrainedModel) -> None:
+    """Add hooks to a model whose attention is not replaced yet; a prepared one keeps its own."""
+    if prepared_call(model) is None:
+        trees = [_tree(module.config) for module in model.modules() if isinstance(module, PreTrainedModel)]
+        configs = {id(config): config for tree in trees for config in tree}.values()
+        before = [(config, config._attn_implementation) for config in configs]
+        call = PreparedCall(before, first_position(model), has_axes(model.config))
+        model.register_forward_pre_hook(call, with_kwargs=True)
+        model.register_forward_hook(_without_token, with_kwargs=True)
+
+
+def _tree(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """Yield a configuration and then those in it: setting the attention of one sets theirs."""
+    yield config
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            yield from _tree(getattr(config, name))
+
+
+def checked_context(context: object) -> ContextParallel:
+    """Return the handle; ValueError, on this rank alone, for anything else."""
+    if not isinstance(context, ContextParallel):
+        raise ValueError(f"context must be given to the model's call, model(..., context=handle), got {context!r}")
+    return context
+
+
+def is_given(value: object) -> bool:
+    """True for an argument that would have an effect."""
+    return isinstance(value, Tensor) or (value is not None and value is not False and value != 0)
+
+
+def _refuse_handle(context: object, implementation: str | None) -> None:
+    if isinstance(context, ContextParallel):
+        error = ValueError(
+            f"context must be left out while the model's attention is {implementation!r}, not {NAME!r}, as within "
+            "restored(model): each rank would compute its shard alone"
+        )
+        context.raise_everywhere(error, FIRST)
+
+
+def _with_token(x: Any) -> Any:
+    """Add a token of zeros to a tensor (B, 0, ...)."""
+    if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1]:
+        return x
+    return torch.cat((x, x.new_zeros((x.shape[0], 1, *x.shape[2:]))), 1)
+
+
+def _without_token(_: PreTrainedModel, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Remove the token of a rank without tokens from the outputs, (B, 1, D); its gradients are zero."""
+    if not getattr(kwargs.get("checked"), "stand_in", False):
+        return None
+    return tree_map(lambda x: x[:, :0] if isinstance(x, Tensor) and x.dim() == 3 else x, output)
