@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from reference.documents import Documents, documents_from_cu_seqlens
-from ring.nn.batch import gather
 from ring.nn.context import ContextParallel
+from ring.nn.sequence import gather
 
 ALLOWED = "attention_mask must be None or this rank's shard of a mask of zeros at padding and ones"
 
