@@ -85,7 +85,7 @@ SIGNED: dict[Callable[..., Any], dict[str, Any]] = {
     ContextParallel: {
         "group": None, "exchange": "direct", "bucket": None, "kernel": "auto", "check": True, "documents": None
     },
-    next_tokens: {"ignored": -100},
+    next_tokens: {"ahead": 1, "documents": None, "ignored": -100},
     rotary: {"theta": 10000.0},
 }  # fmt: skip
 

@@ -61,7 +61,7 @@ class LongProblem:
     @classmethod
     def own(cls, world: int, line: str) -> LongProblem:
         """Return the problem of a Case written in a line, on that many ranks. Raises ValueError."""
-        case = read_case_line(f"world={world} {line}")
+        case = read_case_line(line if "world=" in line else f"world={world} {line}")
         if case.through_lse or case.world != world:
             raise ValueError(
                 f"world is {case.world}, lse is {case.lse!r}; they must be {world}, 'unused' or 'returned'"
