@@ -23,7 +23,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from ring.nn.batch_group import BatchRanks
 from ring.nn.frameworks.mesh import averaging_mesh
+from ring.nn.frameworks.missing_gradients import FilledBuckets
 
 OURS = ("process_group", "device_mesh")  # set by the mesh
 
@@ -43,4 +45,7 @@ def wrap(model: nn.Module, mesh: DeviceMesh, **options: Any) -> DistributedDataP
     for name in OURS:
         if name in options:
             raise ValueError(f"{name} must be left out: gradients are averaged over the ranks of mesh, got {name}")
-    return DistributedDataParallel(model, process_group=over.get_group(), **options)
+    wrapped = DistributedDataParallel(model, process_group=over.get_group(), **options)
+    if not wrapped.find_unused_parameters:
+        FilledBuckets(wrapped, BatchRanks(over))
+    return wrapped

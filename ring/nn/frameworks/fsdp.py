@@ -24,8 +24,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from ring.nn.batch_group import BatchRanks
 from ring.nn.frameworks.mesh import averaging_mesh, replicating_mesh
+from ring.nn.frameworks.missing_gradients import FilledUnits
 from ring.nn.frameworks.modules import modules_of
+from ring.nn.frameworks.unit_order import UnitOrder
 
 HALVES = (torch.bfloat16, torch.float16)
 OURS = ("mesh", "mp_policy", "dp_mesh_dims")  # set by mesh and policy
@@ -67,4 +70,8 @@ def shard(
         )
     for layer in reversed(modules_of(model, layers)):  # torch requires nested layers first
         fully_shard(layer, mesh=over, mp_policy=policy, **options)
-    return fully_shard(model, mesh=over, mp_policy=policy, **options)
+    sharded = fully_shard(model, mesh=over, mp_policy=policy, **options)
+    ranks = BatchRanks(over)
+    UnitOrder(sharded, ranks)
+    FilledUnits(sharded, ranks)
+    return sharded
