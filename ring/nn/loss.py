@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ring.nn import loss_ranks
 from ring.nn.batch import IGNORED, INTEGERS
 from ring.nn.batch_group import BatchRanks
 from ring.precision import accumulator_dtype
@@ -185,7 +186,7 @@ def _mean(
         count = torch.full_like(count, labelled)
     share = 1.0 / count.clamp(min=1.0)
     scale = ranks.world_size if averaged_over is None else averaged_over
-    mean: Tensor = _Mean.apply(local, (total * share).to(kind), share * scale)
+    mean: Tensor = _Mean.apply(local, (total * share).to(kind), share * scale, ranks.world_ranks)
     return mean
 
 
@@ -193,13 +194,14 @@ class _Mean(torch.autograd.Function):
     """The mean of all ranks' losses, with the gradient of `scale` times this rank's own sum."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-        ctx.scale = scale
+    def forward(ctx: Any, local: Tensor, mean: Tensor, scale: Tensor, ranks: frozenset[int]) -> Tensor:
+        ctx.scale, ctx.ranks = scale, ranks
         return mean.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.double() * ctx.scale, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        loss_ranks.note(ctx.ranks)
+        return grad.double() * ctx.scale, None, None, None
 
 
 def _per_token(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:

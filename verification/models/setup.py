@@ -154,7 +154,7 @@ class Setup:
         if run.case.wrapper == "ddp":
             return ddp.wrap(model, run.mesh)
         if run.case.wrapper != "none":
-            fsdp.shard(model, run.mesh, self.layers(model), replicate=run.case.wrapper == "hsdp2")
+            fsdp.shard(model, run.mesh, self.layers(model), replicate="data" if run.case.wrapper == "hsdp2" else ())
         return model
 
     def optimizer(self, parameters: Sequence[nn.Parameter], run: Run) -> torch.optim.Optimizer:

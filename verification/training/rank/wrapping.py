@@ -128,7 +128,7 @@ class Ddp(TrainableModel):
 class Fsdp(TrainableModel):
     """fully_shard of each layer and of the model, over all ranks."""
 
-    replicate = False
+    replicate: tuple[str, ...] = ()
 
     def compile_layers(self, model: LanguageModel) -> None:
         for layer in model.layers:
@@ -162,7 +162,7 @@ class Fsdp(TrainableModel):
 class HybridFsdp(Fsdp):
     """Sharded within a context group, replicated over the data ranks."""
 
-    replicate = True
+    replicate = ("data",)
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

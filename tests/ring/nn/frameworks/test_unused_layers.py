@@ -102,7 +102,8 @@ def trained(wrapper: str, steps: list[list[Plan]], world: int, options: dict[str
     mesh, rank, inner = mesh_of(tuple(range(world)), ("context",)), dist.get_rank(), Forked()
     model: Any = inner
     if wrapper == "fsdp from meta":
-        model = fsdp.shard(Forked().to("meta"), mesh, Trunk).to_empty(device="cpu")
+        model = fsdp.shard(Forked().to("meta"), mesh, Trunk)
+        model.to_empty(device="cpu")
         for name, x in model.named_parameters():
             x.data.copy_(distribute_tensor(inner.get_parameter(name).detach(), mesh, x.placements))
         inner = model
