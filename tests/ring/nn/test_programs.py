@@ -32,7 +32,10 @@ def torchrun(ranks: int, folder: Path, program: str) -> str:
 def test_no_framework_is_imported_but_by_the_module_that_is_for_it() -> None:
     modules = "ring.nn, ring.nn.frameworks, ring.nn.frameworks.ddp, ring.nn.frameworks.fsdp"
     assert (
-        run("-c", f"import sys, {modules}; print({{'transformers', 'deepspeed', 'fairscale'}} & {{*sys.modules}})")
+        run(
+            "-c",
+            f"import sys, {modules}; print({{'transformers', 'deepspeed', 'fairscale', 'lightning'}} & {{*sys.modules}})",
+        )
         == "set()\n"
     )
 
