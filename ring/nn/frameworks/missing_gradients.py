@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from ring.comm.call_order import within_backward
 from ring.comm.transport import MissingRanks
 from ring.nn.batch_group import BatchRanks
+from ring.nn.frameworks.modules import differentiable
 
 
 class _EndOfBackward:
@@ -37,7 +37,7 @@ class _EndOfBackward:
     def _hook(self, module: nn.Module, inputs: object, output: object) -> None:
         if not within_backward():
             self._queued = False  # should a backward have failed
-        for x in _differentiable(output):
+        for x in differentiable(output):
             x.register_hook(self._queue)
 
     def _queue(self, grad: Tensor) -> None:
@@ -52,10 +52,6 @@ class _EndOfBackward:
     def _last(self) -> None:
         self._queued = False
         self._after()
-
-
-def _differentiable(x: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 class _Lacking:
@@ -109,7 +105,7 @@ class FilledUnits:
         @torch.compiler.disable
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             # Hooks on what FSDP's own function returned run right before it reduces the unit's gradients.
-            for x in _differentiable((args, kwargs)):
+            for x in differentiable((args, kwargs)):
                 x.register_hook(lambda grad: self._fill(groups))
 
         unit.register_forward_pre_hook(hook, with_kwargs=True)

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
 from ring.comm.call_order import within_backward
 from ring.comm.process_group import ProcessGroupTransport
 from ring.nn import loss_ranks
 from ring.nn.context import ContextParallel
+from ring.nn.frameworks.modules import differentiable, leaves
 
 
 def watch(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -33,7 +33,7 @@ def watch(model: nn.Module, mesh: DeviceMesh) -> None:
 
     @torch.compiler.disable
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        for x in () if within_backward() else tree_leaves((args, kwargs)):
+        for x in () if within_backward() else leaves((args, kwargs)):
             if isinstance(x, ContextParallel) and isinstance(x.transport, ProcessGroupTransport):
                 held = frozenset(dist.get_process_group_ranks(x.transport.group))
                 if not held <= averaged:
@@ -57,9 +57,8 @@ def watch(model: nn.Module, mesh: DeviceMesh) -> None:
 
     @torch.compiler.disable
     def after(module: nn.Module, inputs: object, output: object) -> None:
-        for x in tree_leaves(output):
-            if isinstance(x, Tensor) and x.requires_grad:
-                x.register_hook(begin)
+        for x in differentiable(output):
+            x.register_hook(begin)
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after, prepend=True)

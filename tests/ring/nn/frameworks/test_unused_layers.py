@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -61,6 +62,13 @@ class Trunk(nn.Module):
         return x
 
 
+@dataclass
+class Output:
+    """No container that torch's pytrees know."""
+
+    y: Tensor
+
+
 class Forked(nn.Module):
     """Three layers of branches between linear ones."""
 
@@ -71,8 +79,8 @@ class Forked(nn.Module):
             self.first, self.second, self.head = Trunk(), Trunk(), nn.Linear(WIDTH, 1)
         self.double()
 
-    def forward(self, x: Tensor, names: tuple[str, ...]) -> Tensor:
-        return self.head(self.second(self.first(x, names), names))
+    def forward(self, x: Tensor, names: tuple[str, ...]) -> Output:
+        return Output(self.head(self.second(self.first(x, names), names)))
 
 
 def rows(rank: int, number: int) -> Tensor:
@@ -91,7 +99,7 @@ def alone(steps: list[list[Plan]], world: int) -> dict[str, Any]:
     for number, micro_batches in enumerate(steps):
         for plan in micro_batches:
             for rank in range(world):
-                (model(rows(rank, number), plan[rank]).square().sum() / world).backward()
+                (model(rows(rank, number), plan[rank]).y.square().sum() / world).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
         optimizer.zero_grad()
@@ -115,7 +123,7 @@ def trained(wrapper: str, steps: list[list[Plan]], world: int, options: dict[str
     for number, micro_batches in enumerate(steps):
         for at, plan in enumerate(micro_batches, 1):
             with accumulating(model, last=at == len(micro_batches)):
-                model(rows(rank, number), plan[rank]).square().sum().backward()
+                model(rows(rank, number), plan[rank]).y.square().sum().backward()
         if wrapper == "none":
             average_gradients(inner.parameters(), mesh)
         norms.append(clip_grad_norm(inner.parameters(), 0.5, mesh))
@@ -155,13 +163,13 @@ def _refused(warm: list[Plan], plan: Plan, layers: Any, world: int) -> str:
     mesh, rank = mesh_of(tuple(range(world)), ("context",)), dist.get_rank()
     model: Any = fsdp.shard(Forked(), mesh, layers)
     for number, before in enumerate(warm):
-        model(rows(rank, number), before[rank]).square().sum().backward()
+        model(rows(rank, number), before[rank]).y.square().sum().backward()
     model.zero_grad()
     answer = said(lambda: model(rows(rank, 7), plan[rank]))
-    model(rows(rank, 0), ALL).square().sum().backward()
+    model(rows(rank, 0), ALL).y.square().sum().backward()
     inner = Forked()
     for other in range(world):
-        (inner(rows(other, 0), ALL).square().sum() / world).backward()
+        (inner(rows(other, 0), ALL).y.square().sum() / world).backward()
     grads = {name: whole(x.grad) for name, x in model.named_parameters() if x.grad is not None}
     exact = {name: x.grad for name, x in inner.named_parameters() if x.grad is not None}
     torch.testing.assert_close(grads, exact, rtol=0.0, atol=EXACT)
