@@ -24,11 +24,12 @@ PACKAGES = (  # public: the names in __all__
 MODULES = (  # public: every class and function without an underscore
     "reference.call_limits", "reference.closed_forms", "reference.cost", "reference.oracle", "reference.shards",
     "ring.nn.frameworks.checkpoint", "ring.nn.frameworks.ddp", "ring.nn.frameworks.deepspeed",
-    "ring.nn.frameworks.fairscale", "ring.nn.frameworks.fsdp", "ring.nn.frameworks.mesh",
-    "ring.nn.frameworks.parallel_style", "ring.nn.frameworks.recompute", "ring.nn.frameworks.transformers",
+    "ring.nn.frameworks.fairscale", "ring.nn.frameworks.fsdp", "ring.nn.frameworks.lightning",
+    "ring.nn.frameworks.mesh", "ring.nn.frameworks.parallel_style", "ring.nn.frameworks.recompute",
+    "ring.nn.frameworks.transformers",
     "verification.peers.claims",
 )  # fmt: skip
-OPTIONAL = ("deepspeed", "fairscale", "transformers")
+OPTIONAL = ("deepspeed", "fairscale", "lightning", "transformers")
 PROPERTIES = (property, cached_property)
 
 

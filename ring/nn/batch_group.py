@@ -81,7 +81,8 @@ class _SharedCallNumber(Calls):
 class BatchRanks:
     """The ranks of a process group, of a mesh, or of the default group; this process alone if there is no group.
 
-    `rank` is the number in the group or, in a mesh of a part of the world, in the mesh read row by row.
+    `rank` is the number in the group or, in a mesh of a part of the world, in the mesh read row by row; `world_ranks`
+    are the numbers of all in the world.
 
     Raises ValueError for anything else, and on a process that is not among the ranks.
     """
@@ -90,6 +91,7 @@ class BatchRanks:
         self._axes = _mesh_axes(over)
         self.rank = sum(axis.index * axis.stride for axis in self._axes)
         self.world_size = prod(len(axis.members) for axis in self._axes)
+        self.world_ranks = _world_ranks(over)
         self.calls: Calls = _SharedCallNumber([axis.transport.calls for axis in self._axes])
 
     def lock(self) -> AbstractContextManager[object]:
@@ -147,6 +149,13 @@ class BatchRanks:
             size, parts = len(payload), [gathered[member] for member in axis.members]
             pieces = [part[start : start + size] for part in parts for start in range(0, len(part), size)]
         return pieces
+
+
+def _world_ranks(over: dist.ProcessGroup | DeviceMesh | None) -> frozenset[int]:
+    """Ranks in the world, of the checked `over`."""
+    if over is None or isinstance(over, dist.ProcessGroup):
+        return frozenset(dist.get_process_group_ranks(over) if dist.is_initialized() else (0,))
+    return frozenset(over.mesh.flatten().tolist())
 
 
 def _mesh_axes(over: dist.ProcessGroup | DeviceMesh | None) -> tuple[_MeshAxis, ...]:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring.comm.process_group import ProcessGroupTransport
+from ring.nn import loss_ranks
 from ring.nn.batch import IGNORED, INTEGERS
 from ring.nn.batch_group import BatchRanks
 from ring.nn.context import ContextParallel
@@ -230,7 +231,8 @@ def _batch_mean(
         number = counted
     mean = local.detach().new_tensor(total / max(1, number)).to(accumulator_dtype(losses.dtype))
     factor = ranks.world_size if averaged_over is None else averaged_over
-    return _Mean.apply(local, mean, local.detach().new_tensor(factor / (context.world_size * max(1, number))))
+    scale = local.detach().new_tensor(factor / (context.world_size * max(1, number)))
+    return _Mean.apply(local, mean, scale, ranks.world_ranks)
 
 
 def sequence_logprobs(logits: Tensor, labels: Tensor, context: ContextParallel, ignored: int = IGNORED) -> Tensor:
@@ -310,7 +312,7 @@ def _mean(
         count = torch.full_like(count, labelled)
     share = 1.0 / count.clamp(min=1.0)
     scale = ranks.world_size if averaged_over is None else averaged_over
-    mean: Tensor = _Mean.apply(local, (total * share).to(kind), share * scale)
+    mean: Tensor = _Mean.apply(local, (total * share).to(kind), share * scale, ranks.world_ranks)
     return mean
 
 
@@ -318,13 +320,14 @@ class _Mean(torch.autograd.Function):
     """The mean of all ranks' losses, with the gradient of `scale` times this rank's own sum."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-        ctx.scale = scale
+    def forward(ctx: Any, local: Tensor, mean: Tensor, scale: Tensor, ranks: frozenset[int]) -> Tensor:
+        ctx.scale, ctx.ranks = scale, ranks
         return mean.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.double() * ctx.scale, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        loss_ranks.note(ctx.ranks)
+        return grad.double() * ctx.scale, None, None, None
 
 
 def _per_token(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:

@@ -339,7 +339,7 @@ def distribute(
     if run.case.wrapper == "ddp":
         return ddp.wrap(model, run.mesh)
     if run.case.fully_sharded:
-        fsdp.shard(model, run.mesh, layers, policy=policy, replicate=run.case.wrapper == "hsdp2")
+        fsdp.shard(model, run.mesh, layers, policy=policy, replicate="data" if run.case.wrapper == "hsdp2" else ())
     return model
 
 

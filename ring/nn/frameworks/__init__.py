@@ -4,6 +4,7 @@ mesh             the ranks of a step: data x context, and the mesh over which gr
 ddp, fsdp        torch's DistributedDataParallel and fully_shard over that mesh
 deepspeed        DeepSpeed's ZeRO 1, 2 and 3
 fairscale        FairScale's OSS and ShardedDDP
+lightning        strategies of Lightning's Trainer with either of these
 transformers     the attention of Hugging Face's models
 parallel_style   an attention module in a plan of torch's parallelize_module
 recompute        activation checkpointing, with the attention saved or recomputed

@@ -12,35 +12,47 @@
     optimizer.step()
 
 DDP averages, and `ring.nn.cross_entropy` has the scale for which the average is the gradient of the mean over all
-labelled tokens. Each micro-batch divides by the labels of the whole step, so gradients are added.
+labelled tokens. Each micro-batch divides by the labels of the whole step, so gradients are added. Parameters that a
+rank does not use in a step take part with zeros, without `find_unused_parameters`; those that no rank uses keep None.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from ring.nn.batch_group import BatchRanks
+from ring.nn.frameworks import same_ranks
 from ring.nn.frameworks.mesh import averaging_mesh
+from ring.nn.frameworks.missing_gradients import FilledBuckets
 
 OURS = ("process_group", "device_mesh")  # set by the mesh
 
 
-def wrap(model: nn.Module, mesh: DeviceMesh, **options: Any) -> DistributedDataParallel:
+def wrap(
+    model: nn.Module, mesh: DeviceMesh, *, alike: str | Iterable[str] = (), **options: Any
+) -> DistributedDataParallel:
     """Return the model with gradients averaged over all ranks of the mesh.
 
     Args:
         model: to wrap.
-        mesh: of ("data", "context"), or of "context" alone.
+        mesh: of the ranks with tokens of their own.
+        alike: names of the dimensions of its root mesh along which ranks hold the same tokens.
         options: of DDP (device_ids, static_graph, ...).
 
     Raises:
-        ValueError: another mesh, or options that set the ranks of the average.
+        ValueError: a mesh that leaves out ranks, or options that set the ranks of the average.
     """
-    over = averaging_mesh(mesh)
+    over = averaging_mesh(mesh, alike)
     for name in OURS:
         if name in options:
             raise ValueError(f"{name} must be left out: gradients are averaged over the ranks of mesh, got {name}")
-    return DistributedDataParallel(model, process_group=over.get_group(), **options)
+    same_ranks.watch(model, mesh)
+    wrapped = DistributedDataParallel(model, process_group=over.get_group(), **options)
+    if not wrapped.find_unused_parameters:
+        FilledBuckets(wrapped, BatchRanks(over))
+    return wrapped

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring.nn.frameworks import same_ranks
 from ring.nn.frameworks.mesh import averaging_mesh
 
 # Settings that the loop, the optimizer or the mesh determines. With some, DeepSpeed would compute something else.
@@ -47,13 +48,13 @@ def initialize(
     Args:
         model: in fp32 or 16 bits for stage 3.
         optimizer: of the model's parameters.
-        mesh: of ("data", "context"), or of "context" alone, with all ranks of the world.
+        mesh: of all ranks of the world, each with tokens of its own.
         config: DeepSpeed's. It must name gradient_clipping (0 for none), since the default clips at 1.0; and in 16 bits
             communication_data_type, in which gradients are summed, since the default is 16 bits too.
 
     Raises:
-        ValueError: another mesh, a model in fp64 at stage 3, a configuration without these settings, or with any that
-            the loop, the mesh or the optimizer determines (gradient_accumulation_steps, tensor_parallel, ...).
+        ValueError: a mesh that leaves out ranks, a model in fp64 at stage 3, a configuration without these settings, or
+            with any that the loop, the mesh or the optimizer determines (gradient_accumulation_steps, ...).
     """
     over = averaging_mesh(mesh)
     if over.size() != dist.get_world_size():
@@ -65,6 +66,7 @@ def initialize(
     in_fp64 = [name for name, x in model.named_parameters() if x.dtype == torch.float64]
     if in_fp64 and config.get("zero_optimization", {}).get("stage") == 3:
         raise ValueError(f"model must be in fp32 or 16 bits for stage 3, got {in_fp64[0]} in float64")
+    same_ranks.watch(model, mesh)
     fixed = {"managed_gradient_accumulation": False, "train_micro_batch_size_per_gpu": 1}  # the latter is for its logs
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=fixed | config, dist_init_required=False)
     return engine

@@ -28,6 +28,7 @@ from fairscale.optim import OSS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring.nn.frameworks import same_ranks
 from ring.nn.frameworks.mesh import averaging_mesh
 
 
@@ -39,11 +40,11 @@ def wrap(
     Args:
         model: to wrap.
         kind: class of the optimizer, which must update each parameter independently.
-        mesh: of ("data", "context"), or of "context" alone, with all ranks of the world.
+        mesh: of all ranks of the world, each with tokens of its own.
         settings: of the optimizer (lr, ...).
 
     Raises:
-        ValueError: another mesh: OSS takes the norm of gradients over all ranks of the world.
+        ValueError: a mesh that leaves out ranks: OSS takes the norm of gradients over all ranks of the world.
     """
     over = averaging_mesh(mesh)
     if over.size() != dist.get_world_size():
@@ -51,6 +52,7 @@ def wrap(
             f"mesh must have all {dist.get_world_size()} ranks of the world, over which OSS takes norms of gradients, "
             f"got one of {over.size()}"
         )
+    same_ranks.watch(model, mesh)
     group = over.get_group()
     optimizer = OSS(model.parameters(), optim=kind, group=group, **settings)
     return ShardedDataParallel(model, optimizer, process_group=group, reduce_buffer_size=0), optimizer

@@ -12,11 +12,20 @@
     ring.nn.clip_grad_norm(model.parameters(), 1.0, mesh)                       # or torch's: both take DTensors
     optimizer.step()
 
-FSDP averages as DDP does, so losses have the same scale.
+FSDP averages as DDP does, so losses have the same scale. `mesh` has the ranks with tokens of their own; with ranks that
+replicate the model, that shard it, that share sequences and that share tokens (tensor parallelism):
+
+    fsdp.shard(model, mesh["replicate", "shard", "context"], DecoderLayer, replicate="replicate", alike="tensor")
+
+Layers are units: all ranks gather their parameters. A layer that only some ranks run is refused by name, on every rank,
+before its parameters are mixed up with another's. Leave its class out of `layers`: its parameters then belong to the
+layer around it, and ranks that do not use them take part with zeros. A layer that all ranks leave out is gathered
+nevertheless, from the first forward that has it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,8 +33,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from ring.nn.batch_group import BatchRanks
+from ring.nn.frameworks import same_ranks
 from ring.nn.frameworks.mesh import averaging_mesh, replicating_mesh
+from ring.nn.frameworks.missing_gradients import FilledUnits
 from ring.nn.frameworks.modules import modules_of
+from ring.nn.frameworks.unit_order import UnitOrder
 
 HALVES = (torch.bfloat16, torch.float16)
 OURS = ("mesh", "mp_policy", "dp_mesh_dims")  # set by mesh and policy
@@ -37,25 +50,28 @@ def shard(
     layers: type[nn.Module] | tuple[type[nn.Module], ...],
     *,
     policy: MixedPrecisionPolicy | None = None,
-    replicate: bool = False,
+    replicate: str | Iterable[str] = (),
+    alike: str | Iterable[str] = (),
     **options: Any,
 ) -> FSDPModule:
     """Return the model, sharded in place over all ranks of the mesh; each layer is gathered when it runs.
 
     Args:
         model: on each rank with the same parameters.
-        mesh: of ("data", "context"), or of "context" alone.
+        mesh: of the ranks with tokens of their own.
         layers: classes of the modules that are FSDP units, nested ones too.
         policy: param_dtype is the type of parameters and activations; the optimizer keeps the current type.
-        replicate: True if each group of context ranks, which may be one host, holds the whole model (torch's hybrid
-            sharding): layers are gathered only within such a group.
+        replicate: names of the mesh's dimensions along which the model is replicated (torch's hybrid sharding): layers
+            are gathered only along the others, which may be one host.
+        alike: names of the dimensions of the mesh's root mesh along which ranks hold the same tokens.
         options: of fully_shard (reshard_after_forward, offload_policy, ...).
 
     Raises:
-        ValueError: another mesh, no such layer, options that mesh and policy set, or a policy of 16-bit parameters
-            without reduce_dtype: gradients would be summed in 16 bits, with an error that grows with the ranks.
+        ValueError: a mesh that leaves out ranks, no such layer, options that mesh and policy set, or a policy of 16-bit
+            parameters without reduce_dtype: gradients would be summed in 16 bits, with an error that grows with the
+            ranks.
     """
-    over = replicating_mesh(mesh) if replicate else averaging_mesh(mesh)
+    over = replicating_mesh(mesh, replicate, alike) if replicate else averaging_mesh(mesh, alike)
     for name in OURS:
         if name in options:
             raise ValueError(f"{name} must be left out: mesh and policy set it, got {name}")
@@ -65,6 +81,11 @@ def shard(
             f"policy must name reduce_dtype, in which gradients are summed, with param_dtype {policy.param_dtype}: "
             "torch.float32, or 16 bits if that is meant; got None"
         )
+    same_ranks.watch(model, mesh)
     for layer in reversed(modules_of(model, layers)):  # torch requires nested layers first
         fully_shard(layer, mesh=over, mp_policy=policy, **options)
-    return fully_shard(model, mesh=over, mp_policy=policy, **options)
+    sharded = fully_shard(model, mesh=over, mp_policy=policy, **options)
+    ranks = BatchRanks(over)
+    UnitOrder(sharded, ranks)
+    FilledUnits(sharded, ranks)
+    return sharded

@@ -70,7 +70,7 @@ def begun(way: str, adam: bool, value: float) -> Run:
         wrapped = ddp.wrap(model, mesh_of(((0, 1), (2, 3))))
     elif way != "plain":
         mesh = mesh_of(((3, 2), (1, 0)) if way == "descending fsdp" else ((0, 1), (2, 3)))
-        fsdp.shard(model, mesh, nn.Sequential, replicate=way == "replicated fsdp")
+        fsdp.shard(model, mesh, nn.Sequential, replicate="data" if way == "replicated fsdp" else ())
     numbers: dict[str, Any] = {"lr": value / 8, "weight_decay": value / 4}
     if adam:
         return wrapped, torch.optim.AdamW(wrapped.parameters(), betas=(value / 2, value / 3), eps=value / 5, **numbers)

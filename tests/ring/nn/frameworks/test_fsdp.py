@@ -62,7 +62,7 @@ def _shard_with(option: str, replicate: bool) -> None:
         "policy": {"policy": MixedPrecisionPolicy(output_dtype=torch.float64)},
     }
     mesh = mesh_of(((0, 1),)) if replicate else mesh_of(((1, 0),))
-    sharded: Any = fsdp.shard(model, mesh, Layer, replicate=replicate, **every[option])
+    sharded: Any = fsdp.shard(model, mesh, Layer, replicate="data" if replicate else (), **every[option])
     assert sharded is model
     for name, x in model.named_parameters():
         if option == "ignored" and name in IGNORED:
@@ -110,8 +110,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mp_policy": None}, "mp_policy must be left out"),
     ({"dp_mesh_dims": None}, "dp_mesh_dims must be left out"),
     ({"layers": nn.Conv2d}, "layers must be classes of modules in the model, got Conv2d"),
-    ({"mesh": "data"}, "mesh must have the dimensions"),
-    ({"mesh": "context", "replicate": True}, "to replicate over"),
+    ({"mesh": "data"}, "mesh must have all ranks with tokens of their own"),
+    ({"replicate": "tensor"}, "replicate must name dimensions of mesh"),
 ]
 
 

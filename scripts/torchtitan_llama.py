@@ -1,0 +1,85 @@
+"""A Llama of torchtitan 0.3.0, with this ring as its attention, sharded by FSDP2 over data x context.
+
+    pip install --no-deps torchtitan==0.3.0 tyro==1.0.17 docstring_parser==0.18.0 triton
+    torchrun --nproc-per-node=4 scripts/torchtitan_llama.py 2               # ranks that share sequences
+
+Prints the loss and the norm of the gradient of each step: the same with any number of ranks, to rounding.
+
+torchtitan builds a model from its configuration, so the attention is replaced there. Each block hands its
+`attention_masks` to the attention as they are: here the `ContextParallel` handle of the batch.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torchtitan.models.llama3 import model_registry
+from torchtitan.models.llama3.model import Llama3TransformerBlock
+from torchtitan.protocols.module import Module
+
+from reference.pattern import Pattern
+from ring import Layout
+from ring.nn import ContextParallel, clip_grad_norm, count_labels, cross_entropy, next_tokens, shard_batch
+from ring.nn.frameworks import fsdp
+
+TOKENS, SEQUENCES, STEPS = 64, 4, 3
+
+
+class RingInnerAttention(Module):
+    """torchtitan's inner attention: heads (B, tokens, heads, dim), rotated by the batch's positions."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Has no settings: the pattern is causal."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: ContextParallel, scale: float | None, **_: Any
+    ) -> Tensor:
+        """Attend within the whole sequence; `enable_gqa` needs no word."""
+        return attention_masks.attention(q, k, v, Pattern.dense(causal=True), scale=scale)
+
+
+def build() -> Any:
+    """Build the model, in fp64, with the same parameters on every rank."""
+    config = model_registry("debugmodel").model
+    for layer in config.layers:
+        layer.attention.inner_attention = RingInnerAttention.Config()
+    torch.manual_seed(0)
+    model = config.build()
+    model.init_weights(buffer_device=torch.device("cpu"))
+    return model.double()
+
+
+def main(context_size: int) -> None:
+    dist.init_process_group("gloo")
+    data_size = dist.get_world_size() // context_size
+    mesh = init_device_mesh("cpu", (data_size, context_size), mesh_dim_names=("data", "context"))
+    context = ContextParallel(Layout.zigzag(TOKENS, context_size), mesh["context"])
+    model = fsdp.shard(build(), mesh, Llama3TransformerBlock)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        tokens = torch.randint(2048, (SEQUENCES, TOKENS), generator=draw).chunk(data_size)[mesh.get_local_rank("data")]
+        batch = shard_batch(context, tokens, next_tokens(tokens))
+        positions = batch.positions.expand(len(tokens), -1)
+        logits = model(batch.tokens, positions=positions, attention_masks=batch.context)
+        loss = cross_entropy(logits, batch.labels, mesh, labelled=count_labels(batch.labels, mesh))
+        loss.backward()
+        norm = clip_grad_norm(model.parameters(), 1.0, mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not dist.get_rank():
+            sys.stdout.write(f"loss {loss:.12f}, norm {norm:.12f}\n")
+    dist.destroy_process_group()
+
+
+main(int(sys.argv[1]))
