@@ -1,6 +1,6 @@
 """Ring attention in Hugging Face's models, through their registry of attention functions.
 
-    model = prepare(LlamaForCausalLM(config))                                   # then ddp.wrap, fsdp.shard, ...
+    model = prepare(LlamaForCausalLM(config), mesh["context"])                  # then ddp.wrap, fsdp.shard, ...
     context = ContextParallel(Layout.zigzag(tokens.shape[1], ranks), mesh["context"])
     batch = shard_batch(context, tokens, next_tokens(tokens))
     logits = model(batch.tokens, position_ids=batch.positions[None], context=batch.context).logits
@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -32,6 +32,15 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from reference.pattern import Pattern
 from ring.nn.context import ContextParallel
+from ring.nn.frameworks.comparison import Comparison
+from ring.nn.frameworks.module_calls import configs_of
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.hooks import RemovableHandle
+
+    from ring.comm.transport import Transport
 
 NAME = "ring"
 FIRST = "layer 0"  # the attention call that an error of the model's call replaces
@@ -50,17 +59,60 @@ def register(name: str = NAME) -> None:
     AttentionMaskInterface.register(name, _mask)
 
 
-def prepare(model: PreTrainedModel) -> PreTrainedModel:
+def prepare(
+    model: PreTrainedModel,
+    group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
+    *,
+    compare: bool = True,
+    example: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
     """Return the model, switched to ring attention, without a cache and with validation of each call's arguments.
 
+    Call it on every rank of the context group, with the same weights, before the model is wrapped. The ranks run a tiny
+    sequence (`ring.nn.frameworks.comparison`). A model is refused whose sharded outputs are not those of one process. A
+    group of one rank has nothing sharded: it compares ring attention and packed documents alone.
+
     Args:
-        model: changed in place.
+        model: changed in place, unless it is refused.
+        group: that of the context, as mesh["context"]; None: the default group.
+        compare: False for a model that cannot be compared: nothing then notices what it computes of other tokens.
+        example: whole inputs of the comparison by name, the same on every rank, as {"input_ids": (B, n)}. Tensors with
+            n tokens along dimension 1 are sharded. None: one row of 6 tokens a rank and 11 more.
+
+    Raises:
+        ValueError, NotImplementedError: the model differs, at the module that is named, or cannot be compared. Every
+            rank raises the same error.
     """
+    if not compare and (group is not None or example is not None):
+        raise ValueError("group and example are for the comparison: leave them out with compare=False")
     register()
+    comparison = Comparison(model, group, example) if compare else None
+    hooks = [model.register_forward_pre_hook(_check_call, with_kwargs=True), *_carry_positions(model)]
+    implementations = [(config, config._attn_implementation) for config in configs_of(model)]
     model.set_attn_implementation(NAME)
+    if comparison is not None:
+        try:
+            comparison.check()
+        except Exception:
+            for hook in hooks:
+                hook.remove()
+            for config, implementation in implementations:
+                config._attn_implementation_internal = implementation
+            raise
     model.config.use_cache = False
-    model.register_forward_pre_hook(_check_call, with_kwargs=True)
     return model
+
+
+def _carry_positions(model: nn.Module) -> list[RemovableHandle]:
+    """Let embeddings whose first position is the one after their padding token take positions from 0."""
+
+    def shift(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if kwargs.get("position_ids") is None:
+            return args, kwargs
+        return args, kwargs | {"position_ids": kwargs["position_ids"] + module.padding_idx + 1}
+
+    modules = [x for x in model.modules() if hasattr(x, "create_position_ids_from_input_ids")]
+    return [module.register_forward_pre_hook(shift, with_kwargs=True) for module in modules]
 
 
 # Arguments of a model's call that its attention does not receive, each with the reason why it must be left out.
@@ -69,6 +121,8 @@ LEFT_OUT = {
     "past_key_values": "a cache holds the keys of one shard",
     "output_attentions": "ring attention does not compute weights",
     "logits_to_keep": "it would keep the last tokens of each shard",
+    "output_router_logits": "the model takes its auxiliary loss over the tokens of a rank: call the model within it, "
+    "which returns router logits without that loss, and sum those over all ranks",
 }
 
 
@@ -78,7 +132,7 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     context = _checked_context(arguments.get("context"))
     try:
         for name, reason in LEFT_OUT.items():
-            if _is_given(arguments.get(name)):
+            if _is_given(arguments.get(name, getattr(model.config, name, None))):
                 raise NotImplementedError(f"{name} must be left out: {reason}")
         _check_positions(arguments.get("position_ids"), context)
     except (ValueError, NotImplementedError) as error:
