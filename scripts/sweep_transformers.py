@@ -47,13 +47,13 @@ HEADS = {
 }
 RIGHT, REFUSED, NOT_BUILT, WRONG = "right", "refused", "not built", "WRONG"
 TINY: dict[int, str] = {
-    64: "vocab_size max_position_embeddings n_positions max_sequence_length n_ctx",
+    64: "vocab_size vocab_size_per_layer_input max_position_embeddings n_positions max_sequence_length n_ctx",
     32: "hidden_size d_model n_embd dim embed_dim embedding_size word_embed_proj_dim model_dim hidden_dim lru_width",
     48: "intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim feed_forward_proj_dim ffn_hidden_size "
     "shared_expert_intermediate_size d_inner mlp_dim block_ff_dim",
-    16: "moe_intermediate_size q_lora_rank kv_lora_rank qk_nope_head_dim v_head_dim expert_ffn_hidden_size "
-    "moe_shared_expert_intermediate_size mamba_d_state state_size hidden_size_per_layer_input",
-    8: "head_dim rotary_dim qk_rope_head_dim d_kv sliding_window attention_window mamba_d_head mamba_head_dim "
+    16: "mamba_d_head mamba_head_dim moe_intermediate_size q_lora_rank kv_lora_rank qk_nope_head_dim v_head_dim "
+    "expert_ffn_hidden_size moe_shared_expert_intermediate_size mamba_d_state state_size hidden_size_per_layer_input",
+    8: "head_dim rotary_dim qk_rope_head_dim d_kv sliding_window attention_window "
     "linear_key_head_dim linear_value_head_dim index_head_dim attention_chunk_size global_head_dim",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts "
     "num_local_experts n_routed_experts mamba_n_heads mamba_num_heads linear_num_value_heads index_n_heads "
@@ -61,8 +61,15 @@ TINY: dict[int, str] = {
     2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_key_value_heads n_groups "
     "num_experts_per_tok moe_topk moe_k n_group topk_group num_experts_per_token linear_num_key_heads mamba_n_groups "
     "num_kv_heads multi_query_group_num num_hash_layers num_nextn_predict_layers num_global_key_value_heads",
-    1: "first_k_dense_replace n_shared_experts num_shared_experts vocab_size_per_layer_input",
+    1: "first_k_dense_replace n_shared_experts num_shared_experts",
 }
+MISSING = (
+    "vocab_size",
+    "head_dim",
+    "num_experts_per_tok",
+    "n_routed_experts",
+    "n_shared_experts",
+)  # None, and then needed
 SIZES = {name: size for size, names in TINY.items() for name in names.split()}
 
 
@@ -90,9 +97,11 @@ def tiny(kind: Any) -> Any:
     default = kind()
     changes: dict[str, Any] = {}
     for name, value in default.to_dict().items():
-        if isinstance(getattr(kind, name, None), property):
+        if is_computed(kind, name):
             continue
-        if name in SIZES and type(value) is int and value > 0:
+        if value is None and name in MISSING:
+            changes[name] = SIZES[name]
+        elif name in SIZES and type(value) is int and value > 0:
             changes[name] = min(value, SIZES[name])
         elif isinstance(value, float) and "drop" in name:
             changes[name] = 0.0
@@ -100,9 +109,11 @@ def tiny(kind: Any) -> Any:
             changes[name] = tiny(type(getattr(default, name))).to_dict()
     if "kv_lora_rank" in changes:  # latent attention: every head has keys of its own
         changes["num_key_value_heads"] = changes["num_attention_heads"]
+    if "mamba_d_ssm" in default.to_dict():
+        changes["mamba_d_ssm"] = changes["mamba_d_head"] * changes["mamba_n_heads"]
     for name in ("layer_types", "mlp_layer_types", "layers_block_type"):
         value = getattr(default, name, None)
-        if isinstance(value, list) and value and not isinstance(getattr(kind, name, None), property):
+        if isinstance(value, list) and value and not is_computed(kind, name):
             kinds = [*dict.fromkeys(value)]
             changes[name] = kinds if len(kinds) > 1 else kinds * 2
     lengths = [len(x) for name, x in changes.items() if isinstance(x, list)]
@@ -110,8 +121,14 @@ def tiny(kind: Any) -> Any:
         count = max(lengths)
         changes |= {name: (x * count)[:count] for name, x in changes.items() if isinstance(x, list)}
         changes |= {name: count for name in ("num_hidden_layers", "n_layer") if name in changes}
-    special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    if hasattr(default, "attention_types"):  # of GPT-Neo: kinds of layers, and how often
+        changes["attention_types"] = [[default.attention_types[0][0], 1]]
+    special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "mask_token_id": 3}
     return kind(**changes, **special)
+
+
+def is_computed(kind: Any, name: str) -> bool:
+    return isinstance(getattr(kind, kind.attribute_map.get(name, name), None), property)
 
 
 def build(architecture: str, kind: str) -> nn.Module:

@@ -69,10 +69,15 @@ class Shift(nn.Module):
 
 
 class OwnScores(nn.Module):
-    """Attends by itself, in plain operations."""
+    """Attends by itself, in plain operations, before a module that is right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.softmax(x @ x.transpose(1, 2), -1) @ x
+        out: Tensor = self.out(torch.softmax(x @ x.transpose(1, 2), -1) @ x)
+        return out
 
 
 class Mean(nn.Module):
@@ -232,7 +237,7 @@ REFUSED: dict[str, Refused] = {
 
 
 def state(model: Any) -> list[Any]:
-    """What a refused model keeps."""
+    """Properties that a refused model keeps."""
     modes = [module.training for module in model.modules()]
     hooks = [len(module._forward_pre_hooks) for module in model.modules()]
     settings = [model.config._attn_implementation, getattr(model.config, "use_cache", None)]
