@@ -93,7 +93,7 @@ def build_llama(context: ContextParallel | None) -> nn.Module:
             num_key_value_heads=2, max_position_embeddings=64,
         )
     )  # fmt: skip
-    return model if context is None else prepare(model)
+    return model if context is None else prepare(model, context.transport)
 
 
 class Llama(Setup):

@@ -1,6 +1,6 @@
 """Ring attention in Hugging Face's models, through their registry of attention functions.
 
-    model = prepare(LlamaForCausalLM(config))                                   # then ddp.wrap, fsdp.shard, ...
+    model = prepare(LlamaForCausalLM(config), mesh["context"])                  # then ddp.wrap, fsdp.shard, ...
     context = ContextParallel(Layout.zigzag(tokens.shape[1], ranks), mesh["context"])
     batch = shard_batch(context, tokens, next_tokens(tokens))
     logits = model(batch.tokens, position_ids=batch.positions[None], context=batch.context).logits
@@ -28,10 +28,10 @@ it at each call: leave it out where there is no padding. To generate or evaluate
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +40,24 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from reference.pattern import Pattern
 from ring.nn.context import ContextParallel
-from ring.nn.frameworks.transformers_call import NAME, Checked, check_calls, checked_context, is_given, prepared_call
+from ring.nn.frameworks.comparison import Comparison
+from ring.nn.frameworks.transformers_call import (
+    NAME,
+    Checked,
+    PreparedCall,
+    check_calls,
+    checked_context,
+    is_given,
+    prepared_call,
+)
 from ring.nn.frameworks.transformers_masks import RefusedMask, WindowMask, placeholder
 from ring.nn.frameworks.transformers_positions import checked_positions
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ring.comm.transport import Transport
 
 # Keywords that every attention function receives, and that do not affect the attention.
 HARMLESS = {"num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict", "cache_position"}
@@ -58,15 +73,44 @@ def register(name: str = NAME) -> None:
     AttentionMaskInterface.register(name, placeholder)
 
 
-def prepare(model: PreTrainedModel) -> PreTrainedModel:
+def prepare(
+    model: PreTrainedModel,
+    group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
+    *,
+    compare: bool = True,
+    example: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
     """Return the model, switched to ring attention, with calls that make no cache and validate their arguments.
 
+    Call it on every rank of the context group, with the same weights, before the model is wrapped. The ranks run a tiny
+    sequence (`ring.nn.frameworks.comparison`). A model is refused whose sharded outputs are not those of one process. A
+    group of one rank has nothing sharded: it compares ring attention and packed documents alone.
+
     Args:
-        model: changed in place.
+        model: changed in place, unless it is refused.
+        group: that of the context, as mesh["context"]; None: the default group.
+        compare: False for a model that cannot be compared: nothing then notices what it computes of other tokens.
+        example: whole inputs of the comparison by name, the same on every rank, as {"input_ids": (B, n)}. Tensors with
+            n tokens along dimension 1 are sharded. None: one row of 6 tokens a rank and 11 more.
+
+    Raises:
+        ValueError, NotImplementedError: the model differs, at the module that is named, or cannot be compared. Every
+            rank raises the same error.
     """
+    if not compare and (group is not None or example is not None):
+        raise ValueError("group and example are for the comparison: leave them out with compare=False")
     register()
-    check_calls(model)
+    comparison = Comparison(model, group, example) if compare else None
+    call, hooks = check_calls(model)
     model.set_attn_implementation(NAME)
+    if comparison is not None:
+        try:
+            comparison.check()
+        except Exception:
+            _set_back(call)
+            for hook in hooks:
+                hook.remove()
+            raise
     return model
 
 
@@ -84,11 +128,15 @@ def restored(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     if call is None:
         raise ValueError(f"model must be a prepared one, from prepare(model), got {type(model).__name__}")
     try:
-        for config, implementation in call.before:
-            config._attn_implementation = implementation
+        _set_back(call)
         yield model
     finally:
         model.set_attn_implementation(NAME)
+
+
+def _set_back(call: PreparedCall) -> None:
+    for config, implementation in call.before:
+        config._attn_implementation = implementation
 
 
 def attention(

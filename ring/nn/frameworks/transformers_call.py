@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ring.nn.context import ContextParallel
 from ring.nn.frameworks.transformers_padding import check_mask, without_padding
-from ring.nn.frameworks.transformers_positions import checked_positions, first_position, has_axes
+from ring.nn.frameworks.transformers_positions import checked_positions, count_from_padding, has_axes
 
 NAME = "ring"
 FIRST = "layer 0"  # the attention call that an error of the model's call replaces
@@ -26,7 +27,10 @@ LEFT_OUT = {
     "past_key_values": "a cache holds the keys of one shard",
     "output_attentions": "ring attention does not compute weights",
     "logits_to_keep": "it would keep the last tokens of each shard",
+    "output_router_logits": "the model takes its auxiliary loss over the tokens of a rank: call the model within it, "
+    "which returns router logits without that loss, and take their means over all tokens by token_mean",
 }
+CONFIGURED = ("output_attentions", "output_router_logits")  # a call takes these from the configuration
 
 
 class Checked(NamedTuple):
@@ -42,10 +46,9 @@ class Checked(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PreparedCall:
-    """The hook of a prepared model. before: its configurations' attention; first: its first position."""
+    """The hook of a prepared model. before: its configurations' attention."""
 
     before: list[tuple[PreTrainedConfig, str]]
-    first: int
     axes: bool
 
     def __call__(
@@ -58,7 +61,8 @@ class PreparedCall:
         if model.config._attn_implementation != NAME:
             _refuse_handle(arguments.get("context"), model.config._attn_implementation)
             return None
-        changes = self._changes(arguments)
+        configured = {name: getattr(model.config, name, None) for name in CONFIGURED}
+        changes = self._changes(configured | arguments)
         if not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
             changes = {name: value for name, value in changes.items() if name in parameters}
         return (), arguments | changes
@@ -71,7 +75,7 @@ class PreparedCall:
             for name, reason in LEFT_OUT.items():
                 if is_given(arguments.get(name)):
                     raise NotImplementedError(f"{name} must be left out: {reason}")
-            positions = checked_positions(arguments.get("position_ids"), context, self.first, self.axes, FIRST)
+            positions = checked_positions(arguments.get("position_ids"), context, self.axes, FIRST)
             if mask is not None:
                 check_mask(mask, context)
         except (ValueError, NotImplementedError) as error:
@@ -82,7 +86,7 @@ class PreparedCall:
         changes = {name: _with_token(x) for name, x in arguments.items()} if empty else {}
         return changes | {
             "context": context, "use_cache": False, "checked": Checked(causal_only, empty), "attention_mask": None,
-            "position_ids": positions.new_full((*positions.shape[:-1], 1), self.first) if empty else positions,
+            "position_ids": positions.new_zeros((*positions.shape[:-1], 1)) if empty else positions,
         }  # fmt: skip
 
 
@@ -92,15 +96,20 @@ def prepared_call(model: PreTrainedModel) -> PreparedCall | None:
     return next((hook for hook in hooks if isinstance(hook, PreparedCall)), None)
 
 
-def check_calls(model: PreTrainedModel) -> None:
-    """Add hooks to a model whose attention is not replaced yet; a prepared one keeps its own."""
-    if prepared_call(model) is None:
-        trees = [_tree(module.config) for module in model.modules() if isinstance(module, PreTrainedModel)]
-        configs = {id(config): config for tree in trees for config in tree}.values()
-        before = [(config, config._attn_implementation) for config in configs]
-        call = PreparedCall(before, first_position(model), has_axes(model.config))
-        model.register_forward_pre_hook(call, with_kwargs=True)
-        model.register_forward_hook(_without_token, with_kwargs=True)
+def check_calls(model: PreTrainedModel) -> tuple[PreparedCall, list[RemovableHandle]]:
+    """Add hooks to a model whose attention is not replaced yet; a prepared one keeps its own. Return the hook of calls,
+    and handles of those that are added."""
+    before = prepared_call(model)
+    if before is not None:
+        return before, []
+    trees = [_tree(module.config) for module in model.modules() if isinstance(module, PreTrainedModel)]
+    configs = {id(config): config for tree in trees for config in tree}.values()
+    call = PreparedCall([(config, config._attn_implementation) for config in configs], has_axes(model.config))
+    return call, [
+        model.register_forward_pre_hook(call, with_kwargs=True),
+        model.register_forward_hook(_without_token, with_kwargs=True),
+        *count_from_padding(model, NAME),
+    ]
 
 
 def _tree(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

@@ -10,8 +10,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.node import has_side_effect
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from reference.pattern import numbered_pattern
 from ring.comm.process_group import ProcessGroupTransport
@@ -23,13 +25,19 @@ RIGHT = "context.positions, as in a batch of shard_batch"
 AXES = 4  # of the text, then time, height and width
 
 
-def first_position(model: nn.Module) -> int:
-    """Position of a sequence's first token: padding_idx + 1 for embeddings that count as RoBERTa's, otherwise 0."""
-    for module in model.modules():
-        table = getattr(module, "position_embeddings", None)
-        if isinstance(table, nn.Embedding) and table.padding_idx is not None:
-            return table.padding_idx + 1
-    return 0
+def count_from_padding(model: PreTrainedModel, name: str) -> list[RemovableHandle]:
+    """Let embeddings that count as RoBERTa's, from padding_idx + 1, take positions from 0 under the attention `name`.
+
+    Return the handles of the hooks.
+    """
+
+    def shift(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if kwargs.get("position_ids") is None or model.config._attn_implementation != name:
+            return args, kwargs
+        return args, kwargs | {"position_ids": kwargs["position_ids"] + module.padding_idx + 1}
+
+    modules = [x for x in model.modules() if hasattr(x, "create_position_ids_from_input_ids")]
+    return [module.register_forward_pre_hook(shift, with_kwargs=True) for module in modules]
 
 
 def has_axes(config: Any) -> bool:
@@ -38,9 +46,9 @@ def has_axes(config: Any) -> bool:
 
 
 def checked_positions(
-    position_ids: object, context: ContextParallel, first: int = 0, axes: bool = False, name: str | None = None
+    position_ids: object, context: ContextParallel, axes: bool = False, name: str | None = None
 ) -> Tensor:
-    """Return position_ids, (1 or B, N) or, with `axes`, (4, B, N); raise unless they are the layout's plus `first`.
+    """Return position_ids, (1 or B, N) or, with `axes`, (4, B, N); raise unless they are the layout's.
 
     name: of the call of attention that an error replaces in a graph, where values are compared when it runs.
     """
@@ -53,11 +61,11 @@ def checked_positions(
         group = transport.group if isinstance(transport, ProcessGroupTransport) else transport
         compared: Tensor = torch.ops.ring.compared_positions(
             position_ids, layout=context.layout.number, packed=0 if packed is None else packed.number,
-            group=group_name(group), first=first, name=name,
+            group=group_name(group), name=name,
         )  # fmt: skip
         return compared
     if not _is_verified(position_ids, context):
-        _compare(position_ids, context, first)
+        _compare(position_ids, context)
         _set_verified(position_ids, context)
     return position_ids
 
@@ -86,14 +94,13 @@ def _allowed(context: ContextParallel) -> str:
     return f"position_ids must be (1 or batch, {context.tokens}), {RIGHT}"
 
 
-def _compare(position_ids: Tensor, context: ContextParallel, first: int) -> None:
+def _compare(position_ids: Tensor, context: ContextParallel) -> None:
     text = position_ids[0] if position_ids.dim() == 3 else position_ids
-    expected = context.positions_on(text.device) + first
+    expected = context.positions_on(text.device)
     if text.shape[-1] == len(expected) and bool((text == expected).all()):
         return
-    plus = f" + {first}, since this model counts from padding_idx + 1" if first else ""
     raise ValueError(
-        f"position_ids must be {RIGHT}{plus}, got others: without position_ids the model counts from the shard's "
+        f"position_ids must be {RIGHT}, got others: without position_ids the model counts from the shard's "
         "start, and packed documents need a handle with their lengths (with_documents). Rows of different documents "
         "must be one row, tokens.view(1, -1), with the lengths of all documents"
     )
@@ -115,9 +122,7 @@ def _set_verified(position_ids: Tensor, context: ContextParallel) -> None:
 
 
 @torch.library.custom_op("ring::compared_positions", mutates_args=())
-def compared_positions(
-    position_ids: Tensor, *, layout: int, packed: int, group: str, first: int, name: str | None
-) -> Tensor:
+def compared_positions(position_ids: Tensor, *, layout: int, packed: int, group: str, name: str | None) -> Tensor:
     """Return a copy of position_ids when a graph runs, or raise on every rank. Numbers as in `ring.torch_compile`.
 
     The model uses the copy, so that no graph compares later than the first attention.
@@ -125,7 +130,7 @@ def compared_positions(
     documents = numbered_pattern(packed).packed if packed else None
     context = ContextParallel(numbered_layout(layout), named_transport(group), documents=documents)
     try:
-        _compare(position_ids, context, first)
+        _compare(position_ids, context)
     except ValueError as error:
         context.raise_everywhere(error, name)
     return position_ids.clone()
