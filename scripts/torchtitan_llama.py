@@ -1,6 +1,6 @@
 """A Llama of torchtitan 0.3.0, with this ring as its attention, sharded by FSDP2 over data x context.
 
-    pip install --no-deps torchtitan==0.3.0 tyro==1.0.17 docstring_parser==0.18.0 triton
+    pip install --no-deps -r requirements-torchtitan.txt
     torchrun --nproc-per-node=4 scripts/torchtitan_llama.py 2               # ranks that share sequences
 
 Prints the loss and the norm of the gradient of each step: the same with any number of ranks, to rounding.
