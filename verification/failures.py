@@ -138,6 +138,11 @@ def name_exit(code: int | None) -> str:
         return "closed its pipe without ending"
     if code >= 0:
         return f"ended with exit code {code}"
+    if code == -signal.SIGABRT:
+        return (
+            "was killed by SIGABRT, for the reason that it printed; gloo aborts where a message has another size than "
+            "its receiver expects"
+        )
     try:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:

@@ -17,7 +17,7 @@ PACKAGES = ROOT / ".venv/torchtitan"
 def numbers(ranks: int, context: int) -> list[float]:
     environment = os.environ | {"PYTHONPATH": f"{PACKAGES}:{ROOT}", "OMP_NUM_THREADS": "1"}
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    script = [ROOT / "scripts/torchtitan_llama.py", str(context)]
+    script = [str(ROOT / "scripts/torchtitan_llama.py"), str(context)]
     done = subprocess.run([*start, *script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [float(x) for x in re.findall(r"\d+\.\d{12}", done.stdout)]

@@ -302,7 +302,8 @@ def _run(kind: Kind, outcome: PeerOutcome, plan: RunPlan, console: Console, opti
                     raise Refused(f"{name} supports none of the Cases drawn on {counted(world, 'rank')}")
     finally:
         backend.close()
-    outcome.examples, outcome.failures = report.examples, report.failures
+    outcome.examples = report.examples
+    outcome.failures = sorted(report.failures, key=lambda failure: not failure.cause)  # one with a cause says most
     checked = report.examples or any(outcome.expected.values())
     outcome.verdict = FAILED if outcome.failures else HELD if checked else INAPPLICABLE
 
@@ -342,7 +343,7 @@ def _summary(kind: Kind, outcomes: Sequence[PeerOutcome], seconds: float, consol
                 for line in in_full(failure):
                     console.print(line, soft_wrap=True)
             else:
-                say(console, f"{o.name}: also {failure.broken} ({failure.kind}): {failure.file}")
+                say(console, f"{o.name}: also {failure.broken} ({failure.kind}): {failure.cause or failure.file}")
         if listed := [f"{title} ({count})" for title, count in o.expected.items() if count]:
             say(console, f"{o.name}: failed as --xfails expects: {', '.join(listed)}")
         if unneeded := [title for title, count in o.expected.items() if not count and o.verdict == HELD]:

@@ -41,7 +41,7 @@ from verification.search.search import Search
 from verification.wording import counted
 
 SCRIPT = "scripts/validate_nccl.py"
-HOW = f"torchrun --nproc-per-node=2 {SCRIPT}"
+HOW = "torchrun --nproc-per-node=2 -m verification.cli.validate"
 EXAMPLES = {"nccl": 300, "gloo": 200}
 LONG = {"nccl": 65_536, "gloo": 2048}
 TIMEOUT = 20.0  # seconds

@@ -45,7 +45,8 @@ class Peer:
         prepare: imports what `attend` needs, in every process that runs it. Raises ImportError or Refused.
         arrays: what `attend` takes and returns. "torch": tensors. "numpy": NumPy arrays, forward only. "jax": JAX
             arrays, of a pure function, with gradients by `jax.vjp`.
-        timeout: seconds for an example, after which it counts as a hang; more for one that compiles.
+        timeout: seconds for an example, after which it counts as a hang; more than 10 for one that compiles, fewer
+            count as 10.
         heads_first: whether q, k, v and out are (B, H, L, D) rather than (B, L, H, D).
 
     Raises: ValueError for a field with a wrong value.

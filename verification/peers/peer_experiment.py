@@ -158,14 +158,21 @@ def rehearse(name: str) -> None:
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
 
+    claimed_some: list[bool] = []
+
     def claim(case: Case) -> None:
-        nearest_claimed(peer, case)
+        claimed_some.append(nearest_claimed(peer, case) is not None)
 
     try:
         for world in peer.worlds:
             quickly(given(cases_of_others(world))(claim))()
     except ToolError as error:
         raise Refused(str(error)) from error
+    if not any(claimed_some):
+        raise Refused(
+            f"claims of {peer.name} returned None for all {len(claimed_some)} Cases that it was given; it must return "
+            "the nearest Case that the implementation supports"
+        )
 
 
 def must_be_claimed(attention: Implementation, case: Case) -> None:

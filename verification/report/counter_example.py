@@ -40,6 +40,11 @@ class CounterExample:
         """Command line that replays it, quoted for a shell."""
         return shlex.join(self.command)
 
+    @property
+    def cause(self) -> str | None:
+        """The line of the message that names the cause."""
+        return next((line for line in self.message.splitlines() if line.startswith("cause: ")), None)
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "kind": self.kind, "property": self.broken, "world": self.world, "backend": self.backend,

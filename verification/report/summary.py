@@ -120,10 +120,11 @@ def _verdict(record: RunRecord) -> Text:
 
 
 def _counter_examples(failures: list[CounterExample], everything: bool) -> list[Text]:
-    """Return the smallest one last and in full, and one line for each other, unless `everything`."""
+    """Return the smallest one last and in full, and one line for each other, unless `everything`. One with a cause goes
+    before smaller ones."""
     if not failures:
         return []
-    smallest = min(failures, key=lambda failure: (failure.world, len(json.dumps(dict(failure.record)))))
+    smallest = min(failures, key=lambda x: (not x.cause, x.world, len(json.dumps(dict(x.record)))))
     others = [failure for failure in failures if failure is not smallest]
     if everything:
         return [line for failure in (*others, smallest) for line in in_full(failure)]

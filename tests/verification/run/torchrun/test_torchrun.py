@@ -47,7 +47,7 @@ if __name__ == "__main__":
     sys.exit(main(sys.argv[2:], prepare=DEFECTS[sys.argv[1]]))
 """
 PLENTY = 280  # seconds that no run needs, and less than pytest allows a test
-NO_GPUS = "needs 2 GPUs; there, run: torchrun --nproc-per-node=2 scripts/validate_nccl.py"
+NO_GPUS = "needs 2 GPUs; there, run: torchrun --nproc-per-node=2 -m verification.cli.validate"
 
 
 def strike(culprit: int, deed: Callable[[], object]) -> None:
@@ -328,7 +328,7 @@ def test_the_word_to_leave_wakes_who_waits_for_an_agent(agents: Agents) -> None:
 
 def test_without_torchrun_it_says_how_to_run() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 2 and "torchrun --nproc-per-node=2 scripts/validate_nccl.py" in done.stderr
+    assert done.returncode == 2 and "torchrun --nproc-per-node=2 -m verification.cli.validate" in done.stderr
     assert "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set" in done.stderr
     assert "Traceback" not in done.stderr
 
