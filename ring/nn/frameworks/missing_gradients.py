@@ -134,7 +134,10 @@ class FilledUnits:
 
 def _groups(unit: Any) -> list[Any]:
     """FSDP's groups of a unit's parameters. Private: there is no other way to the whole ones and to what is next."""
-    return unit._get_fsdp_state()._fsdp_param_groups
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.11 has one group a unit
 
 
 # --- DDP --------------------------------------------------------------------------------------------------------------

@@ -105,7 +105,8 @@ class UnitOrder:
                 raise RuntimeError(missing.message("the forward of a model that fsdp.shard wraps")) from missing
             everyone = all_gather_json(self.ran, self.ranks)
         self.inside = False
-        self.model.reset_iter_state()
+        if hasattr(self.model, "reset_iter_state"):  # torch 2.11 lacks it: there the model is of no use afterwards
+            self.model.reset_iter_state()
         raise ValueError(self._difference(everyone))
 
     def _difference(self, everyone: list[list[int]]) -> str:
