@@ -114,6 +114,30 @@ class MeanOfMicroBatches(Plain):
         return cross_entropy(self.logits(model, part, run), part.labels, run.mesh) / run.case.accumulation
 
 
+class LearnedPositions(PlainModel):
+    """Positions without a dimension of sequences, as in GPT-2."""
+
+    def __init__(self, ranks: bool) -> None:
+        super().__init__(ranks)
+        self.position = nn.Embedding(64, 8)
+
+    def forward(self, tokens: Tensor, positions: Tensor, context: ContextParallel | None = None) -> Tensor:
+        x = self.embedding(tokens) + self.position(positions)
+        for layer in self.layers:
+            x = layer(x, positions, context)
+        return self.head(self.norm(x))
+
+
+class SumOfMicroBatches(MeanOfMicroBatches):
+    """The mean of each micro-batch, summed."""
+
+    def build(self, context: ContextParallel | None) -> nn.Module:
+        return LearnedPositions(context is not None)
+
+    def loss(self, model: nn.Module, part: Part, run: Run) -> Tensor:
+        return super().loss(model, part, run) * (run.case.accumulation if run.mesh is not None else 1)
+
+
 class RouterLossOfLocalTokens(Plain):
     """A balancing loss, a square of means over tokens, of each rank's tokens."""
 
@@ -427,6 +451,7 @@ DEFECTS = (
     Defect(MeanOfEachRank, NO_MODULE),
     Defect(AveragedTwice, SCALE),
     Defect(MeanOfMicroBatches, NO_MODULE),
+    Defect(SumOfMicroBatches, NO_MODULE),
     Defect(RouterLossOfLocalTokens, NO_MODULE),
     Defect(LossOfThisRank, NO_MODULE),
     Defect(NotOverContext, NO_MODULE),

@@ -24,7 +24,7 @@ from tests.support import model_defects, model_examples
 from tests.support.model_defects import DEFECTS, Defect
 from verification.__main__ import main
 from verification.failures import WrongResult
-from verification.models import ModelCase, check_model
+from verification.models import ModelCase, Setup, check_model
 from verification.models.batches import global_batch
 from verification.models.first_module import Place
 from verification.models.model_case import MODEL_DTYPES
@@ -97,6 +97,26 @@ def test_an_example_with_a_defect_fails_and_its_place_is_named(backend: GlooBack
             run.check(backend, case)
         cause = run.cause(backend, case)
     assert cause is not None and re.search(defect.named, cause)
+
+
+def cause_of(backend: GlooBackend, setup: type[Setup], **changes: Any) -> str:
+    with closing((run := ModelExperiment(f"{setup.__module__}:{setup.__name__}")).alone):
+        cause = run.cause(backend, replace(SMALLEST, **{"world": 2} | changes))
+    assert cause is not None
+    return cause
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "data, numbers", [(1, "ranks, or of ranks that share a sequence"), (2, "ranks, or of data ranks")]
+)
+def test_a_factor_of_all_gradients_blames_no_module(backend: GlooBackend, data: int, numbers: str) -> None:
+    """Gradients of positions are sums over the sequences, so that a rank has a part of them."""
+    cause = cause_of(backend, model_defects.SumOfMicroBatches, data=data, accumulation=2)
+    assert cause.endswith(
+        f"the gradients of all parameters are 2 times the expected ones: no single module; 2 is the number of "
+        f"micro-batches, or of {numbers}"
+    )
 
 
 @pytest.mark.ranks
@@ -258,6 +278,10 @@ def test_parts_of_ranks_are_found_in_those_of_one_process(whole: Any, local: Any
     assert np.array_equal(part_of(np.arange(5), (3,)), [1, 2, 0]), "positions within documents"
     assert np.array_equal(part_of(np.arange(5)[None], (1, 3)), [[1, 2, 0]])
     assert part_of(np.zeros((3, 7)), (2, 2)) is None
+    gradient = part_of(whole, expected.shape, summed=True)
+    assert np.array_equal(gradient, expected), "each token has its own"
+    for summed, shape in ((np.arange(5), (3,)), (np.arange(5)[None], (1, 3)), (np.zeros(7), (7,))):
+        assert part_of(summed, shape, summed=True) is None, "a sum over all tokens and sequences"
 
 
 @pytest.mark.parametrize(
