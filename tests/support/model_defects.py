@@ -357,10 +357,10 @@ class PooledOutput(Unpacked):
 
 
 class Dropped(Plain):
-    """Each process draws a dropout of its own."""
+    """Dropout is off in the one process only."""
 
     def layer(self, ranks: bool) -> type[Layer]:
-        return mixing(lambda: nn.Dropout(0.5))
+        return mixing(lambda: nn.Dropout(0.5 * ranks))
 
 
 class LocalAttention(Attention):
