@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reference.pattern import Pattern
 from ring.nn import IGNORED, ContextParallel, RingAttention, average_gradients, cross_entropy, next_tokens
-from tests.support.model_examples import Attention, Layer, PlainModel
+from tests.support.model_examples import Attention, Layer, PlainModel, WithBuffers
 from verification.models import ModelCase, Part, Run, Setup, WholeBatch
 
 
@@ -256,6 +256,30 @@ class ChangedContext(Plain):
         return loss
 
 
+class CountNotReduced(Plain):
+    """Each rank counts its own tokens."""
+
+    def build(self, context: ContextParallel | None) -> nn.Module:
+        return WithBuffers(context is not None, reduced=False)
+
+
+class CountNotUpdated(CountNotReduced):
+    """Ranks do not count."""
+
+    def build(self, context: ContextParallel | None) -> nn.Module:
+        return WithBuffers(context is not None, counts=context is None)
+
+
+class LogitsOfSomeTokens(Plain):
+    """The step records the logits of one rank's tokens alone."""
+
+    def logits(self, model: nn.Module, part: Part, run: Run) -> Tensor:
+        logits = super().logits(model, part, run)
+        if run.context is not None and run.context.rank == 1:
+            run.logits[-1] = logits[:, :0].detach(), torch.arange(0)
+        return logits
+
+
 class HandleFromElsewhere(Layer):
     current: ContextParallel | None = None
 
@@ -458,8 +482,11 @@ DEFECTS = (
     Defect(DdpOverData, NO_MODULE),
     Defect(ClippedBeforeReduction, NO_MODULE),
     Defect(NormOfLocalShards, NO_MODULE),
-    Defect(ZeroedLate, NO_MODULE),
+    Defect(ZeroedLate, "step two's gradients include step one's: are they zeroed"),
     Defect(RateScaledByWorld, NO_MODULE),
+    Defect(CountNotReduced, "and the gradients of the parameters too"),
+    Defect(CountNotUpdated, "buffers: count on rank 0 .* did not change; in one process it did"),
+    Defect(LogitsOfSomeTokens, "logits: no rank recorded the logits of token"),
     Defect(TyingBroken, "whose parameter has another gradient is embedding"),
     Defect(ChangedContext, "the cause is in the backward of layers.1"),
     Defect(GatheredInOrderOfRanks, "the model is called with other tokens and positions"),

@@ -9,7 +9,7 @@ import numpy as np
 
 from verification.models.model_case import ModelCase
 from verification.models.observation import TRACED, Entry, ModelExpectation, ModelObservation
-from verification.models.results import Array
+from verification.models.results import Array, largest, size
 from verification.models.whole_batch import Ints, Rows
 
 
@@ -179,7 +179,9 @@ def _of_parameters(case: ModelCase, expectation: ModelExpectation, observations:
 
     wrong = [name for name in exact if any(differs(1.0, seen, name) for seen in observations)]
     if not wrong:
-        return f"{agree}, and the gradients of the parameters too"
+        accumulated = _includes_step_one(case, expectation, observations)
+        question = "; step two's gradients include step one's: are they zeroed?" if accumulated else ""
+        return f"{agree}, and the gradients of the parameters too{question}"
     used = [name for name, x in exact.items() if float(np.abs(x).max(initial=0.0)) > allowed[name]]
     if not set(used) <= set(wrong):
         module = named(wrong[-1].rpartition(".")[0])  # parameters are listed in the order of the forward
@@ -197,6 +199,24 @@ def _of_parameters(case: ModelCase, expectation: ModelExpectation, observations:
             f"{_meaning(case, factor)}"
         )
     return f"{agree}; the gradients of all parameters differ, after the backward: their reduction or clipping"
+
+
+def _includes_step_one(
+    case: ModelCase, expectation: ModelExpectation, observations: Sequence[ModelObservation]
+) -> bool:
+    """Return True if the gradients of step two are the sum of those of both steps, on every rank."""
+    first = expectation.exact["gradients"]
+    both = {name: x + first[name] for name, x in expectation.second.items()}
+    limit = TRACED[case.dtype] * largest(both)
+    return (
+        largest(first) > limit
+        and bool(both)
+        and all(
+            name in seen.second and size(seen.second[name] - x) <= limit
+            for seen in observations
+            for name, x in both.items()
+        )
+    )
 
 
 def _meaning(case: ModelCase, factor: float) -> str:

@@ -99,6 +99,34 @@ def test_an_example_with_a_defect_fails_and_its_place_is_named(backend: GlooBack
     assert cause is not None and re.search(defect.named, cause)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize(("wrapper", "packed"), [("none", None), ("ddp", (3, 3)), ("fsdp2", (2, 4))])
+def test_buffers_of_all_tokens_hold(backend: GlooBackend, wrapper: str, packed: tuple[int, ...] | None) -> None:
+    with closing((run := ModelExperiment(f"{EXAMPLES}:build_with_buffers")).alone):
+        case = replace(SMALLEST, world=2, tokens=6, wrapper=wrapper, packed=packed, accumulation=2, steps=2)
+        ratios = run.check(backend, case)
+    assert ratios["buffers after the last step"] == 0
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("setup", "said"),
+    [
+        (model_defects.CountNotReduced, r"buffers: count on rank 0 \(data 0, context 0\) is \d"),
+        (model_defects.CountNotUpdated, r"buffers: count on rank 0 .* did not change; in one process it did"),
+        (
+            model_defects.LogitsOfSomeTokens,
+            "logits: no rank recorded the logits of token 2 of micro-batch 1 of data rank 0",
+        ),
+    ],
+)
+def test_wrong_results_are_named(backend: GlooBackend, setup: type[Setup], said: str) -> None:
+    run = ModelExperiment(f"{setup.__module__}:{setup.__name__}")
+    with closing(run.alone), pytest.raises(WrongResult, match=said) as caught:
+        run.check(backend, replace(SMALLEST, world=2))
+    assert "nan" not in str(caught.value)
+
+
 def cause_of(backend: GlooBackend, setup: type[Setup], **changes: Any) -> str:
     with closing((run := ModelExperiment(f"{setup.__module__}:{setup.__name__}")).alone):
         cause = run.cause(backend, replace(SMALLEST, **{"world": 2} | changes))
@@ -117,6 +145,14 @@ def test_a_factor_of_all_gradients_blames_no_module(backend: GlooBackend, data: 
         f"the gradients of all parameters are 2 times the expected ones: no single module; 2 is the number of "
         f"micro-batches, or of {numbers}"
     )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("wrapper", ["none", "fsdp2"])
+def test_gradients_that_are_not_zeroed_are_named(backend: GlooBackend, wrapper: str) -> None:
+    cause = cause_of(backend, model_defects.ZeroedLate, steps=3, wrapper=wrapper)
+    assert cause.endswith("; step two's gradients include step one's: are they zeroed?")
+    assert cause_of(backend, model_defects.Plain, steps=3, wrapper=wrapper).endswith("gradients of the parameters too")
 
 
 @pytest.mark.ranks
