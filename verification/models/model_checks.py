@@ -60,41 +60,49 @@ def _gathered(
     case: ModelCase, expectation: ModelExpectation, observations: Sequence[ModelObservation]
 ) -> tuple[ModelExpectation, list[ModelObservation]]:
     """Return both, the observations with the logits of their data rank's whole sequences, with norms only if the step
-    returned them on all ranks, and buffers only if their shape is the same in all processes, and no rows of the one process are
-    padded: it would count that."""
-    whole = {
-        (d, name): np.full_like(x[0], np.nan)
-        for name, x in expectation.exact["logits"].items()
-        for d in range(case.data)
-    }
-    absent = {at: np.ones(x.shape[1], bool) for at, x in whole.items()}
-    for seen in observations:
-        for (name, logits), held in zip(seen.logits.items(), seen.held, strict=True):
-            target = whole[seen.data_rank, name]
-            if logits.shape[::2] != target.shape[::2]:
-                raise _broken(f"logits: {name} of data rank {seen.data_rank} has shape {logits.shape}")
-            target[:, held] = logits
-            absent[seen.data_rank, name][held] = False
-    for (d, name), tokens in absent.items():
-        if tokens.any():
-            raise _broken(f"logits: no rank recorded the logits of token {tokens.argmax()} of {name} of data rank {d}")
-    norms = all(seen.norms for seen in observations)
-    shapes = [seen.shapes for seen in observations]
-    padded = len(set(filter(None, case.documents))) > 1
-    same = {n for n, shape in expectation.shapes.items() if not padded and all(x.get(n) == shape for x in shapes)}
-
-    def comparable(buffers: Named) -> Named:
-        return {name: x for name, x in buffers.items() if name in same}
-
-    names, exact = expectation.exact["logits"], dict(expectation.exact)
-    exact |= {"norms": exact["norms"] if norms else {}, "buffers": comparable(exact["buffers"])}
-    return replace(expectation, exact=exact), [
+    returned them on all ranks, and with buffers that can be compared."""
+    logits, norms = _whole_logits(case, expectation, observations), all(seen.norms for seen in observations)
+    same = _comparable_buffers(case, expectation, observations)
+    exact = {name: x for name, x in expectation.exact["buffers"].items() if name in same}
+    return replace(
+        expectation,
+        exact={**expectation.exact, "norms": expectation.exact["norms"] if norms else {}, "buffers": exact},
+    ), [
         replace(
-            seen, logits={name: whole[seen.data_rank, name] for name in names},
-            norms=seen.norms if norms else {}, buffers=comparable(seen.buffers),
+            seen, logits=logits[seen.data_rank], norms=seen.norms if norms else {},
+            buffers={name: x for name, x in seen.buffers.items() if name in same},
         )
         for seen in observations
     ]  # fmt: skip
+
+
+def _whole_logits(
+    case: ModelCase, expectation: ModelExpectation, observations: Sequence[ModelObservation]
+) -> list[Named]:
+    """Return the logits of each data rank's whole sequences. Raises WrongResult for a token that no rank recorded."""
+    whole = [{name: np.zeros_like(x[0]) for name, x in expectation.exact["logits"].items()} for _ in range(case.data)]
+    recorded = {(d, name): np.zeros(case.tokens, bool) for d, named in enumerate(whole) for name in named}
+    for seen in observations:
+        for (name, logits), held in zip(seen.logits.items(), seen.held, strict=True):
+            target = whole[seen.data_rank][name]
+            if logits.shape[::2] != target.shape[::2]:
+                raise _broken(f"logits: {name} of data rank {seen.data_rank} has shape {logits.shape}")
+            target[:, held], recorded[seen.data_rank, name][held] = logits, True
+    for (d, name), tokens in recorded.items():
+        if not tokens.all():
+            raise _broken(f"logits: no rank recorded the logits of token {tokens.argmin()} of {name} of data rank {d}")
+    return whole
+
+
+def _comparable_buffers(
+    case: ModelCase, expectation: ModelExpectation, observations: Sequence[ModelObservation]
+) -> set[str]:
+    """Return the names of buffers that kept the same shape in all processes: a cache grows. None if documents differ in
+    length: the one process pads them, and may count the padding."""
+    if len(set(filter(None, case.documents))) > 1:
+        return set()
+    shapes = [seen.shapes for seen in observations]
+    return {name for name, shape in expectation.shapes.items() if all(x.get(name) == shape for x in shapes)}
 
 
 def _broken(message: str) -> WrongResult:
