@@ -213,15 +213,15 @@ def verification(folder: Path, *arguments: str) -> subprocess.CompletedProcess[s
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_the_examples_of_the_page(tmp_path: Path) -> None:
-    """Both hold. Without `grad_placements` the second is found, shrunk, its place named as there, and replayed."""
+    """All hold. Without `grad_placements` the second is found, shrunk, its place named as there, and replayed."""
     pytest.importorskip("transformers")
     page = (ROOT / "verification/README.md").read_text()
-    for name in ("my_model", "my_step"):
+    for name in ("my_model", "my_block", "my_step"):
         (code,) = re.findall(rf"```python\n(# {name}\.py.*?)```", page, re.DOTALL)
         (tmp_path / f"{name}.py").write_text(code)
     (tmp_path / "wrong.py").write_text(code.replace("grad_placements=[Partial()]", ""))
     where = ("--seed", "3", "--world", "2", "--failures", "kept", "--json", "report.json")
-    for name in ("my_model:Llama", "my_step:Gathered"):
+    for name in ("my_model:Llama", "my_block:build", "my_step:Gathered"):
         done = verification(tmp_path, "model", name, "--examples", "10", *where)
         assert done.returncode == 0, done.stdout + done.stderr
     done = verification(tmp_path, "model", "wrong:Gathered", "--only", "gradients at", *where)
