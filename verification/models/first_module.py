@@ -223,8 +223,10 @@ def _meaning(case: ModelCase, factor: float) -> str:
     """Return the numbers of the Case that the factor, or 1 / factor, may be."""
     numbers = {
         "micro-batches": case.accumulation, "ranks": case.world, "ranks that share a sequence": case.context,
-        "data ranks": case.data, "micro-batches of all ranks": case.accumulation * case.world,
+        "data ranks": case.data,
     }  # fmt: skip
+    if min(case.accumulation, case.world) > 1:
+        numbers["micro-batches of all ranks"] = case.accumulation * case.world
     number = max(factor, 1 / factor) if factor > 0 else 1.0
     may_be = [name for name, value in numbers.items() if value > 1 and abs(number - value) < 1e-3]
     return f"; {number:.0f} is the number of {', or of '.join(may_be)}" if may_be else ""
