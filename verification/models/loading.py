@@ -19,14 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-import ring
-import verification
 from ring.nn import ContextParallel
 from verification.failures import RankFailure, RankState, Refused
 from verification.models.model_case import ModelCase
 from verification.models.setup import Misuse, Setup, described
 
-OURS = tuple(str(Path(package.__file__ or "").parent) for package in (verification, ring))
+OURS = tuple(str(Path(__file__).parents[2] / package) for package in ("verification", "ring"))
 LIBRARIES = ("<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 FORM = "it must be a function build(context), or a verification.models.Setup"
 
