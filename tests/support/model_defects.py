@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reference.pattern import Pattern
 from ring.nn import IGNORED, ContextParallel, RingAttention, average_gradients, cross_entropy, next_tokens
-from tests.support.model_examples import Attention, Layer, PlainModel
+from tests.support.model_examples import Attention, Layer, PlainModel, WithBuffers
 from verification.models import ModelCase, Part, Run, Setup, WholeBatch
 
 
@@ -112,6 +112,30 @@ class MeanOfMicroBatches(Plain):
         if run.mesh is None:
             return super().loss(model, part, run)
         return cross_entropy(self.logits(model, part, run), part.labels, run.mesh) / run.case.accumulation
+
+
+class LearnedPositions(PlainModel):
+    """Positions without a dimension of sequences, as in GPT-2."""
+
+    def __init__(self, ranks: bool) -> None:
+        super().__init__(ranks)
+        self.position = nn.Embedding(64, 8)
+
+    def forward(self, tokens: Tensor, positions: Tensor, context: ContextParallel | None = None) -> Tensor:
+        x = self.embedding(tokens) + self.position(positions)
+        for layer in self.layers:
+            x = layer(x, positions, context)
+        return self.head(self.norm(x))
+
+
+class SumOfMicroBatches(MeanOfMicroBatches):
+    """The mean of each micro-batch, summed."""
+
+    def build(self, context: ContextParallel | None) -> nn.Module:
+        return LearnedPositions(context is not None)
+
+    def loss(self, model: nn.Module, part: Part, run: Run) -> Tensor:
+        return super().loss(model, part, run) * (run.case.accumulation if run.mesh is not None else 1)
 
 
 class RouterLossOfLocalTokens(Plain):
@@ -232,6 +256,30 @@ class ChangedContext(Plain):
         return loss
 
 
+class CountNotReduced(Plain):
+    """Each rank counts its own tokens."""
+
+    def build(self, context: ContextParallel | None) -> nn.Module:
+        return WithBuffers(context is not None, reduced=False)
+
+
+class CountNotUpdated(CountNotReduced):
+    """Ranks do not count."""
+
+    def build(self, context: ContextParallel | None) -> nn.Module:
+        return WithBuffers(context is not None, counts=context is None)
+
+
+class LogitsOfSomeTokens(Plain):
+    """The step records the logits of one rank's tokens alone."""
+
+    def logits(self, model: nn.Module, part: Part, run: Run) -> Tensor:
+        logits = super().logits(model, part, run)
+        if run.context is not None and run.context.rank == 1:
+            run.logits[-1] = logits[:, :0].detach(), torch.arange(0)
+        return logits
+
+
 class HandleFromElsewhere(Layer):
     current: ContextParallel | None = None
 
@@ -333,10 +381,10 @@ class PooledOutput(Unpacked):
 
 
 class Dropped(Plain):
-    """Each process draws a dropout of its own."""
+    """Dropout is off in the one process only."""
 
     def layer(self, ranks: bool) -> type[Layer]:
-        return mixing(lambda: nn.Dropout(0.5))
+        return mixing(lambda: nn.Dropout(0.5 * ranks))
 
 
 class LocalAttention(Attention):
@@ -427,14 +475,18 @@ DEFECTS = (
     Defect(MeanOfEachRank, NO_MODULE),
     Defect(AveragedTwice, SCALE),
     Defect(MeanOfMicroBatches, NO_MODULE),
+    Defect(SumOfMicroBatches, NO_MODULE),
     Defect(RouterLossOfLocalTokens, NO_MODULE),
     Defect(LossOfThisRank, NO_MODULE),
     Defect(NotOverContext, NO_MODULE),
     Defect(DdpOverData, NO_MODULE),
     Defect(ClippedBeforeReduction, NO_MODULE),
     Defect(NormOfLocalShards, NO_MODULE),
-    Defect(ZeroedLate, NO_MODULE),
+    Defect(ZeroedLate, "step two's gradients include step one's: are they zeroed"),
     Defect(RateScaledByWorld, NO_MODULE),
+    Defect(CountNotReduced, "and the gradients of the parameters too"),
+    Defect(CountNotUpdated, "buffers: count on rank 0 .* did not change; in one process it did"),
+    Defect(LogitsOfSomeTokens, "logits: no rank recorded the logits of token"),
     Defect(TyingBroken, "whose parameter has another gradient is embedding"),
     Defect(ChangedContext, "the cause is in the backward of layers.1"),
     Defect(GatheredInOrderOfRanks, "the model is called with other tokens and positions"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -67,6 +68,34 @@ class PlainModel(nn.Module):
 
 def build(context: ContextParallel | None) -> nn.Module:
     return PlainModel(context is not None)
+
+
+class WithBuffers(PlainModel):
+    """Counts the tokens of all ranks, and keeps a table as long as its longest shard."""
+
+    table: Tensor
+    count: Tensor
+
+    def __init__(self, ranks: bool, reduced: bool = True, counts: bool = True) -> None:
+        super().__init__(ranks)
+        self.reduced, self.counts = reduced, counts
+        self.register_buffer("table", torch.zeros(1, DIM), persistent=False)
+        self.register_buffer("count", torch.zeros(VOCABULARY, dtype=torch.int64))
+        self.register_buffer("constant", torch.full((2,), float(ranks)))
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, positions: Tensor, context: ContextParallel | None = None) -> Tensor:
+        self.table = torch.arange(max(tokens.shape[1], len(self.table))).repeat(DIM, 1).mT.contiguous()
+        count = tokens.flatten().bincount(minlength=VOCABULARY)
+        if context is not None and self.reduced:
+            dist.all_reduce(count)
+        self.count += count * self.counts
+        with torch.enable_grad():
+            return super().forward(tokens, positions, context)
+
+
+def build_with_buffers(context: ContextParallel | None) -> nn.Module:
+    return WithBuffers(context is not None)
 
 
 class InFp32(PlainModel):

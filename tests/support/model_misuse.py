@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from ring.nn import ContextParallel
-from tests.support.model_examples import build
+from reference.pattern import Pattern
+from ring.nn import ContextParallel, SelfAttention
+from tests.support.model_examples import PlainModel, build
 from verification.models import Setup
 
 number = 7
@@ -60,6 +62,59 @@ def pools(context: ContextParallel | None) -> nn.Module:
 
 def of_few_tokens(context: ContextParallel | None) -> nn.Module:
     return nn.Embedding(5, 8)
+
+
+class Dropping(PlainModel):
+    """Drops by a function, and with `module` by a module."""
+
+    def __init__(self, module: bool) -> None:
+        super().__init__(False)
+        self.dropouts = nn.ModuleList([nn.Dropout(0.0), nn.Dropout(0.01 * module)])
+
+    def forward(self, tokens: Tensor, positions: Tensor, context: ContextParallel | None = None) -> Tensor:
+        logits = super().forward(tokens, positions, context)
+        return self.dropouts[1](logits) if self.dropouts[1].p else functional.dropout(logits, 0.01)
+
+
+def drops(context: ContextParallel | None) -> nn.Module:
+    return Dropping(False)
+
+
+def has_dropout(context: ContextParallel | None) -> nn.Module:
+    return Dropping(True)
+
+
+def reseeds(context: ContextParallel | None) -> nn.Module:
+    torch.seed()
+    return build(context)
+
+
+class WithoutContext(PlainModel):
+    """A model of `ring.nn.SelfAttention` that makes no context of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.own = SelfAttention(8, 2, Pattern.dense(causal=True))
+
+    def forward(self, tokens: Tensor, positions: Tensor, context: ContextParallel | None = None) -> Tensor:
+        return self.head(self.own(self.embedding(tokens), context))
+
+
+def without_context(context: ContextParallel | None) -> nn.Module:
+    return WithoutContext()
+
+
+class LogitsOfOneToken(Setup):
+    def build(self, context: ContextParallel | None) -> nn.Module:
+        return build(context)
+
+    def logits(self, *arguments: Any) -> Tensor:
+        return super().logits(*arguments)[:, :1]
+
+
+class LogitsRaise(LogitsOfOneToken):
+    def logits(self, *arguments: Any) -> Tensor:
+        raise LookupError("no logits")
 
 
 class OnRanks(Setup):

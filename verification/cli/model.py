@@ -21,9 +21,9 @@ HELP = "check your own model and training step"
 ABOUT = """\
 Trains your model for a few steps on real ranks, on drawn lengths, documents,
 padding, labels, meshes (data x context), layouts and wrappers, and compares
-logits, loss, gradients, their norm and parameters with one process. A failure
-names the first module that differs. NAME is `module:attribute` in the working
-directory or installed: a function build(context), or a
+logits, loss, gradients, their norm, parameters and buffers with one process.
+A failure names the first module that differs. NAME is `module:attribute` in
+the working directory or installed: a function build(context), or a
 verification.models.Setup. verification/README.md has an example."""
 
 

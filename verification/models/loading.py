@@ -24,7 +24,7 @@ from verification.failures import RankFailure, RankState, Refused
 from verification.models.model_case import ModelCase
 from verification.models.setup import Misuse, Setup, described
 
-OURS = str(Path(__file__).parents[1])
+OURS = tuple(str(Path(__file__).parents[2] / package) for package in ("verification", "ring"))
 LIBRARIES = ("<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 FORM = "it must be a function build(context), or a verification.models.Setup"
 
@@ -111,8 +111,11 @@ def calling(function: str) -> Iterator[None]:
 
 def _raised(error: BaseException) -> str:
     """Describe an exception in a line, with the last place in the user's own files."""
-    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith((OURS, *LIBRARIES))]
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith((*OURS, *LIBRARIES))]
+    where = ""
+    if frames:
+        function = f", in {frames[-1].name}" if frames[-1].name != "<module>" else ""
+        where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}{function})"
     return f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}{where}"
 
 
@@ -148,5 +151,5 @@ def with_users_frames(failure: RankFailure) -> RankFailure:
 def _cut(trace: str) -> str:
     """Return the stack without frames in this project's folder `verification`, and without what they raised."""
     first = trace.partition("\nThe above exception was the direct cause")[0]
-    frame = rf'^  File "{re.escape(OURS)}/[^\n]*\n(?:    [^\n]*\n)*'
+    frame = rf'^  File "{re.escape(OURS[0])}/[^\n]*\n(?:    [^\n]*\n)*'
     return re.sub(frame, "", first, flags=re.MULTILINE)

@@ -12,15 +12,38 @@ from verification.check.properties import EVERY_RANK_ANSWERS, Property
 from verification.failures import WrongResult
 from verification.models.model_case import MODEL_DTYPES, ModelCase
 from verification.models.observation import ModelExpectation, ModelObservation
-from verification.models.quantities import QUANTITY_CHECKS, Check, check_quantity, check_results, quantity_properties
+from verification.models.quantities import (
+    QUANTITY_CHECKS,
+    Check,
+    Ratios,
+    check_quantity,
+    check_results,
+    label_of,
+    quantity_properties,
+)
+from verification.models.results import Named
 from verification.models.step_coverage import CHOICES, DOCUMENTS, MESH, STEP, Groups, choices
 from verification.models.strategies import MODEL_CHECKPOINTING, MODEL_LABELS
 
-MODEL_CHECKS: dict[str, Check] = {"start": partial(check_quantity, "start"), **QUANTITY_CHECKS}
+
+def check_buffers(case: ModelCase, expectation: ModelExpectation, observations: Sequence[ModelObservation]) -> Ratios:
+    """Check the buffers that training changes, on a rank or in the one process."""
+    for rank, seen in enumerate(observations):
+        for name in sorted(set(seen.buffers) ^ set(expectation.exact["buffers"])):
+            words = ("changed", "did not") if name in seen.buffers else ("did not change", "did")
+            message = f"buffers: {name} on {label_of(case, rank)} {words[0]}; in one process it {words[1]}"
+            raise WrongResult(message, "buffers", np.inf)
+    return check_quantity("buffers", case, expectation, observations)
+
+
+MODEL_CHECKS: dict[str, Check] = {
+    "start": partial(check_quantity, "start"), **QUANTITY_CHECKS, "buffers": check_buffers,
+}  # fmt: skip
 MODEL_PROPERTIES = (
     EVERY_RANK_ANSWERS,
     Property("parameters at the start", ("start",)),
     *quantity_properties("gradients at the optimizer"),
+    Property("buffers after the last step", ("buffers",)),
 )
 
 
@@ -36,25 +59,50 @@ def check_model_step(
 def _gathered(
     case: ModelCase, expectation: ModelExpectation, observations: Sequence[ModelObservation]
 ) -> tuple[ModelExpectation, list[ModelObservation]]:
-    """Return both, the observations with the logits of their data rank's whole sequences, NaN where no rank had a
-    token, and norms only if the step returned them on all ranks."""
-    whole = {
-        (d, name): np.full_like(x[0], np.nan)
-        for name, x in expectation.exact["logits"].items()
-        for d in range(case.data)
-    }
+    """Return both, the observations with the logits of their data rank's whole sequences, with norms only if the step
+    returned them on all ranks, and with buffers that can be compared."""
+    logits, norms = _whole_logits(case, expectation, observations), all(seen.norms for seen in observations)
+    same = _comparable_buffers(case, expectation, observations)
+    exact = {name: x for name, x in expectation.exact["buffers"].items() if name in same}
+    return replace(
+        expectation,
+        exact={**expectation.exact, "norms": expectation.exact["norms"] if norms else {}, "buffers": exact},
+    ), [
+        replace(
+            seen, logits=logits[seen.data_rank], norms=seen.norms if norms else {},
+            buffers={name: x for name, x in seen.buffers.items() if name in same},
+        )
+        for seen in observations
+    ]  # fmt: skip
+
+
+def _whole_logits(
+    case: ModelCase, expectation: ModelExpectation, observations: Sequence[ModelObservation]
+) -> list[Named]:
+    """Return the logits of each data rank's whole sequences. Raises WrongResult for a token that no rank recorded."""
+    whole = [{name: np.zeros_like(x[0]) for name, x in expectation.exact["logits"].items()} for _ in range(case.data)]
+    recorded = {(d, name): np.zeros(case.tokens, bool) for d, named in enumerate(whole) for name in named}
     for seen in observations:
         for (name, logits), held in zip(seen.logits.items(), seen.held, strict=True):
-            target = whole[seen.data_rank, name]
+            target = whole[seen.data_rank][name]
             if logits.shape[::2] != target.shape[::2]:
                 raise _broken(f"logits: {name} of data rank {seen.data_rank} has shape {logits.shape}")
-            target[:, held] = logits
-    names = expectation.exact["logits"]
-    gathered = [replace(seen, logits={name: whole[seen.data_rank, name] for name in names}) for seen in observations]
-    if all(seen.norms for seen in observations):
-        return expectation, gathered
-    exact = {**expectation.exact, "norms": {}}
-    return replace(expectation, exact=exact), [replace(seen, norms={}) for seen in gathered]
+            target[:, held], recorded[seen.data_rank, name][held] = logits, True
+    for (d, name), tokens in recorded.items():
+        if not tokens.all():
+            raise _broken(f"logits: no rank recorded the logits of token {tokens.argmin()} of {name} of data rank {d}")
+    return whole
+
+
+def _comparable_buffers(
+    case: ModelCase, expectation: ModelExpectation, observations: Sequence[ModelObservation]
+) -> set[str]:
+    """Return the names of buffers that kept the same shape in all processes: a cache grows. None if documents differ in
+    length: the one process pads them, and may count the padding."""
+    if len(set(filter(None, case.documents))) > 1:
+        return set()
+    shapes = [seen.shapes for seen in observations]
+    return {name for name, shape in expectation.shapes.items() if all(x.get(name) == shape for x in shapes)}
 
 
 def _broken(message: str) -> WrongResult:

@@ -8,10 +8,11 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from verification.models.results import Array, Expectation, Results
+from verification.models.results import Array, Expectation, Named, Results
 from verification.models.tolerance import THRESHOLD
 from verification.run.observation import to_numpy
 
@@ -34,28 +35,42 @@ class Entry:
 @dataclass(eq=False)
 class ModelObservation(Results):
     """Results of a run. On a rank, logits are those of its tokens, and `held` their indices in the sequence; `entries`
-    are those of a ModuleTrace of step one."""
+    are those of a ModuleTrace of step one. `shapes` are those of buffers that had the same shape at the start, and
+    `buffers` those of them that changed, after the last step."""
 
     held: list[Array] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    buffers: Named = field(default_factory=dict)
+
+    def quantities(self) -> dict[str, Named]:
+        return super().quantities() | {"buffers": self.buffers}
+
+    def note_buffers(self, before: Named, after: Named) -> None:
+        kept = {name: x for name, x in after.items() if name in before and x.shape == before[name].shape}
+        self.shapes = {name: x.shape for name, x in kept.items()}
+        self.buffers = {name: x for name, x in kept.items() if not np.array_equal(x, before[name], equal_nan=True)}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelExpectation(Expectation):
-    """Results of the one process, with its ModuleTrace."""
+    """Results of the one process: ModuleTrace, gradients of step two, and shapes of buffers, as on a rank."""
 
     entries: list[Entry]
+    second: Named
+    shapes: dict[str, tuple[int, ...]]
 
 
 class ModuleTrace:
-    """Records every call within a forward of the whole model, in the order in which calls end: a module after those
-    that it contains. Forwards that a backward recomputes are left out.
+    """Records every call within the first forwards of the whole model, in the order in which calls end: a module after
+    those that it contains. Forwards that a backward recomputes are left out.
 
-    prefixes: parts of names that wrappers insert.
+    prefixes: parts of names that wrappers insert. forwards: how many; those of step one.
     """
 
-    def __init__(self, model: nn.Module, prefixes: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, prefixes: tuple[str, ...], forwards: int) -> None:
         self._entries: list[Entry] = []
+        self._forwards = forwards
         self._number, self._running = -1, False
         self._calls: dict[str, int] = {}
         model.register_forward_pre_hook(self._begin)
@@ -70,7 +85,8 @@ class ModuleTrace:
         return self._entries
 
     def _begin(self, *_: object) -> None:
-        self._number, self._running, self._calls = self._number + 1, True, {}
+        self._number, self._calls = self._number + 1, {}
+        self._running = self._number < self._forwards
 
     def _end(self, *_: object) -> None:
         self._running = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from ring import Layout
@@ -13,10 +14,13 @@ from verification.failures import RankFailure, Refused
 from verification.models.batches import VOCABULARY, global_batch
 from verification.models.loading import UserError, built, calling, load, told
 from verification.models.model_case import ModelCase
+from verification.models.observation import TRACED
 from verification.models.precision import computing_in
-from verification.models.setup import Misuse, Run, Setup
+from verification.models.results import Array, size
+from verification.models.setup import Misuse, Run, Setup, scalar
 from verification.models.whole_batch import Rows
 from verification.run.backends import PRELOAD, Unavailable
+from verification.run.observation import to_numpy
 from verification.run.processes.pool import Pool, PoolError
 
 TIMEOUT = 120.0  # seconds to import the module and to build the model
@@ -58,6 +62,10 @@ def probe(name: str, timeout: float = TIMEOUT) -> Facts:
     return facts
 
 
+CONTEXT = (
+    "In one process context is None: there a model of ring.nn's modules makes its own, "
+    "ContextParallel(Layout.contiguous(tokens.shape[1], 1))"
+)
 SMALLEST = ModelCase(
     world=1, data=1, arrangement="contiguous", tokens=4, batch=2, order="contiguous", cuts=None, packed=None,
     padding=False, labels="all", exchange="direct", dtype="float64", wrapper="none", accumulation=1,
@@ -70,9 +78,10 @@ def facts_of(name: str) -> Facts | str:
     try:
         setup = load(name)
         try:
-            fp64 = _runs(setup, SMALLEST)
+            _check_runs(setup, SMALLEST)
+            fp64 = True
         except UserError:
-            _runs(setup, replace(SMALLEST, dtype="float32"))
+            _check_runs(setup, replace(SMALLEST, dtype="float32"))
             fp64 = False
         context = ContextParallel(Layout.contiguous(SMALLEST.tokens, 1))
         model = built(setup, SMALLEST, context)
@@ -84,14 +93,40 @@ def facts_of(name: str) -> Facts | str:
     return Facts(fp64, bool(setup.layers(model)), documents)
 
 
-def _runs(setup: Setup, case: ModelCase) -> bool:
-    """Call the model as the one process does. Raises UserError and Misuse."""
+def _check_runs(setup: Setup, smallest: ModelCase) -> None:
+    """Call the model as the one process does. Raises UserError and Misuse, also for a model that draws numbers."""
+    case = replace(smallest, batch=32)  # so that even a small dropout shows
+    model, *first = _call(setup, case, 1)
+    other, *second = _call(setup, case, 2)
+    if not all(map(torch.equal, model.parameters(), other.parameters())):
+        raise Misuse(
+            "build(None) draws other initial parameters each time; torch must draw them, by the seed that is set"
+        )
+    if not any(size(a - b) > TRACED[case.dtype] * size(a) for a, b in zip(first, second, strict=True)):
+        return
+    dropouts = (
+        f" (module {name} is a {type(module).__name__} with p={module.p})"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p
+    )
+    raise Misuse(f"the model draws random numbers{next(dropouts, '')}; set dropout to 0, or call eval() in build")
+
+
+def _call(setup: Setup, case: ModelCase, seed: int) -> tuple[nn.Module, Array, Array]:
+    """Return the model, its loss and its logits in one process. seed: of random numbers after `build`."""
     part, run = Rows.of(case).alone(case, 0), Run(case, labelled=global_batch(case, 0).labelled)
     with computing_in(case.dtype):
         model = built(setup, case, None)
         sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
         if sizes and sizes[0] < VOCABULARY:
             raise Misuse(f"the model's first Embedding has {sizes[0]} entries; it must have at least {VOCABULARY}")
-        with calling("loss, in one process,"):
-            setup.loss(model, part, run)
-    return True
+        torch.manual_seed(seed)
+        try:
+            with calling("loss, in one process,"):
+                loss = scalar("loss, in one process,", setup.loss(model, part, run))
+        except UserError as error:
+            if "context must be a ContextParallel" in str(error):
+                raise Misuse(f"{error}. {CONTEXT}") from error
+            raise
+    logits = run.logits[0][0] if run.logits else loss
+    return model, to_numpy(loss.detach()), to_numpy(logits)

@@ -45,13 +45,32 @@ def gradients_of(named: Mapping[str, Tensor]) -> Named:
     return arrays({name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in named.items()})
 
 
-def record_gradients(optimizer: torch.optim.Optimizer, seen: Results, gradients: Callable[[], Named]) -> None:
-    """Record the gradients that the optimizer gets in its first step."""
+def record_gradients(
+    optimizer: torch.optim.Optimizer, seen: Results, gradients: Callable[[], Named], second: bool = False
+) -> None:
+    """Record the gradients that the optimizer gets in its first step. second: in its second step, too."""
 
     def note(*_: object) -> None:
-        seen.gradients = seen.gradients or gradients()
+        if not seen.gradients:
+            seen.gradients = gradients()
+        elif second and not seen.second:
+            seen.second = gradients()
 
     optimizer.register_step_pre_hook(note)
+
+
+def steps_of(case: StepCase, traced: bool) -> int:
+    """Return the number of steps of a run: at most two if it is traced."""
+    return min(2, case.steps) if traced else case.steps
+
+
+def buffers_of(model: nn.Module) -> Named:
+    """Return copies of the buffers of numbers, in fp64."""
+    return arrays({
+        plain_name(name): x.to(torch.float64)
+        for name, x in model.named_buffers()
+        if x.is_floating_point() or not (x.is_complex() or x.dtype is torch.bool)
+    })  # fmt: skip
 
 
 def note_step(seen: Results, step: int, loss: object, norm: object) -> None:
@@ -62,12 +81,12 @@ def note_step(seen: Results, step: int, loss: object, norm: object) -> None:
 
 def train_in_one_process(
     case: StepCase, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer,
-    loss_of: Callable[[int], Tensor], seen: Results, *, stored: Rounded = exact, steps: int | None = None,
+    loss_of: Callable[[int], Tensor], seen: Results, *, stored: Rounded = exact, traced: bool = False,
 ) -> None:  # fmt: skip
     """Take the steps of a Case. loss_of: of a step, from 0, over its whole batch. stored: applied to parameters after
-    each step. steps: None for the Case's."""
-    record_gradients(optimizer, seen, lambda: gradients_of(parameters))
-    for step in range(steps or case.steps):
+    each step. traced: at most two steps, and the gradients of both."""
+    record_gradients(optimizer, seen, lambda: gradients_of(parameters), traced)
+    for step in range(steps_of(case, traced)):
         loss = loss_of(step)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(parameters.values(), math.inf if case.clipping is None else case.clipping)

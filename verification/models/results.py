@@ -22,6 +22,7 @@ class Results:
     logits      by micro-batch of step one: of a rank's sequences, or all (data, batch, n, vocabulary)
     losses      "step 1", ...: (); the mean over all labels of the step
     gradients   by the parameter's name, as the optimizer gets them in step one
+    second      as gradients, in step two; only of a traced run
     norms       "step 1", ...: (); of all gradients together, before clipping. Empty without clipping
     start, parameters  by name: before the first step, and after the last
     """
@@ -32,6 +33,7 @@ class Results:
     logits: Named = field(default_factory=dict)
     losses: Named = field(default_factory=dict)
     gradients: Named = field(default_factory=dict)
+    second: Named = field(default_factory=dict)
     norms: Named = field(default_factory=dict)
     parameters: Named = field(default_factory=dict)
 

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -203,12 +204,13 @@ class Setup:
             keywords = {name: value for name, value in values.items() if name in accepted}
         output = model(part.tokens, **keywords)
         logits = getattr(output, "logits", output[0] if isinstance(output, tuple) else output)
-        if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != part.tokens.shape:
-            raise Misuse(
-                f"the model returned {described(logits)} for tokens of shape {tuple(part.tokens.shape)}; it must "
-                "return logits (B, N, vocabulary), or an object or tuple that has them (else write `loss`)"
-            )
-        return run.see(logits)
+        checked = logits_of_tokens(
+            "the model",
+            logits,
+            part,
+            "logits (B, N, vocabulary), or an object or tuple that has them (else write `loss`)",
+        )
+        return run.see(checked)
 
     def count(self, parts: Sequence[Part], run: Run) -> int:
         """Return the number of labels of a step, over all ranks.
@@ -229,9 +231,11 @@ class Setup:
             run: of a rank, or of the one process; `run.labelled` is set.
 
         Raises:
-            Misuse: the model returned no logits.
+            Misuse: `logits` returned none.
         """
-        logits = self.logits(model, part, run)
+        code = getattr(self.logits, "__code__", None)
+        where = f"logits ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code is not None else "logits"
+        logits = logits_of_tokens(where, self.logits(model, part, run), part, "logits (B, N, vocabulary)")
         if run.mesh is not None:
             return cross_entropy(logits, part.labels, run.mesh, labelled=run.labelled)
         total = functional.cross_entropy(
@@ -341,6 +345,14 @@ def distribute(
     if run.case.fully_sharded:
         fsdp.shard(model, run.mesh, layers, policy=policy, replicate="data" if run.case.wrapper == "hsdp2" else ())
     return model
+
+
+def logits_of_tokens(function: str, logits: object, part: Part, wanted: str) -> Tensor:
+    """Return logits of the tokens of a part. Raises Misuse for anything else that a function returned."""
+    if isinstance(logits, Tensor) and logits.dim() == 3 and logits.shape[:2] == part.tokens.shape:
+        return logits
+    shape = tuple(part.tokens.shape)
+    raise Misuse(f"{function} returned {described(logits)} for tokens of shape {shape}; it must return {wanted}")
 
 
 def scalar(function: str, x: object) -> Tensor:

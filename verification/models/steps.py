@@ -21,11 +21,13 @@ from verification.models.precision import computing_in
 from verification.models.recording import (
     PREFIXES,
     arrays,
+    buffers_of,
     gradients_of,
     named_parameters,
     note_step,
     record_gradients,
     round_parameters,
+    steps_of,
     train_in_one_process,
 )
 from verification.models.setup import Misuse, Run, Setup, described, scalar
@@ -36,23 +38,24 @@ from verification.run.observation import to_numpy
 
 
 def train_on_rank(transport: Transport, case: ModelCase, name: str, traced: bool = False) -> ModelObservation:
-    """Task: train on this rank. transport: over all ranks; only its rank is used. traced: only step one, with a
-    ModuleTrace."""
+    """Task: train on this rank. transport: over all ranks; only its rank is used. traced: at most two steps, the first
+    with a ModuleTrace."""
     setup, seen = load(name), ModelObservation(case.coordinates(transport.rank)[0])
     with computing_in(case.dtype):
         mesh = mesh_of(case)
         context = ContextParallel(layout_of(case), mesh["context"], exchange=case.exchange)
         run = Run(case, context, mesh)
         model = _started(setup, case, context, seen)
+        buffers = buffers_of(model)
         with calling("wrap"):
             wrapped: object = setup.wrap(model, run)
         if not isinstance(wrapped, nn.Module):
             raise Misuse(f"wrap returned {described(wrapped)}; it must return a torch.nn.Module")
         named = named_parameters(wrapped)
         optimizer = _optimizer(setup, named, run)
-        record_gradients(optimizer, seen, lambda: gradients_of(named))
-        trace = ModuleTrace(model, PREFIXES) if traced else None
-        for step in range(1 if traced else case.steps):
+        record_gradients(optimizer, seen, lambda: gradients_of(named), traced)
+        trace = ModuleTrace(model, PREFIXES, case.accumulation) if traced else None
+        for step in range(steps_of(case, traced)):
             with calling("step"):
                 batches = whole_batches(case, step)[seen.data_rank]
                 result: object = setup.step(wrapped, optimizer, batches, run)
@@ -62,6 +65,7 @@ def train_on_rank(transport: Transport, case: ModelCase, name: str, traced: bool
             if step == 0:
                 _note_logits(seen, run)
         seen.parameters = arrays(named)
+        seen.note_buffers(buffers, buffers_of(model))
         seen.entries = trace.entries() if trace is not None else []
     return seen
 
@@ -90,7 +94,9 @@ def expect(case: ModelCase, name: str, traced: bool = False) -> ModelExpectation
         allowed = threshold_of(values, TRACED[case.dtype])
     else:
         allowed = allowed_deviations(case, values, partial(train_alone, case, name))
-    return ModelExpectation(exact=values, allowed=allowed, entries=alone.entries)
+    return ModelExpectation(
+        exact=values, allowed=allowed, entries=alone.entries, second=alone.second, shapes=alone.shapes
+    )
 
 
 def train_alone(
@@ -102,8 +108,8 @@ def train_alone(
     shape = (case.data, case.accumulation, case.batch, case.tokens)
     with computing_in(case.dtype):
         model = _started(setup, case, None, seen)
-        run, named = Run(case), named_parameters(model)
-        trace = ModuleTrace(model, PREFIXES) if traced else None
+        run, named, buffers = Run(case), named_parameters(model), buffers_of(model)
+        trace = ModuleTrace(model, PREFIXES, 1) if traced else None
         if rounded is not exact:
             round_parameters(named, rounded)
             _round_outputs(model, rounded)
@@ -113,9 +119,10 @@ def train_alone(
             with calling("loss, in one process,"):
                 return scalar("loss, in one process,", setup.loss(model, rows.alone(case, step), run))
 
-        optimizer, steps = _optimizer(setup, named, run), 1 if traced else case.steps
+        optimizer = _optimizer(setup, named, run)
         with calling("the step, in one process,"):
-            train_in_one_process(case, named, optimizer, loss_of, seen, stored=stored, steps=steps)
+            train_in_one_process(case, named, optimizer, loss_of, seen, stored=stored, traced=traced)
+        seen.note_buffers(buffers, buffers_of(model))
         if not run.logits:
             raise Misuse("loss, in one process, recorded no logits; it must call self.logits, or run.see(logits)")
         logits = to_numpy(run.logits[0][0])[rows.row, rows.column].reshape(*shape, -1)

@@ -60,5 +60,5 @@ def rounding_scale(case: StepCase, exact: Mapping[str, Named], train: Train) -> 
         drawn = train(*(noise(magnified * UNIT_ROUNDOFF[dtype], seed) for dtype in (case.dtype, stored))).quantities()
         for quantity, named in exact.items():
             for name, x in named.items():
-                squares[quantity][name] += (size(drawn[quantity][name] - x) / magnified) ** 2 / DRAWS
+                squares[quantity][name] += (size(drawn[quantity].get(name, 0.0) - x) / magnified) ** 2 / DRAWS
     return {quantity: {name: math.sqrt(x) for name, x in named.items()} for quantity, named in squares.items()}

@@ -52,12 +52,15 @@ class Report(RunRecord):
         self.seconds += seconds
         self._running = False
         self.progress.end()
-        fresh = len(self.failures) - self._failed_before
-        failed = f", {counted(fresh, 'counter-example')}" if fresh else ""
-        failed += f" ({counted(self._repeated, 'further draw')} failed in the same way)" if self._repeated else ""
+        fresh = self.failures[self._failed_before :]
+        fewest = min((failure.world for failure in fresh), default=self._world)
+        found = f", {counted(len(fresh), 'counter-example')}" if fresh else ""
+        found += f", shrunk to {counted(fewest, 'rank')}" if fewest < self._world else ""
+        found += f" ({counted(self._repeated, 'further draw')} failed in the same way)" if self._repeated else ""
         speed = f", {rate(self._done, seconds)}" if self._done > 1 else ""
         done = f"{counted(self._done, 'example')} held" if self._done or not fresh else "no example held"
-        self.note(f"world {self._world}, {what}: {done} in {seconds:.1f} s{speed}{failed}")
+        done += f", {len(fresh) + self._repeated} failed," if fresh or self._repeated else ""
+        self.note(f"world {self._world}, {what}: {done} in {seconds:.1f} s{speed}{found}")
 
     def interrupt(self) -> None:
         """Mark the run as interrupted, and end the part that is running."""

@@ -24,7 +24,7 @@ from tests.support import model_defects, model_examples
 from tests.support.model_defects import DEFECTS, Defect
 from verification.__main__ import main
 from verification.failures import WrongResult
-from verification.models import ModelCase, check_model
+from verification.models import ModelCase, Setup, check_model
 from verification.models.batches import global_batch
 from verification.models.first_module import Place
 from verification.models.model_case import MODEL_DTYPES
@@ -100,6 +100,62 @@ def test_an_example_with_a_defect_fails_and_its_place_is_named(backend: GlooBack
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(("wrapper", "packed"), [("none", None), ("ddp", (3, 3)), ("fsdp2", (2, 4))])
+def test_buffers_of_all_tokens_hold(backend: GlooBackend, wrapper: str, packed: tuple[int, ...] | None) -> None:
+    with closing((run := ModelExperiment(f"{EXAMPLES}:build_with_buffers")).alone):
+        case = replace(SMALLEST, world=2, tokens=6, wrapper=wrapper, packed=packed, accumulation=2, steps=2)
+        ratios = run.check(backend, case)
+    assert ratios["buffers after the last step"] == 0
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("setup", "said"),
+    [
+        (model_defects.CountNotReduced, r"buffers: count on rank 0 \(data 0, context 0\) is \d"),
+        (model_defects.CountNotUpdated, r"buffers: count on rank 0 .* did not change; in one process it did"),
+        (
+            model_defects.LogitsOfSomeTokens,
+            "logits: no rank recorded the logits of token 2 of micro-batch 1 of data rank 0",
+        ),
+    ],
+)
+def test_wrong_results_are_named(backend: GlooBackend, setup: type[Setup], said: str) -> None:
+    run = ModelExperiment(f"{setup.__module__}:{setup.__name__}")
+    with closing(run.alone), pytest.raises(WrongResult, match=said) as caught:
+        run.check(backend, replace(SMALLEST, world=2))
+    assert "nan" not in str(caught.value)
+
+
+def cause_of(backend: GlooBackend, setup: type[Setup], **changes: Any) -> str:
+    with closing((run := ModelExperiment(f"{setup.__module__}:{setup.__name__}")).alone):
+        cause = run.cause(backend, replace(SMALLEST, **{"world": 2} | changes))
+    assert cause is not None
+    return cause
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "data, numbers", [(1, "ranks, or of ranks that share a sequence"), (2, "ranks, or of data ranks")]
+)
+def test_a_factor_of_all_gradients_blames_no_module(backend: GlooBackend, data: int, numbers: str) -> None:
+    """Gradients of positions are sums over the sequences, so that a rank has a part of them."""
+    cause = cause_of(backend, model_defects.SumOfMicroBatches, data=data, accumulation=2)
+    assert cause.endswith(
+        f"the gradients of all parameters are 2 times the expected ones: no single module; 2 is the number of "
+        f"micro-batches, or of {numbers}"
+    )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("wrapper", ["none", "fsdp2"])
+def test_gradients_that_are_not_zeroed_are_named(backend: GlooBackend, wrapper: str) -> None:
+    cause = cause_of(backend, model_defects.ZeroedLate, steps=3, wrapper=wrapper)
+    assert cause.endswith("; step two's gradients include step one's: are they zeroed?")
+    assert cause_of(backend, model_defects.Plain, steps=3, wrapper=wrapper).endswith("gradients of the parameters too")
+
+
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.setup.__name__)
 def test_a_defect_is_found_and_its_place_named(defect: Defect, tmp_path: Path) -> None:
@@ -157,15 +213,15 @@ def verification(folder: Path, *arguments: str) -> subprocess.CompletedProcess[s
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_the_examples_of_the_page(tmp_path: Path) -> None:
-    """Both hold. Without `grad_placements` the second is found, shrunk, its place named as there, and replayed."""
+    """All hold. Without `grad_placements` the second is found, shrunk, its place named as there, and replayed."""
     pytest.importorskip("transformers")
     page = (ROOT / "verification/README.md").read_text()
-    for name in ("my_model", "my_step"):
+    for name in ("my_model", "my_block", "my_step"):
         (code,) = re.findall(rf"```python\n(# {name}\.py.*?)```", page, re.DOTALL)
         (tmp_path / f"{name}.py").write_text(code)
     (tmp_path / "wrong.py").write_text(code.replace("grad_placements=[Partial()]", ""))
     where = ("--seed", "3", "--world", "2", "--failures", "kept", "--json", "report.json")
-    for name in ("my_model:Llama", "my_step:Gathered"):
+    for name in ("my_model:Llama", "my_block:build", "my_step:Gathered"):
         done = verification(tmp_path, "model", name, "--examples", "10", *where)
         assert done.returncode == 0, done.stdout + done.stderr
     done = verification(tmp_path, "model", "wrong:Gathered", "--only", "gradients at", *where)
@@ -258,6 +314,10 @@ def test_parts_of_ranks_are_found_in_those_of_one_process(whole: Any, local: Any
     assert np.array_equal(part_of(np.arange(5), (3,)), [1, 2, 0]), "positions within documents"
     assert np.array_equal(part_of(np.arange(5)[None], (1, 3)), [[1, 2, 0]])
     assert part_of(np.zeros((3, 7)), (2, 2)) is None
+    gradient = part_of(whole, expected.shape, summed=True)
+    assert np.array_equal(gradient, expected), "each token has its own"
+    for summed, shape in ((np.arange(5), (3,)), (np.arange(5)[None], (1, 3)), (np.zeros(7), (7,))):
+        assert part_of(summed, shape, summed=True) is None, "a sum over all tokens and sequences"
 
 
 @pytest.mark.parametrize(

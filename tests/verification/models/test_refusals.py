@@ -57,7 +57,20 @@ def test_what_is_no_setup_is_refused(modules: None, name: str, said: str) -> Non
         ("raises_on_ranks", "build(context) raised LookupError: no weights here (model_misuse.py, line "),
         ("exits", "rank 0 ended with exit code 3"),
         ("hangs", "no answer within 4 s from rank 0"),
-        ("pools", "a tensor of shape (2, 8) for tokens of shape (2, 4); it must return logits (B, N, vocabulary)"),
+        ("pools", "a tensor of shape (32, 8) for tokens of shape (32, 4); it must return logits (B, N, vocabulary)"),
+        ("drops", "the model draws random numbers; set dropout to 0, or call eval() in build"),
+        ("has_dropout", "random numbers (module dropouts.1 is a Dropout with p=0.01); set dropout to 0"),
+        ("reseeds", "build(None) draws other initial parameters each time"),
+        (
+            "without_context",
+            "in forward). In one process context is None: there a model of ring.nn's modules makes its",
+        ),
+        ("LogitsRaise", ", in logits)"),
+        ("LogitsOfOneToken", "logits (model_misuse.py, line "),
+        (
+            "LogitsOfOneToken",
+            "returned a tensor of shape (32, 1, 13) for tokens of shape (32, 4); it must return logits",
+        ),
         ("of_few_tokens", "the model's first Embedding has 5 entries; it must have at least 11"),
     ],
 )

@@ -154,6 +154,18 @@ def test_the_verdict_says_what_is_true(held: int, failed: int, again: int, said:
     assert lines[-1].startswith("    " if failed else said), "what failed comes last, as the line that replays it"
 
 
+def test_the_line_of_a_world_size_counts_what_held_and_what_failed(tmp_path: Path) -> None:
+    report = Report(recording())
+    report.start_world(3, 2)
+    report.held("float32", {"gradients": 0.5}, 0.0)
+    fail(report, tmp_path, 1, WRONG)
+    report.failed_again()
+    report.end_world()
+    line = unbroken(printed(report.console)).partition("world 3, examples: ")[2]
+    assert line.startswith("1 example held, 2 failed, in ")
+    assert line.rstrip().endswith(", 1 counter-example, shrunk to 2 ranks (1 further draw failed in the same way)")
+
+
 @pytest.mark.parametrize("backend", ("gloo", "sim", "nccl"))
 def test_a_failure_is_told_with_its_case_and_the_line_that_replays_it(folder: Path, backend: str) -> None:
     report, record = small(), dict[str, Any](world=3, tokens=5)

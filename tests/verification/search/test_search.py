@@ -18,7 +18,7 @@ from rich.console import Console
 from reference.pattern import Pattern
 from tests.support.plain_case import plain
 from tests.support.planted import plant_receive_first, plant_wrong_result
-from tests.support.printed import printed, recording
+from tests.support.printed import printed, recording, unbroken
 from verification import runner
 from verification.case import Case
 from verification.experiments import EXAMPLES, check_case
@@ -96,7 +96,7 @@ def test_each_kind_of_failure_is_reported_and_what_fails_like_it_counted(ranks: 
     found = search_with(ranks, fails, report).explore(40, 0)
     assert sorted(one.failure.kind for one in found) == ["rank error", "wrong result"]
     report.end_world()
-    more = re.search(r"(\d+) further draws failed", printed(report.console))
+    more = re.search(r"(\d+) further draws failed", unbroken(printed(report.console)))
     assert report.examples == 40 and more is not None and 0 < int(more[1]) < len(failing)
 
 
