@@ -158,6 +158,21 @@ def test_units_that_all_ranks_leave_out(ranks: Ranks, steps: list[list[Plan]], l
         torch.testing.assert_close(found, exact, rtol=0.0, atol=EXACT)
 
 
+def _refused_by_old_torch() -> str:
+    reset = FSDPModule.reset_iter_state
+    del FSDPModule.reset_iter_state
+    try:
+        model: Any = fsdp.shard(Forked(), mesh_of((0, 1), ("context",)), (Trunk, Branch))
+        return said(lambda: model(rows(0, 0), SOME))
+    finally:
+        FSDPModule.reset_iter_state = reset  # type: ignore[method-assign]
+
+
+def test_units_left_out_under_an_older_torch_are_refused(ranks: Ranks) -> None:
+    for words in ranks(2).run(_refused_by_old_torch):
+        assert "got none of first.branches.b, second.branches.b: use torch 2.13" in words, words
+
+
 def _refused(warm: list[Plan], plan: Plan, layers: Any, world: int) -> str:
     """Run one plan after others; the group, and the model, can be used afterwards."""
     mesh, rank = mesh_of(tuple(range(world)), ("context",)), dist.get_rank()
