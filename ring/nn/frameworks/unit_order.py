@@ -88,8 +88,8 @@ class UnitOrder:
         left_out = [name for number, name in enumerate(self.names) if number not in found]
         if left_out and not hasattr(self.model, "reset_iter_state"):
             raise NotImplementedError(
-                f"layers must all run in each forward under torch {torch.__version__}, whose FSDP fails in the backward "
-                f"otherwise, got none of {', '.join(left_out)}: use torch 2.13, or leave their class out of layers"
+                f"layers must all run in each forward under torch {torch.__version__}, whose FSDP fails in the "
+                f"backward otherwise, got none of {', '.join(left_out)}: use torch 2.13, or leave their class out of layers"
             )
         if self.ahead is None:
             self.known = found
