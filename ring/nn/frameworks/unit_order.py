@@ -89,7 +89,8 @@ class UnitOrder:
         if left_out and not hasattr(self.model, "reset_iter_state"):
             raise NotImplementedError(
                 f"layers must all run in each forward under torch {torch.__version__}, whose FSDP fails in the "
-                f"backward otherwise, got none of {', '.join(left_out)}: use torch 2.13, or leave their class out of layers"
+                f"backward otherwise, got none of {', '.join(left_out)}: use torch 2.13, or leave their class out of "
+                "layers"
             )
         if self.ahead is None:
             self.known = found
