@@ -15,3 +15,6 @@ def plain(world: int, **changes: Any) -> Case:
         bucket=None, kernel="math", lse="unused", strided=False,
     )  # fmt: skip
     return replace(case, **changes)
+
+
+PLAIN = plain(1, tokens=5, pattern=Pattern.dense(True), batch=2, seed=3)

@@ -1,0 +1,114 @@
+"""Claims of adapters: settled, and with all that the implementation takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reference import Branch, Pattern
+from tests.support import peer_examples
+from tests.support.plain_case import plain
+from verification.peers import Peer, claims
+from verification.peers.adapters import with_windows
+from verification.peers.adapters.over_flash_attn import window_size
+from verification.peers.adapters.ring_flash_attn_varlen import lengths
+from verification.peers.known_peers import KNOWN, load
+from verification.peers.peer_experiment import (
+    nearest_claimed,
+)
+from verification.peers.peer_rank import RUNS
+from verification.search.experiment import ToolError
+from verification.strategies.cases import cases
+
+EXAMPLES = "tests.support.peer_examples"
+WINDOWED = {name: peer for name, peer in vars(with_windows).items() if isinstance(peer, Peer)}
+LLAMA3 = "ring-flash-attn/llama3-varlen"
+WITH_WINDOWS = {"ringmaster/ring-varlen", "ringmaster/ulysses-varlen", "ringmaster/usp-varlen", LLAMA3}  # if causal
+
+
+def test_sizes_of_a_claim() -> None:
+    sizes: dict[str, Any] = {"tokens": (8, 32), "heads": ((2, 2), (4, 2)), "head_dims": (16,), "batches": (1,)}
+    for case in (plain(1, tokens=3), plain(1, tokens=9, heads=3, kv_heads=3), plain(1, tokens=40, batch=3)):
+        found = claims.of_sizes(case, **sizes)
+        assert found.tokens in (8, 32) and found.tokens == (8 if case.tokens < 8 else 32)
+        assert (found.heads, found.kv_heads) in ((2, 2), (4, 2)) and (found.head_dim, found.batch) == (16, 1)
+        assert claims.of_sizes(found, **sizes) == found
+    assert claims.of_sizes(plain(1), tokens=(12,)) == plain(1)
+
+
+@pytest.mark.parametrize("peer", [*KNOWN.values(), *WINDOWED.values()], ids=lambda peer: peer.name)
+@given(data=st.data())
+@settings(max_examples=60, derandomize=True, deadline=None, database=None)
+def test_a_claim_is_settled_and_keeps_what_the_implementation_takes(peer: Peer, data: st.DataObject) -> None:
+    case = data.draw(cases(data.draw(st.sampled_from(peer.worlds))))
+    found = nearest_claimed(peer, case)
+    assert found is not None and found.world == case.world and nearest_claimed(peer, found) == found
+    assert (found.kernel, found.measured) == ("math", False)
+    assert found.again == (case.again if case.again in RUNS else "alike")
+    if not found.order.startswith("contiguous"):
+        assert found.pattern.causal
+    if peer.worlds == (1,):
+        assert found.order == "contiguous" and found.cuts is None and found.heads == found.kv_heads
+        return
+    assert len(set(found.shards().counts)) == 1 and found.tokens > 0
+    before, after, window = case.pattern.documents, found.pattern.documents, claims.window(found)
+    assert found.pattern == Pattern.dense(found.pattern.causal, after, window)
+    if peer.name.endswith(" with windows"):
+        assert window == claims.window(with_windows.with_a_window(case)) is not None
+    elif peer.name == "diffusers/ulysses-flash":
+        assert not found.pattern.causal
+    else:
+        assert window is None or (peer.name in WITH_WINDOWS and found.pattern.causal)
+    if "-varlen" not in peer.name:
+        assert after is None
+    elif not found.order.endswith("by document"):  # they are as drawn, but for the last, which ends the last shard
+        assert before == after or (before is not None and after is not None and before[:-1] == after[:-1])
+    else:
+        edges, longest = lengths(found, len(found.ranks))
+        unit = len(found.ranks) * (2 if found.order == "zigzag by document" else 1)
+        assert found.batch == 1 and all(length % unit == 0 for length in after or (found.tokens,))
+        assert edges[-1] == found.shards().counts[0] and edges.diff().max() == longest
+
+
+@pytest.mark.parametrize(
+    "documents, chunks, wanted",
+    [
+        ((1, 1, 1), 1, (2, 2)),  # edges 0, 2 and the end at 4: nothing is left of the first
+        ((0, 3, 0, 5, 0), 1, (0, 2, 0, 6, 0)),  # the edge at 3 goes to 2; those that were drawn empty stay
+        ((3, 5), 2, (8,)),
+        ((4, 0, 8), 2, (4, 0, 8)),
+    ],
+)
+def test_parts_of_documents(documents: tuple[int, ...], chunks: int, wanted: tuple[int, ...]) -> None:
+    order = "zigzag by document" if chunks == 2 else "contiguous by document"
+    found = claims.even_parts(plain(2, tokens=sum(documents), pattern=Pattern.dense(True, documents)), order, chunks)
+    assert found.pattern.documents == wanted and found.tokens == sum(wanted) and found.cuts is None
+    assert claims.even_parts(found, order, chunks) == found and len(set(found.shards().counts)) == 1
+
+
+def test_the_window_of_a_case_is_that_of_the_first_branch_that_has_one() -> None:
+    case = plain(2, pattern=Pattern((Branch(4), Branch(window=3), Branch(window=5)), True, (5, 7)))
+    assert claims.window(case) == 3 and window_size(case) == (3, 3)
+    assert claims.dense(case).pattern == Pattern.dense(True)
+    assert claims.dense(case, False, windows=True).pattern == Pattern.dense(False, window=3)
+    assert claims.packed(case).pattern == Pattern.dense(True, (5, 7))
+    assert claims.packed(case, windows=True).pattern == Pattern.dense(True, (5, 7), 3)
+    assert claims.window(plain(2)) is None and window_size(plain(2)) == (-1, -1)
+    for causal in (False, True):
+        found = nearest_claimed(KNOWN[LLAMA3], replace(case, pattern=Pattern.dense(causal, (5, 7), 3), dtype="float16"))
+        assert found is not None and claims.window(found) == (3 if causal else None)
+    for name, peer in WINDOWED.items():
+        assert load(f"{with_windows.__name__}:{name}") is peer and peer.name not in KNOWN
+
+
+def test_a_claim_that_is_none_is_the_adapters_fault() -> None:
+    with pytest.raises(ToolError, match="claims of mine raised ZeroDivisionError"):
+        nearest_claimed(peer_examples.claims_raise, plain(1))
+    with pytest.raises(ToolError, match="it must be a Case with world 1, or None"):
+        nearest_claimed(peer_examples.claims_other_world, plain(1))
+    with pytest.raises(ToolError, match="changes its own result"):
+        nearest_claimed(peer_examples.claims_unsettled, plain(1))
