@@ -127,8 +127,9 @@ def arguments(run: Run, folder: str, data: int, **changes: Any) -> TrainingArgum
         "output_dir": folder, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_steps": 1,
         "per_device_train_batch_size": run.batch // data, "per_device_eval_batch_size": run.batch // run.data,
         "num_train_epochs": 2, "learning_rate": 0.01, "adam_epsilon": 1e-3, "weight_decay": 0.1,
-        "save_strategy": "no", "include_num_input_tokens_seen": "non_padding", "max_grad_norm": 0.5, "logging_nan_inf_filter": False,
-        "include_for_metrics": ["inputs"], "label_smoothing_factor": 0.1 if run.loss == "smoothed" else 0.0,
+        "save_strategy": "no", "include_num_input_tokens_seen": "non_padding", "max_grad_norm": 0.5,
+        "logging_nan_inf_filter": False, "include_for_metrics": ["inputs"],
+        "label_smoothing_factor": 0.1 if run.loss == "smoothed" else 0.0,
     }  # fmt: skip
     return TrainingArguments(**(options | run.settings | changes))
 

@@ -81,6 +81,8 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         check_world(dist.get_world_size() if dist.is_initialized() else 0, self.context_size)
         sizes = (dist.get_world_size() // self.context_size, self.context_size)
+        if self.args.fsdp and not self.is_fsdp_enabled:
+            raise NotImplementedError("fsdp needs GPUs: accelerate ignores it on CPUs, got use_cpu=True")
         self.mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=("data", "context"))
         self.accelerator = DataAccelerator(self.mesh, **self._accelerator_options)
         self.gather_function = self.accelerator.gather_for_metrics

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
@@ -117,6 +118,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "label names": ({"label_names": ["classes"]}, {}, "label_names must be \\['labels'\\]"),
     "dispatch": ({"accelerator_config": {"dispatch_batches": True}}, {}, "accelerator_config must have neither"),
     "FSDP1": ({"fsdp": True, "fsdp_config": {"version": 1}}, {}, "fsdp_config must have version 2, got 1"),
+    "FSDP2 on CPUs": ({"fsdp": True}, {}, "fsdp needs GPUs"),
+    "DeepSpeed": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, {}, "deepspeed must be left out"),
+    "cp_size": ({"parallelism_config": ParallelismConfig(cp_size=2)}, {}, "parallelism_config must be left out"),
     "iterable": ({"max_steps": 2}, {"train_dataset": Endless()}, "train_dataset must have a length"),
     "iterable, evaluated": ({}, {"eval_dataset": {"other": Endless()}}, "other must have a length"),
     "bert": ({}, {"model": bert}, "model must be a causal language model, got BertForMaskedLM"),
