@@ -6,8 +6,10 @@ position_ids that restart in each packed document. Rows that are packed from dif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +26,9 @@ from ring.nn.loss import cross_entropy
 from ring.nn.sequence import gather
 
 T = TypeVar("T")
-TAKEN = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "num_items_in_batch", "use_cache")
+TENSORS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
+ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # of packed documents, as position_ids say them as well
+OTHERS = ("max_length_q", "max_length_k", "seq_idx", "num_items_in_batch", "use_cache", "fused_lm_head")
 
 
 @dataclass(frozen=True)
@@ -54,32 +58,44 @@ class ShardedCall:
     handle: Callable[[int], ContextParallel]
     whole: bool
 
-    def __call__(self, **inputs: Any) -> CausalLMOutput:
+    def __call__(self, **inputs: Any) -> Any:
         """Return the data rank's loss, if there are labels, and the logits (B, n, V), if they are wanted.
 
-        The loss is the sum over the tokens of the data rank, divided by `num_items_in_batch`, or by their number.
+        The loss is the sum over the tokens of the data rank, divided by `num_items_in_batch`, or by their number. With
+        `fused_lm_head`, TRL's keyword, return TRL's output of a value for each label, (B, n - 1) as without shards.
         """
         ranks = BatchRanks(None)
         given = _agreed(ranks, lambda: whole_batch(inputs))
         batch = _agreed(ranks, lambda: self._shard(given))
         masks = {} if given.mask is None else {"attention_mask": batch.others["attention_mask"]}
-        logits = self.model(
-            input_ids=batch.tokens, position_ids=batch.positions[None], context=batch.context, **masks
-        ).logits
-        loss = None
+        call = partial(
+            self.model, input_ids=batch.tokens, position_ids=batch.positions[None], context=batch.context, **masks
+        )
+        shape = inputs["input_ids"].shape
+        if inputs.get("fused_lm_head"):
+            fused = call(shift_labels=batch.labels, fused_lm_head=True)
+            return replace(fused, **{k: _whole(x, batch.context, shape) for k, x in fused.items() if x.dim() == 2})
+        logits, loss = call().logits, None
         if batch.labels is not None:
             items = inputs.get("num_items_in_batch")
             labelled = None if items is None else int(items)
             loss = cross_entropy(logits, batch.labels, self.mesh["context"], labelled=labelled)
         if self.whole or loss is None:
-            logits = gather(batch.context, logits)
-            return CausalLMOutput(loss=loss, logits=logits.view(*inputs["input_ids"].shape, -1))
+            return CausalLMOutput(loss=loss, logits=gather(batch.context, logits).view(*shape, -1))
         return CausalLMOutput(loss=loss)
 
     def _shard(self, given: Whole) -> Batch:
         others = {} if given.mask is None else {"attention_mask": given.mask}
         context = self.handle(given.tokens.shape[1])
         return shard_batch(context, given.tokens, given.targets, documents=given.documents, **others)
+
+
+def _whole(x: Tensor, context: ContextParallel, shape: torch.Size) -> Tensor:
+    """Return values of all tokens but those of the last column, which has no next token.
+
+    Leaves out the token that stands in on a rank without tokens.
+    """
+    return gather(context, x[:, : context.tokens]).view(shape)[:, :-1]
 
 
 def _agreed(ranks: BatchRanks, compute: Callable[[], T]) -> T:
@@ -105,9 +121,9 @@ def whole_batch(inputs: Mapping[str, Any]) -> Whole:
         ValueError, NotImplementedError: tensors that are not understood, or labels that cross the ends of documents.
     """
     for name, value in inputs.items():
-        if name not in TAKEN and is_given(value):
+        if name not in TENSORS + ENDS + OTHERS and is_given(value):
             raise NotImplementedError(
-                f"batch must have {', '.join(TAKEN[:5])} alone, got {name}: let the collator omit it"
+                f"batch must have {', '.join(TENSORS)} alone, got {name}: let the collator omit it"
             )
     tokens, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
@@ -116,6 +132,7 @@ def whole_batch(inputs: Mapping[str, Any]) -> Whole:
     if mask is not None and bool((mask == 1).all()):
         mask = None
     documents = None if positions is None else _documents(positions, tokens)
+    _check_lengths(inputs, (tokens.numel(),) if documents is None else documents)
     if documents is None:
         return Whole(tokens, targets, mask, None)
     if targets is not None:
@@ -146,6 +163,13 @@ def _documents(positions: Tensor, tokens: Tensor) -> Documents | None:
             f"position_ids must have the shape of input_ids, {tuple(tokens.shape)}, got {tuple(positions.shape)}"
         )
     return Documents(documents_from_positions(positions.reshape(-1)))
+
+
+def _check_lengths(inputs: Mapping[str, Any], documents: Sequence[int]) -> None:
+    for name in ENDS:
+        ends = inputs.get(name)
+        if ends is not None and ends.tolist() != [0, *accumulate(documents)]:
+            raise ValueError(f"{name} must be the ends of the documents in position_ids, got others")
 
 
 def _check_ends(targets: Tensor, documents: Documents) -> None:

@@ -176,12 +176,13 @@ def _with_batch(run: Run, folder: str, changes: dict[str, Any], rank: int | None
 TOKENS = torch.arange(46).view(2, 23) % 19
 BATCHES: dict[str, tuple[dict[str, Any], int | None, str]] = {
     "another argument": ({"token_type_ids": TOKENS}, None, "got token_type_ids: let the collator omit it"),
-    "on one rank": ({"seq_idx": TOKENS}, 3, "got seq_idx: let the collator omit it"),
+    "on one rank": ({"pixel_values": TOKENS}, 3, "got pixel_values: let the collator omit it"),
     "other batches": ({"input_ids": TOKENS}, 1, "tokens must be the same on every rank"),
     "other lengths of labels": ({"labels": TOKENS[:, 1:]}, 0, "labels must have the shape of input_ids"),
     "labels across documents": (
         {"labels": TOKENS, "position_ids": torch.arange(46).view(2, 23) % 23 % 20}, None, "labels must be -100",
     ),
+    "other ends": ({"cu_seq_lens_q": torch.tensor([0, 9, 46])}, None, "cu_seq_lens_q must be the ends of the documents"),
     "positions": ({"position_ids": TOKENS + 2}, 2, "positions must be 0 or the previous one plus 1"),
 }  # fmt: skip
 
