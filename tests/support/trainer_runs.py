@@ -93,8 +93,8 @@ def packed_rows(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 
 COLLATORS: dict[str, Any] = {
-    "equal": None, "padded": padded, "packed": DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True),
-    "packed rows": packed_rows,
+    "equal": None, "padded": padded, "packed rows": packed_rows,
+    "packed": DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True),
 }  # fmt: skip
 
 

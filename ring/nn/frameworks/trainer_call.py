@@ -169,7 +169,7 @@ def _check_lengths(inputs: Mapping[str, Any], documents: Sequence[int]) -> None:
     for name in ENDS:
         ends = inputs.get(name)
         if ends is not None and ends.tolist() != [0, *accumulate(documents)]:
-            raise ValueError(f"{name} must be the ends of the documents in position_ids, got others")
+            raise ValueError(f"{name} must be the ends of documents in position_ids, got others")
 
 
 def _check_ends(targets: Tensor, documents: Documents) -> None:

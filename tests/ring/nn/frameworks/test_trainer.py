@@ -182,7 +182,7 @@ BATCHES: dict[str, tuple[dict[str, Any], int | None, str]] = {
     "labels across documents": (
         {"labels": TOKENS, "position_ids": torch.arange(46).view(2, 23) % 23 % 20}, None, "labels must be -100",
     ),
-    "other ends": ({"cu_seq_lens_q": torch.tensor([0, 9, 46])}, None, "cu_seq_lens_q must be the ends of the documents"),
+    "other ends": ({"cu_seq_lens_q": torch.tensor([0, 9, 46])}, None, "cu_seq_lens_q must be the ends of documents"),
     "positions": ({"position_ids": TOKENS + 2}, 2, "positions must be 0 or the previous one plus 1"),
 }  # fmt: skip
 
