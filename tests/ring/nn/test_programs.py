@@ -56,14 +56,15 @@ def test_losses_of_whole_sequences_are_those_of_one_process(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name, changed", [("trainer_llama", 2), ("sft_llama", 3)])
 def test_few_lines_shard_a_trainer(name: str, changed: int, tmp_path: Path) -> None:
-    """The page's programs, with the lines behind `# was:` in place of those before it, are of one process."""
-    page = (ROOT / "ring/nn/frameworks/TRAINERS.md").read_text()
-    (sharded,) = re.findall(rf"```python\n(# {name}\.py.*?)```", page, re.DOTALL)
-    alone, lines = re.subn(r"^( *).*# was:(?: (.*)|)$", r"\1\2", sharded, flags=re.MULTILINE)
-    assert lines == changed
-    script = tmp_path / "alone.py"
-    script.write_text(alone)
-    (before,) = re.findall(r"rank 0: (.*)", run(script, folder=tmp_path))
+    """The lines behind `# was:` are those of one process, and the page has those before them."""
+    sharded, page = (
+        (ROOT / path).read_text() for path in (f"tests/support/{name}.py", "ring/nn/frameworks/TRAINERS.md")
+    )
+    lines = re.findall(r"^ *(.*?)  # (?:type: .*  # )?was:.*$", sharded, re.MULTILINE)
+    assert len(lines) == changed and all(line in page for line in lines)
+    alone = tmp_path / "alone.py"
+    alone.write_text(re.sub(r"^( *).*# was:(?: (.*))?$", r"\1\2", sharded, flags=re.MULTILINE))
+    (before,) = re.findall(r"rank 0: (.*)", run(alone, folder=tmp_path))
     after = re.findall(r"rank \d: (.*)", torchrun(4, tmp_path, sharded))
     expected = [float(x) for x in before.split()]
     assert len(after) == 4 and len(expected) >= 7

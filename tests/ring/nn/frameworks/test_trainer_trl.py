@@ -37,7 +37,7 @@ RUNS = {
 
 
 class Sharded(ContextParallelTrainer, SFTTrainer):  # type: ignore[misc]
-    """What a user writes."""
+    """The class that a user writes."""
 
 
 def _sequences(number: int, seed: int) -> Dataset:
