@@ -26,18 +26,21 @@ MODULES = (  # public: every class and function without an underscore
     "ring.nn.frameworks.checkpoint", "ring.nn.frameworks.ddp", "ring.nn.frameworks.deepspeed",
     "ring.nn.frameworks.fairscale", "ring.nn.frameworks.fsdp", "ring.nn.frameworks.lightning",
     "ring.nn.frameworks.mesh", "ring.nn.frameworks.parallel_style", "ring.nn.frameworks.recompute",
-    "ring.nn.frameworks.transformers",
+    "ring.nn.frameworks.trainer", "ring.nn.frameworks.transformers",
     "verification.peers.claims",
 )  # fmt: skip
-OPTIONAL = ("deepspeed", "fairscale", "lightning", "transformers")
+OPTIONAL = {  # the package that a module needs
+    "deepspeed": "deepspeed", "fairscale": "fairscale", "lightning": "lightning", "trainer": "accelerate",
+    "transformers": "transformers",
+}  # fmt: skip
 PROPERTIES = (property, cached_property)
 
 
 def _public() -> Iterator[tuple[str, Any]]:
     """Yield public classes and functions by name, and the methods and properties of these classes."""
     for name in (*PACKAGES, *MODULES):
-        package = name.rpartition(".")[2]
-        if package in OPTIONAL and find_spec(package) is None:
+        package = OPTIONAL.get(name.rpartition(".")[2])
+        if package is not None and find_spec(package) is None:
             continue  # an optional extra, which scripts/test installs
         module = import_module(name)
         for key in getattr(module, "__all__", vars(module)):

@@ -6,6 +6,7 @@ deepspeed        DeepSpeed's ZeRO 1, 2 and 3
 fairscale        FairScale's OSS and ShardedDDP
 lightning        strategies of Lightning's Trainer with either of these
 transformers     the attention of Hugging Face's models
+trainer          transformers' Trainer and its subclasses, with sharded sequences
 parallel_style   an attention module in a plan of torch's parallelize_module
 recompute        activation checkpointing, with the attention saved or recomputed
 checkpoint       distributed checkpoints, saved at one number of ranks and resumed at another

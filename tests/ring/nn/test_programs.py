@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 ROOT = Path(__file__).parents[3]
 
 
-def run(*words: str | Path) -> str:
+def run(*words: str | Path, folder: Path = ROOT) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -26,12 +26,12 @@ def run(*words: str | Path) -> str:
 def torchrun(ranks: int, folder: Path, program: str) -> str:
     script = folder / "program.py"
     script.write_text(program)
-    return run("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script)
+    return run("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script, folder=folder)
 
 
 def test_no_framework_is_imported_but_by_the_module_that_is_for_it() -> None:
     modules = "ring.nn, ring.nn.frameworks, ring.nn.frameworks.ddp, ring.nn.frameworks.fsdp"
-    optional = "{'transformers', 'deepspeed', 'fairscale', 'lightning'}"
+    optional = "{'transformers', 'accelerate', 'trl', 'deepspeed', 'fairscale', 'lightning'}"
     assert run("-c", f"import sys, {modules}; print({optional} & {{*sys.modules}})") == "set()\n"
 
 
@@ -52,6 +52,24 @@ def test_losses_of_whole_sequences_are_those_of_one_process(tmp_path: Path) -> N
     assert len(wanted) == 3 and len(four) == 12
     for _, step, *numbers in four:  # printed with five digits; rounding of fp32 is less
         assert all(abs(float(x) - y) < 1e-4 for x, y in zip(numbers, wanted[step], strict=True))
+
+
+@pytest.mark.parametrize("name, changed", [("trainer_llama", 2), ("sft_llama", 3)])
+def test_few_lines_shard_a_trainer(name: str, changed: int, tmp_path: Path) -> None:
+    """The lines behind `# was:` are those of one process, and the page has those before them."""
+    sharded, page = (
+        (ROOT / path).read_text() for path in (f"tests/support/{name}.py", "ring/nn/frameworks/TRAINERS.md")
+    )
+    lines = re.findall(r"^ *(.*?)  # (?:type: .*  # )?was:.*$", sharded, re.MULTILINE)
+    assert len(lines) == changed and all(line in page for line in lines)
+    alone = tmp_path / "alone.py"
+    alone.write_text(re.sub(r"^( *).*# was:(?: (.*))?$", r"\1\2", sharded, flags=re.MULTILINE))
+    (before,) = re.findall(r"rank 0: (.*)", run(alone, folder=tmp_path))
+    after = re.findall(r"rank \d: (.*)", torchrun(4, tmp_path, sharded))
+    expected = [float(x) for x in before.split()]
+    assert len(after) == 4 and len(expected) >= 7
+    for numbers in after:  # printed with five digits; rounding of fp32 is less
+        assert all(abs(float(x) - y) < 1e-4 for x, y in zip(numbers.split(), expected, strict=True)), (numbers, before)
 
 
 def test_twelve_lines_make_it_sharded(tmp_path: Path) -> None:

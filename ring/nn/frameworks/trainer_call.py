@@ -1,0 +1,181 @@
+"""Calls a prepared model with the whole batch of a collator: sharded before the model, the loss of all tokens after it.
+
+The batch is that of Hugging Face: labels that are not shifted, or `shift_labels`; an attention mask that marks padding;
+position_ids that restart in each packed document. Rows that are packed from different documents become one long row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.modeling_outputs import CausalLMOutput
+
+from reference.documents import Documents, documents_from_positions
+from ring.nn.batch import IGNORED, Batch, next_tokens, shard_batch
+from ring.nn.batch_group import BatchRanks
+from ring.nn.context import ContextParallel
+from ring.nn.frameworks.transformers_call import is_given
+from ring.nn.loss import cross_entropy
+from ring.nn.sequence import gather
+
+T = TypeVar("T")
+TENSORS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
+ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # of packed documents, as position_ids say them as well
+OTHERS = ("max_length_q", "max_length_k", "seq_idx", "num_items_in_batch", "use_cache", "fused_lm_head")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole batch.
+
+    tokens, targets: (B, n), or (1, B n) for rows of different documents; targets are the next tokens. mask: alike, 1
+    for tokens and 0 for padding; None without padding.
+    """
+
+    tokens: Tensor
+    targets: Tensor | None
+    mask: Tensor | None
+    documents: Documents | None
+
+
+@dataclass(frozen=True)
+class ShardedCall:
+    """The model's call in `Trainer.compute_loss`, on every rank.
+
+    model: prepared, maybe wrapped. mesh: ("data", "context"). handle: returns the context of so many tokens. whole:
+    True for logits of the whole sequence.
+    """
+
+    model: Callable[..., Any]
+    mesh: DeviceMesh
+    handle: Callable[[int], ContextParallel]
+    whole: bool
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Return the data rank's loss, if there are labels, and the logits (B, n, V), if they are wanted.
+
+        The loss is the sum over the tokens of the data rank, divided by `num_items_in_batch`, or by their number. With
+        `fused_lm_head`, TRL's keyword, return TRL's output of a value for each label, (B, n - 1) as without shards.
+        """
+        ranks = BatchRanks(None)
+        given = _agreed(ranks, lambda: whole_batch(inputs))
+        batch = _agreed(ranks, lambda: self._shard(given))
+        masks = {} if given.mask is None else {"attention_mask": batch.others["attention_mask"]}
+        call = partial(
+            self.model, input_ids=batch.tokens, position_ids=batch.positions[None], context=batch.context, **masks
+        )
+        shape = inputs["input_ids"].shape
+        if inputs.get("fused_lm_head"):
+            fused = call(shift_labels=batch.labels, fused_lm_head=True)
+            return replace(fused, **{k: _whole(x, batch.context, shape) for k, x in fused.items() if x.dim() == 2})
+        logits, loss = call().logits, None
+        if batch.labels is not None:
+            items = inputs.get("num_items_in_batch")
+            labelled = None if items is None else int(items)
+            loss = cross_entropy(logits, batch.labels, self.mesh["context"], labelled=labelled)
+        if self.whole or loss is None:
+            return CausalLMOutput(loss=loss, logits=gather(batch.context, logits).view(*shape, -1))
+        return CausalLMOutput(loss=loss)
+
+    def _shard(self, given: Whole) -> Batch:
+        others = {} if given.mask is None else {"attention_mask": given.mask}
+        context = self.handle(given.tokens.shape[1])
+        return shard_batch(context, given.tokens, given.targets, documents=given.documents, **others)
+
+
+def _whole(x: Tensor, context: ContextParallel, shape: torch.Size) -> Tensor:
+    """Return values of all tokens but those of the last column, which has no next token.
+
+    Leaves out the token that stands in on a rank without tokens.
+    """
+    return gather(context, x[:, : context.tokens]).view(shape)[:, :-1]
+
+
+def _agreed(ranks: BatchRanks, compute: Callable[[], T]) -> T:
+    """Return the result, or raise the first error of any rank on all of them."""
+    error: Exception | None = None
+    results: list[T] = []
+    try:
+        results.append(compute())
+    except (ValueError, NotImplementedError) as wrong:
+        error = wrong
+    with ranks.lock():
+        ranks.agree("the Trainer's batch", {}, error)
+    return results[0]
+
+
+def whole_batch(inputs: Mapping[str, Any]) -> Whole:
+    """Return the batch of a collator.
+
+    Args:
+        inputs: by the names of the model's arguments.
+
+    Raises:
+        ValueError, NotImplementedError: tensors that are not understood, or labels that cross the ends of documents.
+    """
+    for name, value in inputs.items():
+        if name not in TENSORS + ENDS + OTHERS and is_given(value):
+            raise NotImplementedError(
+                f"batch must have {', '.join(TENSORS)} alone, got {name}: let the collator omit it"
+            )
+    tokens, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+        raise ValueError("batch must have input_ids (batch, tokens)")
+    targets = _targets(inputs, tokens)
+    if mask is not None and bool((mask == 1).all()):
+        mask = None
+    documents = None if positions is None else _documents(positions, tokens)
+    _check_lengths(inputs, (tokens.numel(),) if documents is None else documents)
+    if documents is None:
+        return Whole(tokens, targets, mask, None)
+    if targets is not None:
+        _check_ends(targets, documents)
+    return Whole(tokens.reshape(1, -1), _row(targets), _row(mask), documents)
+
+
+def _row(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.reshape(1, -1)
+
+
+def _targets(inputs: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
+    """Return the label of each token's successor, (B, n); None without labels."""
+    shifted, labels = inputs.get("shift_labels"), inputs.get("labels")
+    for name, x in (("shift_labels", shifted), ("labels", labels)):
+        if x is not None and x.shape != tokens.shape:
+            raise ValueError(f"{name} must have the shape of input_ids, {tuple(tokens.shape)}, got {tuple(x.shape)}")
+    return shifted if labels is None or shifted is not None else next_tokens(labels)
+
+
+def _documents(positions: Tensor, tokens: Tensor) -> Documents | None:
+    """Return the lengths of the documents of all rows, one after the other; None if each row is one document."""
+    whole = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    if positions.shape[-1:] == tokens.shape[-1:] and torch.equal(positions.expand(tokens.shape), whole):
+        return None
+    if positions.shape != tokens.shape:
+        raise ValueError(
+            f"position_ids must have the shape of input_ids, {tuple(tokens.shape)}, got {tuple(positions.shape)}"
+        )
+    return Documents(documents_from_positions(positions.reshape(-1)))
+
+
+def _check_lengths(inputs: Mapping[str, Any], documents: Sequence[int]) -> None:
+    for name in ENDS:
+        ends = inputs.get(name)
+        if ends is not None and ends.tolist() != [0, *accumulate(documents)]:
+            raise ValueError(f"{name} must be the ends of documents in position_ids, got others")
+
+
+def _check_ends(targets: Tensor, documents: Documents) -> None:
+    ends = torch.tensor(documents, device=targets.device).cumsum(0) - 1
+    if bool((targets.reshape(-1)[ends] != IGNORED).any()):
+        raise ValueError(
+            f"labels must be {IGNORED} for the first token of each document, as DataCollatorWithFlattening has them, "
+            "got others: the last token of a document would predict the next document"
+        )

@@ -1,0 +1,73 @@
+"""Settings of transformers' Trainer that would train wrongly over a context group, each with what to write instead."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ring.nn.frameworks.transformers_call import is_given
+
+# Arguments that must keep their defaults.
+LEFT_OUT = {
+    "parallelism_config": "context_size shards sequences; cp_size and sp_size would shard them in ways of their own",
+    "deepspeed": "use the modules of ring.nn.frameworks.deepspeed in a loop of your own",
+    "torch_compile": "the Trainer compiles the wrapped model; compile its layers before it gets the model",
+    "neftune_noise_alpha": "its noise depends on the number of tokens of a rank",
+    "use_liger_kernel": "it replaces the loss by one over the tokens of a rank",
+    "auto_find_batch_size": "ranks would try different batches",
+    "eval_use_gather_object": "it gathers the results of every rank of a context group",
+    "predict_with_generate": "generate on one rank, within transformers.restored(model)",
+}
+STRATEGIES = ("random", "sequential")
+
+
+def check_settings(args: Any, context_size: object) -> None:
+    """Raise for settings that are not supported.
+
+    Args:
+        args: the TrainingArguments.
+        context_size: number of ranks that share sequences.
+
+    Raises:
+        ValueError, NotImplementedError: an argument, by name.
+    """
+    if not isinstance(context_size, int) or isinstance(context_size, bool) or context_size < 1:
+        raise ValueError(f"context_size must be a positive integer, got {context_size!r}")
+    for name, reason in LEFT_OUT.items():
+        if is_given(getattr(args, name, None)):
+            raise NotImplementedError(
+                f"{name} must be left out with context_size: {reason}, got {getattr(args, name)!r}"
+            )
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        raise NotImplementedError(f"deepspeed must be left out with context_size: {LEFT_OUT['deepspeed']}")
+    if args.train_sampling_strategy not in STRATEGIES:
+        raise NotImplementedError(
+            f"train_sampling_strategy must be one of {', '.join(STRATEGIES)}, since others draw on each rank, got "
+            f"{args.train_sampling_strategy!r}"
+        )
+    if args.label_names not in (None, ["labels"]):
+        raise NotImplementedError(f"label_names must be ['labels'], got {args.label_names}")
+    if args.accelerator_config.split_batches or args.accelerator_config.dispatch_batches:
+        raise NotImplementedError(
+            "accelerator_config must have neither split_batches nor dispatch_batches, so that each data rank reads its "
+            "batches whole"
+        )
+    version = (args.fsdp_plugin_args or {}).get("fsdp_version", 2)
+    if version != 2:
+        raise NotImplementedError(f"fsdp_config must have version 2, got {version}")
+
+
+def check_world(world: int, context_size: int) -> None:
+    """Raise unless the context groups are of this size.
+
+    Args:
+        world: number of processes, 0 without a process group.
+        context_size: of a context group.
+    """
+    if not world:
+        raise ValueError(
+            "context_size needs torch.distributed: start the script with torchrun (with use_cpu=True on CPUs), or take "
+            "transformers' Trainer for one process"
+        )
+    if world % context_size:
+        raise ValueError(f"context_size must divide the {world} ranks, got {context_size}")

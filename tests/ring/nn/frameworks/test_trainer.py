@@ -1,0 +1,208 @@
+"""transformers' Trainer with sharded sequences: steps, logs, evaluations and checkpoints of one process; refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import ParallelismConfig
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
+
+from ring.nn.frameworks.trainer import ContextParallelTrainer
+from tests.support.framework_example import EXACT, ROUNDED
+from tests.support.ranks import Ranks
+from tests.support.trainer_runs import Run, Sequences, arguments, begin, llama, results, trained, trainer_of
+
+pytestmark = pytest.mark.ranks
+
+# The Trainer adds and logs losses in fp32, and transformers smooths labels in the dtype of the logits.
+RUNS = {
+    "two ranks": Run(2, 2),
+    "more ranks than tokens": Run(4, 4, "padded", sequences=6, settings={"max_steps": 3}),
+    "accumulation, whose last step is shorter": Run(2, 2, settings={"gradient_accumulation_steps": 4}),
+    "data ranks, repeated in evaluation": Run(4, 2, batch=4, settings={"gradient_accumulation_steps": 2}),
+    "padding": Run(2, 2, "padded", settings={"gradient_accumulation_steps": 2}),
+    "padding on data ranks": Run(4, 2, "padded", batch=4, held=6, settings={"gradient_accumulation_steps": 2}),
+    "packed": Run(4, 4, "packed", batch=3, settings={"gradient_accumulation_steps": 2}),
+    "packed on data ranks": Run(4, 2, "packed", batch=4, held=8),
+    "rows packed from other documents": Run(2, 2, "packed rows", settings={"gradient_accumulation_steps": 2}),
+    "a loss of one's own": Run(4, 2, "padded", "own", batch=4, settings={"gradient_accumulation_steps": 2}),
+    "smoothed labels": Run(2, 2, "padded", "smoothed", settings={"gradient_accumulation_steps": 2}),
+    "recomputation": Run(2, 2, settings={"gradient_checkpointing": True, "max_grad_norm": 0.0}),
+    "the mean over a rank alone": Run(
+        2, 2, "padded", settings={"average_tokens_across_devices": False, "gradient_accumulation_steps": 2}
+    ),
+    "context groups of one rank": Run(2, 1, batch=4, held=7),
+    "evaluation between steps": Run(
+        2, 2, settings={"eval_strategy": "steps", "eval_steps": 5, "train_sampling_strategy": "sequential"}
+    ),
+}
+
+
+def assert_same(got: Any, expected: Any, bound: float, where: str = "") -> None:
+    """Compare nested results: numbers to within the bound, everything else exactly."""
+    if isinstance(expected, Mapping):
+        assert set(expected) <= set(got), (where, sorted(set(expected) - set(got)))
+        for key, value in expected.items():
+            assert_same(got[key], value, bound, f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(got) == len(expected), where
+        for number, value in enumerate(expected):
+            assert_same(got[number], value, bound, f"{where}.{number}")
+    elif isinstance(expected, float | Tensor | np.ndarray):
+        got, expected = torch.as_tensor(got), torch.as_tensor(expected)
+        assert got.shape == expected.shape, where
+        worst = float((got - expected).abs().max()) if expected.numel() else 0.0
+        assert worst <= bound * max(1.0, float(expected.abs().max())), (where, worst)
+    else:
+        assert got == expected, where
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_training_is_that_of_one_process(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    run = RUNS[name]
+    expected = trained(run, str(tmp_path / "alone"))
+    if run.collator == "padded" and run.data > 1:
+        del expected["logs"][-2]["total_flos"]  # counts padding, of which one batch of all rows has more
+    for got in ranks(run.world).run(trained, run, str(tmp_path / "sharded")):
+        for key, value in expected.items():
+            assert_same(got[key], value, ROUNDED if key == "logs" else EXACT, key)
+
+
+def _resumed(run: Run, folder: str, checkpoint: str | None) -> dict[str, Any]:
+    trainer = trainer_of(run, folder, save_strategy="steps", save_steps=4)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return results(trainer)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_checkpoint_of_two_ranks_is_resumed_on_another_number(world: int, ranks: Ranks, tmp_path: Path) -> None:
+    """On one rank transformers' own Trainer resumes it."""
+    first = Run(2, 2, "padded", settings={"gradient_accumulation_steps": 2, "max_steps": 8})
+    whole = ranks(2).run(_resumed, first, str(tmp_path), None)[0]
+    checkpoint = str(tmp_path / "checkpoint-4")
+    assert LlamaForCausalLM.from_pretrained(checkpoint).config._attn_implementation != "ring"
+    then = Run(world, world, "padded", settings=first.settings)
+    resumed = _resumed(then, str(tmp_path / "then"), checkpoint) if world == 1 else None
+    for got in [resumed] if resumed else ranks(world).run(_resumed, then, str(tmp_path / "then"), checkpoint):
+        assert_same(got["weights"], whole["weights"], EXACT)
+        assert [log["step"] for log in got["logs"]] == [log["step"] for log in whole["logs"]]
+
+
+class Endless(IterableDataset[dict[str, list[int]]]):
+    def __iter__(self) -> Any:
+        return iter(Sequences(6, 1, True).rows)
+
+
+def bert() -> BertForMaskedLM:
+    return BertForMaskedLM(BertConfig(vocab_size=19, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+
+
+# Settings, other arguments of the trainer, and a word of the refusal.
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "context_size": ({}, {"context_size": 3}, "context_size must divide the 2 ranks, got 3"),
+    "no context_size": ({}, {"context_size": 0}, "context_size must be a positive integer, got 0"),
+    "torch_compile": ({"torch_compile": True}, {}, "torch_compile must be left out"),
+    "noise": ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha must be left out"),
+    "liger": ({"use_liger_kernel": True}, {}, "use_liger_kernel must be left out"),
+    "batch size": ({"auto_find_batch_size": True}, {}, "auto_find_batch_size must be left out"),
+    "objects": ({"eval_use_gather_object": True}, {}, "eval_use_gather_object must be left out"),
+    "lengths": ({"train_sampling_strategy": "group_by_length"}, {}, "train_sampling_strategy must be one of"),
+    "label names": ({"label_names": ["classes"]}, {}, "label_names must be \\['labels'\\]"),
+    "dispatch": ({"accelerator_config": {"dispatch_batches": True}}, {}, "accelerator_config must have neither"),
+    "FSDP1": ({"fsdp": True, "fsdp_config": {"version": 1}}, {}, "fsdp_config must have version 2, got 1"),
+    "FSDP2 on CPUs": ({"fsdp": True}, {}, "fsdp needs GPUs"),
+    "DeepSpeed": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, {}, "deepspeed must be left out"),
+    "cp_size": ({"parallelism_config": ParallelismConfig(cp_size=2)}, {}, "parallelism_config must be left out"),
+    "iterable": ({"max_steps": 2}, {"train_dataset": Endless()}, "train_dataset must have a length"),
+    "iterable, evaluated": ({}, {"eval_dataset": {"other": Endless()}}, "other must have a length"),
+    "bert": ({}, {"model": bert}, "model must be a causal language model, got BertForMaskedLM"),
+    "model_init": (
+        {},
+        {"model": None, "model_init": llama},
+        "model must be given as a PreTrainedModel, got model_init",
+    ),
+}
+
+
+def _refused(name: str, folder: str) -> str:
+    settings, options, _ = REFUSED[name]
+    run = Run(2, 2, settings=settings)
+    begin(run)
+    make = options.get("model", llama)
+    with pytest.raises((ValueError, NotImplementedError)) as refused:
+        given: dict[str, Any] = {"context_size": 2, "train_dataset": Sequences(4, 1, True), **options}
+        ContextParallelTrainer(args=arguments(run, folder, 1), **(given | {"model": make and make()}))
+    dist.barrier()  # the group stays usable
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_right_is_refused_by_name_on_every_rank(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    said = ranks(2).run(_refused, name, str(tmp_path))
+    assert len(set(said)) == 1
+    with pytest.raises(AssertionError, match=REFUSED[name][2]):
+        raise AssertionError(said[0])
+
+
+def test_one_process_without_torchrun_is_refused(tmp_path: Path) -> None:
+    begin(Run(1, 1))
+    with pytest.raises(ValueError, match="context_size needs torch.distributed: start the script with torchrun"):
+        ContextParallelTrainer(llama(), arguments(Run(1, 1), str(tmp_path), 1), context_size=1)
+
+
+def _with_batch(run: Run, folder: str, changes: dict[str, Any], rank: int | None) -> str:
+    trainer = trainer_of(run, folder)
+    collate = trainer.data_collator
+
+    def collated(rows: Any) -> dict[str, Tensor]:
+        batch: dict[str, Tensor] = collate(rows)
+        return batch | changes if rank in (None, dist.get_rank()) else batch
+
+    trainer.data_collator = collated
+    with pytest.raises((ValueError, NotImplementedError)) as refused:
+        trainer.train()
+    dist.barrier()
+    return str(refused.value)
+
+
+TOKENS = torch.arange(46).view(2, 23) % 19
+BATCHES: dict[str, tuple[dict[str, Any], int | None, str]] = {
+    "another argument": ({"token_type_ids": TOKENS}, None, "got token_type_ids: let the collator omit it"),
+    "on one rank": ({"pixel_values": TOKENS}, 3, "got pixel_values: let the collator omit it"),
+    "other batches": ({"input_ids": TOKENS}, 1, "tokens must be the same on every rank"),
+    "other lengths of labels": ({"labels": TOKENS[:, 1:]}, 0, "labels must have the shape of input_ids"),
+    "labels across documents": (
+        {"labels": TOKENS, "position_ids": torch.arange(46).view(2, 23) % 23 % 20}, None, "labels must be -100",
+    ),
+    "other ends": ({"cu_seq_lens_q": torch.tensor([0, 9, 46])}, None, "cu_seq_lens_q must be the ends of documents"),
+    "positions": ({"position_ids": TOKENS + 2}, 2, "positions must be 0 or the previous one plus 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_is_refused_on_every_rank(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    changes, rank, words = BATCHES[name]
+    said = ranks(4).run(_with_batch, Run(4, 2, batch=4), str(tmp_path), changes, rank)
+    assert len(set(said)) == 1
+    assert words in said[0]
+
+
+def _packed_evaluation(folder: str) -> str:
+    trainer = trainer_of(Run(4, 2, "packed", batch=4, held=6), folder)
+    with pytest.raises(ValueError) as refused:
+        trainer.evaluate()
+    dist.barrier()
+    return str(refused.value)
+
+
+def test_repeated_sequences_within_a_packed_row_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    said = ranks(4).run(_packed_evaluation, str(tmp_path))
+    assert len(set(said)) == 1 and "eval_dataset must have a length that is a multiple of 4" in said[0]
