@@ -30,9 +30,11 @@ from verification.check.expectation import inputs_of as inputs_of_case
 from verification.failures import VerificationFailure
 from verification.peers import Peer, Refused, probe
 from verification.peers.adapters import yunchang
+from verification.peers.expected_failures import read_expected_failures
 from verification.peers.known_peers import KNOWN, load, ready, selected
 from verification.peers.peer_experiment import (
     LAWS_OF_ANY,
+    TITLES,
     arithmetic_of,
     evaluate_for,
     experiment,
@@ -201,6 +203,15 @@ def test_expected_failures_leave_the_verdict(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "xfails").write_text("gradient\n")
     assert main(("peers", *names, *arguments, str(tmp_path / "xfails"))) == 2
     assert "argument --xfails: line 1 of" in capsys.readouterr().err
+
+
+def test_titles_of_expected_failures(tmp_path: Path) -> None:
+    title, file = "nothing selected: 0, -inf", tmp_path / "xfails"
+    file.write_text(f"\ufeff{title}\nmine:sound: {title}  # with two colons\n", encoding="utf-8")
+    assert read_expected_failures(file, TITLES) == {None: {title}, "mine:sound": {title}}
+    file.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="xfails must be text in UTF-8"):
+        read_expected_failures(file, TITLES)
 
 
 def test_a_case_of_ones_own_is_checked_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
