@@ -303,6 +303,8 @@ def cause(reason: str) -> str:
     if module:
         return f"`{module[1]}`"
     text = re.sub(r"^rank \d+: ", "", reason)
+    if "registry can replace" in text:
+        return "an attention of its own"
     if "hand its keywords to the attention" in text:
         return "an error in its forward"
     return "encoder and decoder" if "an encoder or a decoder" in text else f"`{text.partition(' must')[0]}`"

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
         ("roberta", "RobertaForMaskedLM", RIGHT, ""),
         ("bert", "BertModel", REFUSED, "`BertPooler`"),
         ("llama", "LlamaForSequenceClassification", REFUSED, "`LlamaForSequenceClassification`"),
-        ("bloom", "BloomForCausalLM", REFUSED, "`BloomModel`"),
+        ("bloom", "BloomForCausalLM", REFUSED, "an attention of its own"),
         ("mamba", "MambaForCausalLM", REFUSED, "`MambaMixer`"),
         ("falcon_h1", "FalconH1ForCausalLM", REFUSED, "`FalconH1Mixer`"),
         ("t5", "T5ForConditionalGeneration", REFUSED, "encoder and decoder"),

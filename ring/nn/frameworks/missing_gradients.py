@@ -154,10 +154,10 @@ class FilledBuckets:
     def __init__(self, model: DistributedDataParallel, ranks: BatchRanks) -> None:
         self._model = model
         self._parameters = [x for x in model.module.parameters() if x.requires_grad]
-        self._reached: set[int] = set()
+        self._reached = reached = set[int]()
         self._lacking = _Lacking(len(self._parameters), ranks)
         for x in self._parameters:
-            x.register_post_accumulate_grad_hook(lambda x: self._reached.add(id(x)))
+            x.register_post_accumulate_grad_hook(lambda x: reached.add(id(x)))  # self would never be freed: a C++ cycle
         _EndOfBackward(self._fill, self._settle).watch(model.module)
 
     def _fill(self) -> None:

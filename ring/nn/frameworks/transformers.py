@@ -105,6 +105,7 @@ def prepare(
     model.set_attn_implementation(NAME)
     if comparison is not None:
         try:
+            _check_replaced(model)
             comparison.check()
         except Exception:
             _set_back(call)
@@ -112,6 +113,14 @@ def prepare(
                 hook.remove()
             raise
     return model
+
+
+def _check_replaced(model: PreTrainedModel) -> None:
+    if model.config._attn_implementation != NAME:
+        raise NotImplementedError(
+            "model must have an attention that transformers' registry can replace, got a "
+            f"{type(model).__name__}, which computes its own"
+        )
 
 
 @contextmanager
