@@ -79,6 +79,12 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
+def safe_to_fork(preload: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the modules to preload. Where there are GPUs other imports, such as torch._inductor.lowering's or a
+    user's, may initialise CUDA, which no process that is forked afterwards can use."""
+    return PRELOAD if torch.cuda.is_available() else preload
+
+
 class PoolBackend:
     """Processes of `verification.run.processes.pool`, reused from one task to the next."""
 
@@ -100,7 +106,7 @@ class PoolBackend:
     def open_pool(self, world: int, joined_by: str = "gloo") -> None:
         self.close()
         try:
-            self._pool = Pool(world, timeout=self.timeout, preload=self.preload, joined_by=joined_by)
+            self._pool = Pool(world, timeout=self.timeout, preload=safe_to_fork(self.preload), joined_by=joined_by)
         except PoolError as error:
             raise Unavailable(f"the {counted(world, 'rank')} could not be started: {error}") from error
 
