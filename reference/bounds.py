@@ -75,6 +75,7 @@ class Softmax:
     base, p, s  (..., R, N): error of a score and of its exponential (`base_error`), probabilities P, scores s
     top, lse    (..., R): m and L
     count       (..., R, N): c
+    slope       twice (..., R, N): f, the derivative of the softcap, and T_f; None without softcap
     """
 
     base: Array
@@ -83,6 +84,7 @@ class Softmax:
     top: Array
     lse: Array
     count: Array
+    slope: tuple[Array, Array] | None = None
 
 
 def array_module(x: Array) -> Any:
@@ -95,6 +97,27 @@ def base_error(r: Arithmetic, size: Array) -> Array:
     base = size * r.gamma(r.dim + 2)
     base += r.u_exp
     return base
+
+
+def sink_error(r: Arithmetic, size: Array) -> Array:
+    """Error of a sink, whose base of the exponential may be changed, and of its exponential. size: |sink|."""
+    return 2 * r.u * size + r.u_exp
+
+
+@_overflows
+def softcap_error(
+    r: Arithmetic, size: Array, softcap: float, x: Array, capped: Array, slope: Array
+) -> tuple[Array, Array]:
+    """Error of a capped score and of its exponential, and T_f, both (..., R, N). size: a |Q||K|^T; x, capped: |x| / t
+    and |s| / t; slope: f."""
+    delta = size * (r.gamma(r.dim + 2) / softcap)
+    delta += x * (3 * r.u)
+    moved = slope * _growth(2 * delta) / 2
+    moved = array_module(moved).fmin(moved, 1 + capped)  # 1 + |y| where it is NaN: 0 * inf
+    base = softcap * (moved + (r.u_tanh + 2 * r.u) * capped)
+    base += r.u_exp
+    moved += (r.u_tanh + 4 * r.u) * capped
+    return base, moved * (2 * capped + moved) + r.u * (capped * capped + slope)
 
 
 @_overflows
@@ -125,7 +148,7 @@ def forward(r: Arithmetic, x: Softmax, v: Array, out: Array) -> tuple[Array, Arr
 @_overflows
 def delta_error(r: Arithmetic, dout: Array, out: Array, t_out: Array, delta: Array, dlse: Array | None) -> Array:
     """T_D (..., R). dout, out (..., R, D) absolute values; t_out (..., R, D); delta, dlse (..., R)."""
-    t_delta: Array = array_module(dout).einsum("...rd,...rd->...r", dout, r.gamma(r.dim) * out + t_out)
+    t_delta: Array = array_module(dout).einsum("...rd,...rd->...r", dout, r.gamma(out.shape[-1]) * out + t_out)
     t_delta[array_module(t_delta).isnan(t_delta)] = np.inf
     if dlse is not None:
         t_delta += r.u * (abs(delta) + abs(dlse))
@@ -134,13 +157,13 @@ def delta_error(r: Arithmetic, dout: Array, out: Array, t_out: Array, delta: Arr
 
 @_overflows
 def backward(
-    r: Arithmetic, x: Softmax, t_lse: Array, t_delta: Array, products: Array, t: Array, ds: Array, dlse: bool
-) -> tuple[Array, Array, Array]:
-    """(W_q, W_k, W_v), each (..., R, N): T_dQ = W_q |K|, T_dK = W_k^T |Q|, T_dV = W_v^T |dO|, by `product` and
+    r: Arithmetic, x: Softmax, t_lse: Array, t_delta: Array, dout: Array, v: Array, t: Array, ds: Array, dlse: bool
+) -> tuple[Array, Array, Array, Array]:
+    """(W_q, W_k, W_v, T_dS), each (..., R, N): T_dQ = W_q |K|, T_dK = W_k^T |Q|, T_dV = W_v^T |dO|, by `product` and
     before `settle`.
 
-    t_lse, t_delta: T_L, T_D (..., R); products: |dO||V|^T; t: |dP - D + dlse|; ds: |dS|, all (..., R, N). dlse: True if
-    the gradient of lse is included.
+    t_lse, t_delta: T_L, T_D (..., R); dout (..., R, Dv) and v (..., N, Dv): absolute values; t: |dP - D + dlse|; ds:
+    |P * t|, both (..., R, N). dlse: True if the gradient of lse is included.
     """
     counts = r.counts
     e = abs(x.s - x.lse[..., None])
@@ -148,8 +171,10 @@ def backward(
     e += x.base
     e += t_lse[..., None]
     e = _growth(e)
-    other = products * r.gamma(r.dim)
-    other += (t_delta + r.dim * r.eta_mul)[..., None]
+    dim = v.shape[-1]
+    other = dout @ v.swapaxes(-1, -2)
+    other *= r.gamma(dim)
+    other += (t_delta + dim * r.eta_mul)[..., None]
     other += t * ((3 if dlse else 2) * r.u)
     t_ds = other + t
     t_ds *= e
@@ -157,6 +182,11 @@ def backward(
     t_ds = _weigh(t_ds, x.p, x.count)
     if r.u_prob:
         t_ds += r.u_prob * ds
+    if x.slope is not None:
+        slope, slope_error = x.slope
+        t_ds *= slope + slope_error
+        t_ds += (slope_error + r.u) * ds
+        ds = ds * slope
     t_ds += (t + 1) * (x.count * r.eta)
     w_q = ds * (r.gamma(counts.keys) + counts.merges * r.u_buf + 2 * r.u + counts.key_blocks * r.u_partial)
     w_q += t_ds
@@ -168,7 +198,17 @@ def backward(
     e += r.u_prob + r.gamma(counts.rows) + counts.row_merges * r.u_buf + counts.row_blocks * r.u_partial + r.u_returned
     e = _weigh(e, x.p, x.count)
     e += x.count * r.eta
-    return w_q, w_k, e
+    return w_q, w_k, e, t_ds
+
+
+@_overflows
+def sinks_error(r: Arithmetic, ds: Array, t_ds: Array) -> Array:
+    """T_db (H,), times `sides`. ds, t_ds: |dS| and T_dS of the sinks, (B, H, R)."""
+    rows = ds.shape[0] * ds.shape[2]
+    bound: Array = (t_ds + (r.gamma(rows) + r.u_sinks) * ds).sum((0, 2))
+    bound += rows * (r.eta_sinks + r.eta_mul)
+    bound *= r.sides
+    return bound
 
 
 @_overflows
