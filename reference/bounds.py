@@ -1,16 +1,16 @@
-"""A-priori rounding bounds for out, lse, dq, dk, dv of an implementation, against exact values on the inputs as
+"""A-priori rounding bounds for out, lse, dq, dk, dv, dsinks of an implementation, against exact values on the inputs as
 rounded.
 
 A first-order model, derived for this project: no published theorem states it as a whole. Its parts are standard:
 Higham, "Accuracy and Stability of Numerical Algorithms", section 2.8 (underflow) and chapter 3 (gamma_k);
 Blanchard, Higham, Higham, "Accurately computing the log-sum-exp and softmax functions", IMA J. Numer. Anal. 41(4),
 2021. Nothing in it is tuned: every term is a count of roundings. It assumes no TF32, and exp and log with a relative
-error of at most `u_exp`.
+error of at most `u_exp`, and tanh with one of at most `u_tanh`.
 
 Notation: P exact probabilities (with the count c of branches in them), s scores, m their row maximum, L the lse,
-t = dP - D + dlse, dP = dO V^T, D = rowsum(dO * O), |X| entrywise, a = |scale|, d = head dim; g(k) = k u / (1 - k u);
-b keys per row, b' rows per key, p and p' partial results merged, k and k' blocks in a call: `roundoff.Counts`; the
-rest as in `roundoff.Arithmetic`.
+t = dP - D + dlse, dP = dO V^T, D = rowsum(dO * O), |X| entrywise, a = |scale|, d = head dim of q and k, d_v of v;
+g(k) = k u / (1 - k u); b keys per row, b' rows per key, p and p' partial results merged, k and k' blocks in a call:
+`roundoff.Counts`; the rest as in `roundoff.Arithmetic`.
 
     base = g(d+2) a |Q||K|^T + u_exp
     eps  = base + u |s - m|                                  relative error of exp(s - m)
@@ -19,8 +19,8 @@ rest as in `roundoff.Arithmetic`.
     T_O  = [P * (eps + rowsum(P eps) + 2 g(b+2) + mu + 2 u_prob + u_partial) + c eta] |V| + u_out |O| + floor
 
     e    = base + u |s - L| + T_L                            relative error of exp(s - L), lse global
-    T_D  = g(d) (|dO| . |O|) + |dO| . T_O + u (|D| + |dlse|)
-    T_dS = P * (e |t| + g(d) |dO||V|^T + T_D + 3u |t|) + u_prob |dS| + c eta (1 + |t|)
+    T_D  = g(d_v) (|dO| . |O|) + |dO| . T_O + u (|D| + |dlse|)
+    T_dS = P * (e |t| + g(d_v) |dO||V|^T + T_D + 3u |t|) + u_prob |dS| + c eta (1 + |t|)
     T_dQ = a [T_dS + (g(b) + p u_buf + 2u + k u_partial) |dS|] |K| + u_out |dQ| + floor
     T_dK = a [T_dS + (g(b') + p' u_buf + 2u + k' u_partial + u_returned) |dS|]^T |Q| + u_out |dK| + floor
     T_dV = [P * (e + u_prob + g(b') + p' u_buf + k' u_partial + u_returned) + c eta]^T |dO| + u_out |dV| + floor
@@ -28,6 +28,20 @@ rest as in `roundoff.Arithmetic`.
 Where a score's error is not small, x above is replaced by e^x - 1 and rowsum(P eps) by log(1 + rowsum(P (e^eps -
 1))): the exact effect of relative errors on a softmax, so the bounds hold for scores of any size. Where x is too large
 to be meaningful, or a bound overflows, the bound is infinite and guarantees nothing. It is never NaN.
+
+With a softcap C, x the score before it, y = tanh(x / C) = s / C and f = 1 - y^2:
+
+    z    = g(d+2) a |Q||K|^T / C + 3u |x| / C                error of x / C
+    T_x  = min(f (e^{2 z} - 1) / 2, 1 + |y|)                 its effect on tanh: at x / C + z, f is at most f e^{2 z}
+    base = C T_x + (u_tanh + 2u) |s| + u_exp
+    T_y  = T_x + (u_tanh + 4u) |y|                           of y in the derivative, where it may be s / C
+    T_f  = T_y (2 |y| + T_y) + u (y^2 + f)                   absolute: where |s| is near C, f is a difference near 0
+    T_dX = (f + T_f) T_dS + (T_f + u) |dS|                   for T_dS, and f |dS| for |dS|, in T_dQ and T_dK
+
+With sinks b_h, a row has one more key, of value 0, in b, and one more partial result in p. For this key f = 1, T_f = 0:
+
+    base = 2u |b_h| + u_exp
+    T_db = sum over batch and rows of [T_dS + (g(their number) + u_sinks) |dS|] + floor
 
 Notes on single terms:
 dlse        joins D and so adds two roundings: forming D - dlse (or dP - D), hence u (|D| + |dlse|), and 3u instead of
@@ -38,6 +52,7 @@ u_partial   a fused kernel that works in 16 bits rounds its partial output befor
             most a |dS||K|.
 u_returned  between GPUs `direct` sends the gradients that a rank has summed for another rank's keys in 16 bits, rounded
             once.
+u_sinks     rounds the gradient of sinks to their type, once on every rank for its own rows.
 c eta       underflow of P and dS, once for each branch that sees the pair: each computes its own.
 floor       underflow: eta_out for every rounding to a result's type (u_out, u_partial, u_returned), eta_mul for every
             product that is summed.
@@ -203,7 +218,7 @@ def backward(
 
 @_overflows
 def sinks_error(r: Arithmetic, ds: Array, t_ds: Array) -> Array:
-    """T_db (H,), times `sides`. ds, t_ds: |dS| and T_dS of the sinks, (B, H, R)."""
+    """T_db (H,), complete. ds, t_ds: |dS| and T_dS of the sinks, (B, H, R)."""
     rows = ds.shape[0] * ds.shape[2]
     bound: Array = (t_ds + (r.gamma(rows) + r.u_sinks) * ds).sum((0, 2))
     bound += rows * (r.eta_sinks + r.eta_mul)
