@@ -33,7 +33,7 @@ def arithmetic_of(inputs: Inputs) -> Arithmetic:
 
 
 def assert_twins_agree(inputs: Inputs) -> Expectation:
-    """Where the bound is 0, the two must be equal."""
+    """Assert that the two differ by no more than the bounds, which is nothing where the bound is 0."""
     found = evaluate(inputs, arithmetic_of(inputs))
     q, k, v, dout, dlse, sinks, rows = (
         None if x is None else torch.from_numpy(x)
