@@ -127,6 +127,19 @@ def test_wrong_results_are_named(backend: GlooBackend, setup: type[Setup], said:
     assert "nan" not in str(caught.value)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("setup", "changes"),
+    [
+        ("WithinClosure", {"steps": 2, "clipping": 0.02}),
+        ("PaddingOverwritten", {"tokens": 6, "batch": 2, "padding": True}),
+    ],
+)
+def test_what_a_step_may_do_otherwise(backend: GlooBackend, setup: str, changes: dict[str, Any]) -> None:
+    with closing((run := ModelExperiment(f"{EXAMPLES}:{setup}")).alone):
+        run.check(backend, replace(SMALLEST, **{"world": 2} | changes))
+
+
 def cause_of(backend: GlooBackend, setup: type[Setup], **changes: Any) -> str:
     with closing((run := ModelExperiment(f"{setup.__module__}:{setup.__name__}")).alone):
         cause = run.cause(backend, replace(SMALLEST, **{"world": 2} | changes))
