@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
 
+from ring.nn.frameworks import transformers
 from ring.nn.frameworks.trainer import ContextParallelTrainer
 from tests.support.framework_example import EXACT, ROUNDED
 from tests.support.ranks import Ranks
@@ -110,6 +112,18 @@ def test_saved_adapters_are_loaded_into_a_model_without_the_ring(ranks: Ranks, t
     before = model(tokens).logits
     loaded = PeftModel.from_pretrained(model, str(tmp_path))
     assert model.config._attn_implementation != "ring" and not torch.equal(loaded(tokens).logits, before)
+
+
+def _prepared(folder: str) -> None:
+    run = Run(2, 2)
+    begin(run)
+    model = transformers.prepare(llama(), compare=False)
+    with mock.patch.object(transformers, "Comparison", side_effect=AssertionError):
+        ContextParallelTrainer(model, arguments(run, folder, 1), context_size=2)
+
+
+def test_a_model_that_is_prepared_is_not_compared_again(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(_prepared, str(tmp_path))
 
 
 class Endless(IterableDataset[dict[str, list[int]]]):
