@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ring.nn.frameworks.lightning import ReplicatedStrategy
 from ring.nn.frameworks.trainer_accelerator import DataAccelerator
-from verification.models import Run, WholeBatch
-from verification.models.trainers import lightning_trainer, peft_lora, transformers_trainer, trl_sft
+from verification.models import Part, Run, WholeBatch
+from verification.models.trainers import accelerate_loop, lightning_trainer, peft_lora, transformers_trainer, trl_sft
 
 
 class DividedTwice(transformers_trainer.Llama):
@@ -43,6 +43,14 @@ class Unfrozen(peft_lora.Llama):
     def wrap(self, model: Any, run: Run) -> Any:
         model.get_output_embeddings().weight.requires_grad_()
         return model
+
+
+class SharesDividedTwice(accelerate_loop.Llama):
+    """Forgets that accelerate divides a loss by the number of micro-batches."""
+
+    def loss(self, model: Any, part: Part, run: Run) -> Tensor:
+        loss = super().loss(model, part, run)
+        return loss if run.mesh is None else loss / run.case.accumulation
 
 
 class DocumentsJoined(trl_sft.Llama):

@@ -12,7 +12,9 @@ from verification.models import Setup, check_model
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("trainer", ["transformers_trainer", "trl_sft", "lightning_trainer", "peft_lora"])
+@pytest.mark.parametrize(
+    "trainer", ["transformers_trainer", "trl_sft", "lightning_trainer", "peft_lora", "accelerate_loop"]
+)
 def test_a_trainer_holds(trainer: str, tmp_path: Path) -> None:
     name = f"verification.models.trainers.{trainer}:Llama"
     check_model(name, examples=15, worlds=(1, 2, 4), failures=tmp_path)
@@ -24,6 +26,7 @@ def test_a_trainer_holds(trainer: str, tmp_path: Path) -> None:
         (trainer_defects.DividedTwice, "loss of step one"),
         (trainer_defects.SameBatches, "logits"),
         (trainer_defects.Unfrozen, "gradients at the optimizer"),
+        (trainer_defects.SharesDividedTwice, "loss of step one"),
         (trainer_defects.DocumentsJoined, "logits"),
         (trainer_defects.MeanOfMeans, "gradients at the optimizer"),
     ],
