@@ -2,8 +2,10 @@
 
     pip install --no-deps -r requirements-torchtitan.txt
     torchrun --nproc-per-node=4 scripts/torchtitan_llama.py 2               # ranks that share sequences
+    python -m verification model scripts.torchtitan_llama:Llama
 
-Prints the loss and the norm of the gradient of each step: the same with any number of ranks, to rounding.
+The first prints the loss and the norm of the gradient of each step: the same with any number of ranks, to rounding. The
+second compares drawn steps with torchtitan's own attention in one process.
 
 torchtitan builds a model from its configuration, so the attention is replaced there. Each block hands its
 `attention_masks` to the attention as they are: here the `ContextParallel` handle of the batch.
@@ -17,8 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.model import Llama3TransformerBlock
 from torchtitan.protocols.module import Module
@@ -27,6 +30,7 @@ from reference.pattern import Pattern
 from ring import Layout
 from ring.nn import ContextParallel, clip_grad_norm, count_labels, cross_entropy, next_tokens, shard_batch
 from ring.nn.frameworks import fsdp
+from verification.models import ModelCase, Part, Run, Setup
 
 TOKENS, SEQUENCES, STEPS = 64, 4, 3
 
@@ -48,15 +52,39 @@ class RingInnerAttention(Module):
         return attention_masks.attention(q, k, v, Pattern.dense(causal=True), scale=scale)
 
 
-def build() -> Any:
+def build(attention: Module.Config, layers: int = 6, vocabulary: int = 2048) -> Any:
     """Build the model, in fp64, with the same parameters on every rank."""
     config = model_registry("debugmodel").model
+    config.tok_embeddings.num_embeddings = config.lm_head.out_features = vocabulary
+    config.layers = config.layers[:layers]
     for layer in config.layers:
-        layer.attention.inner_attention = RingInnerAttention.Config()
+        layer.attention.inner_attention = attention
     torch.manual_seed(0)
     model = config.build()
     model.init_weights(buffer_device=torch.device("cpu"))
     return model.double()
+
+
+class Llama(Setup):
+    """Two layers, with `ring.nn`'s step."""
+
+    def build(self, context: ContextParallel | None) -> nn.Module:
+        """Build the model, in one process with torchtitan's attention."""
+        config = ScaledDotProductAttention.Config() if context is None else RingInnerAttention.Config()
+        return build(config, layers=2, vocabulary=19)
+
+    def claims(self, case: ModelCase) -> ModelCase:
+        """Return the nearest ModelCase without empty shards, which torchtitan's projections cannot reshape."""
+        return case.without_empty_shards()
+
+    def layers(self, model: nn.Module) -> tuple[type[nn.Module], ...]:
+        """Return the class of the layers, which are in a dict."""
+        return (Llama3TransformerBlock,)
+
+    def logits(self, model: nn.Module, part: Part, run: Run) -> Tensor:
+        """Call the model."""
+        positions = part.positions.expand_as(part.tokens)
+        return run.see(model(part.tokens, positions=positions, attention_masks=part.context))
 
 
 def main(context_size: int) -> None:
@@ -64,7 +92,7 @@ def main(context_size: int) -> None:
     data_size = dist.get_world_size() // context_size
     mesh = init_device_mesh("cpu", (data_size, context_size), mesh_dim_names=("data", "context"))
     context = ContextParallel(Layout.zigzag(TOKENS, context_size), mesh["context"])
-    model = fsdp.shard(build(), mesh, Llama3TransformerBlock)
+    model = fsdp.shard(build(RingInnerAttention.Config()), mesh, Llama3TransformerBlock)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
     draw = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
@@ -82,4 +110,5 @@ def main(context_size: int) -> None:
     dist.destroy_process_group()
 
 
-main(int(sys.argv[1]))
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

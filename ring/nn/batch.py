@@ -21,6 +21,10 @@ from ring.validation import is_dtensor
 
 IGNORED = -100  # the label of a token that has none, as in torch's cross_entropy
 INTEGERS = (torch.int64, torch.int32)
+ONE_ROW = (
+    "rows that are packed from different documents are one long row; write tokens.reshape(1, -1), labels alike, "
+    "documents=all lengths in order, and a layout for all of these tokens"
+)
 AHEAD = 8  # greatest distance of labels that are recognised where they cross the end of a document
 
 
@@ -79,12 +83,9 @@ def _stays(documents: Documents, ahead: int, device: torch.device) -> Tensor:
 
 def _one_list(documents: object) -> Documents:
     """Return the lengths, which are not None. ValueError for lists of lengths, one for each row."""
-    if isinstance(documents, (tuple, list)) and any(isinstance(row, (tuple, list, Tensor)) for row in documents):
-        raise ValueError(
-            f"documents must be one list of lengths, for all rows, got {len(documents)} lists: rows that are packed "
-            "from different documents are one long row; write tokens.reshape(1, -1), labels alike, documents=all "
-            "lengths in order, and a layout for all of these tokens"
-        )
+    rows = documents if isinstance(documents, (tuple, list, Tensor)) else ()
+    if any(isinstance(row, (tuple, list)) or (isinstance(row, Tensor) and row.dim()) for row in rows):
+        raise ValueError(f"documents must be one list of lengths, for all rows, got {len(rows)} lists: {ONE_ROW}")
     lengths = checked_documents(documents)
     assert lengths is not None
     return lengths
@@ -122,7 +123,7 @@ def shard_batch(
 
     def check() -> dict[str, object]:
         integers = {"tokens": tokens} | ({} if labels is None else {"labels": labels})
-        packed = context if documents is None else context.with_documents(_one_list(documents))
+        packed = context if documents is None else context.with_documents(_of_each_row(documents, tokens))
         _check_batch(packed, integers, positions, others)
         if packed.documents is not None:
             for name, x in integers.items() | others.items():
@@ -141,6 +142,14 @@ def shard_batch(
         context=context,
         others={name: context.shard(x) for name, x in others.items()},
     )
+
+
+def _of_each_row(documents: object, tokens: object) -> Documents:
+    """Return the lengths. ValueError for those of all rows, one after the other."""
+    lengths = _one_list(documents)
+    if isinstance(tokens, Tensor) and tokens.dim() == 2 and len(tokens) > 1 and lengths.tokens == tokens.numel():
+        raise ValueError(f"documents must add up to the {tokens.shape[1]} tokens of each row, got all rows': {ONE_ROW}")
+    return lengths
 
 
 def _within_documents(labels: Tensor, documents: Documents | None) -> Tensor:
@@ -189,7 +198,9 @@ def _check_positions(positions: Tensor, tokens: Tensor, context: ContextParallel
         expected -= begins(documents, expected)
     if not torch.equal(positions.long(), expected.expand(positions.shape)):
         allowed = f"0 .. {n - 1}" if documents is None else "0, 1, ... in each document"
-        raise ValueError(f"positions must be None or {allowed}, on which the pattern depends, got others")
+        differ = positions.dim() == 2 and not torch.equal(positions, positions[:1].expand_as(positions))
+        got = f"other ones in each row: {ONE_ROW}" if differ else "others"
+        raise ValueError(f"positions must be None or {allowed}, on which the pattern depends, got {got}")
 
 
 def _check_shifted(tokens: Tensor, labels: Tensor) -> None:

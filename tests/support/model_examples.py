@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,7 +12,7 @@ from torch.nn import functional
 
 from reference.pattern import Pattern
 from ring.nn import ContextParallel, RingAttention, rotary
-from verification.models import ModelCase, Setup
+from verification.models import Run, Setup, WholeBatch
 
 VOCABULARY, DIM, HEADS = 13, 8, 2
 
@@ -111,7 +114,7 @@ def build_in_fp32(context: ContextParallel | None) -> nn.Module:
     return InFp32(context is not None)
 
 
-def build_llama(context: ContextParallel | None) -> nn.Module:
+def llama(context: ContextParallel | None) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ring.nn.frameworks.transformers import prepare
@@ -125,14 +128,42 @@ def build_llama(context: ContextParallel | None) -> nn.Module:
     return model if context is None else prepare(model, context.transport)
 
 
-class Llama(Setup):
-    """A Llama whose masks need a token: transformers raises for a rank without any."""
+class WithinClosure(Setup):
+    """Computes gradients within the optimizer's step, as Lightning does."""
 
     def build(self, context: ContextParallel | None) -> nn.Module:
-        return build_llama(context)
+        return build(context)
 
-    def claims(self, case: ModelCase) -> ModelCase:
-        return case.without_empty_shards()
+    def step(self, model: nn.Module, optimizer: Any, batches: Sequence[WholeBatch], run: Run) -> Any:
+        results = []
+
+        def closure() -> Tensor:
+            results.append(super(WithinClosure, self).step(model, cast(Any, Stepless()), batches, run))
+            return torch.zeros(())
+
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        return results[0]
 
 
-llama = Llama()
+class Stepless:
+    """An optimizer that leaves all as it is."""
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
+class PaddingOverwritten(Setup):
+    """Shows logits of zeros at padding, where a mask changes them."""
+
+    def build(self, context: ContextParallel | None) -> nn.Module:
+        return build(context)
+
+    def step(self, model: nn.Module, optimizer: Any, batches: Sequence[WholeBatch], run: Run) -> Any:
+        result = super().step(model, optimizer, batches, run)
+        for number, batch in enumerate(batches):
+            logits, held = run.logits[number]
+            assert held is not None and batch.padding.any()
+            run.logits[number] = logits.masked_fill(batch.padding[:, held, None], 0.0), held
+        return result

@@ -134,6 +134,16 @@ class WithoutLogits(OnRanks):
         return 0.0, None
 
 
+class StepTooFew(OnRanks):
+    def train(self, *arguments: Any) -> Any:
+        return list(super().train(*arguments))[1:]
+
+
+class WithoutLoss(OnRanks):
+    def train(self, *arguments: Any) -> Any:
+        return [None for _ in super().train(*arguments)]
+
+
 class VectorLoss(OnRanks):
     def loss(self, model: nn.Module, part: Any, run: Any) -> Tensor:
         loss = super().loss(model, part, run)

@@ -10,6 +10,7 @@ import numpy as np
 
 from verification.check.properties import EVERY_RANK_ANSWERS, Property
 from verification.failures import WrongResult
+from verification.models.batches import global_batch
 from verification.models.model_case import MODEL_DTYPES, ModelCase
 from verification.models.observation import ModelExpectation, ModelObservation
 from verification.models.quantities import (
@@ -21,7 +22,7 @@ from verification.models.quantities import (
     label_of,
     quantity_properties,
 )
-from verification.models.results import Named
+from verification.models.results import Array, Named
 from verification.models.step_coverage import CHOICES, DOCUMENTS, MESH, STEP, Groups, choices
 from verification.models.strategies import MODEL_CHECKPOINTING, MODEL_LABELS
 
@@ -61,19 +62,27 @@ def _gathered(
 ) -> tuple[ModelExpectation, list[ModelObservation]]:
     """Return both, the observations with the logits of their data rank's whole sequences, with norms only if the step
     returned them on all ranks, and with buffers that can be compared."""
-    logits, norms = _whole_logits(case, expectation, observations), all(seen.norms for seen in observations)
+    whole, norms = _whole_logits(case, expectation, observations), all(seen.norms for seen in observations)
     same = _comparable_buffers(case, expectation, observations)
-    exact = {name: x for name, x in expectation.exact["buffers"].items() if name in same}
-    return replace(
-        expectation,
-        exact={**expectation.exact, "norms": expectation.exact["norms"] if norms else {}, "buffers": exact},
-    ), [
+    padding = global_batch(case, 0).padding.numpy()
+    exact = {
+        "logits": _without_padding(padding.swapaxes(0, 1), expectation.exact["logits"]),
+        "norms": expectation.exact["norms"] if norms else {},
+        "buffers": {name: x for name, x in expectation.exact["buffers"].items() if name in same},
+    }
+    logits = [_without_padding(padding[d], named) for d, named in enumerate(whole)]
+    return replace(expectation, exact={**expectation.exact, **exact}), [
         replace(
             seen, logits=logits[seen.data_rank], norms=seen.norms if norms else {},
             buffers={name: x for name, x in seen.buffers.items() if name in same},
         )
         for seen in observations
     ]  # fmt: skip
+
+
+def _without_padding(padding: Array, logits: Named) -> Named:
+    """Return logits with zeros at padding, where they have no meaning, and a mask changes them."""
+    return {name: np.where(pad[..., None], 0.0, x) for pad, (name, x) in zip(padding, logits.items(), strict=True)}
 
 
 def _whole_logits(

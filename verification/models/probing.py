@@ -87,7 +87,7 @@ def facts_of(name: str) -> Facts | str:
         model = built(setup, SMALLEST, context)
     except (Refused, Misuse, UserError) as error:
         return f"{name}: {error}" if not str(error).startswith(name) else str(error)
-    own = type(setup).loss is not Setup.loss or type(setup).step is not Setup.step
+    own = any(getattr(type(setup), name) is not getattr(Setup, name) for name in ("logits", "loss", "step", "train"))
     accepted = inspect.signature(model.forward).parameters
     documents = own or "context" in accepted or "position_ids" in accepted
     return Facts(fp64, bool(setup.layers(model)), documents)

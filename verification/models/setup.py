@@ -4,15 +4,16 @@
         def build(self, context): ...                        # the model; context is None in one process
         def loss(self, model, part, run): ...                # optional: a micro-batch's share of the loss of a step
         def step(self, model, optimizer, batches, run): ...  # optional: a whole step, by any package
+        def train(self, model, optimizer, steps, run): ...   # optional: all steps, by a trainer with a loop of its own
 
 A function `build(context)` alone is a Setup too. The same `build`, `optimizer` and `loss` serve the one process, which
-has all sequences; it never calls `shard`, `wrap`, `reduce`, `clip` or `step`.
+has all sequences; it never calls `shard`, `wrap`, `reduce`, `clip`, `step` or `train`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -322,6 +323,29 @@ class Setup:
         optimizer.step()
         optimizer.zero_grad()
         return total, norm
+
+    def train(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        steps: Sequence[Sequence[Sequence[WholeBatch]]],
+        run: Run,
+    ) -> Iterable[tuple[Loss, Loss | None]]:
+        """Take all steps. Default: `step` with the micro-batches of this data rank. One of your own calls `run.see` for
+        each micro-batch, at least in the first step.
+
+        Args:
+            model: wrapped.
+            optimizer: of the wrapped model's parameters.
+            steps: for each step and each data rank its micro-batches, the same on all ranks.
+            run: of a rank.
+
+        Returns:
+            What `step` returns, for each step.
+        """
+        assert run.mesh is not None
+        for batches in steps:
+            yield self.step(model, optimizer, batches[run.mesh.get_local_rank("data")], run)
 
 
 def recompute_layers(model: nn.Module, layers: tuple[type[nn.Module], ...], run: Run) -> None:

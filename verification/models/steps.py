@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -44,6 +45,8 @@ def train_on_rank(transport: Transport, case: ModelCase, name: str, traced: bool
     with computing_in(case.dtype):
         mesh = mesh_of(case)
         context = ContextParallel(layout_of(case), mesh["context"], exchange=case.exchange)
+        rank, world = str(transport.rank), str(case.world)  # trainers read these, which torchrun sets
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
         run = Run(case, context, mesh)
         model = _started(setup, case, context, seen)
         buffers = buffers_of(model)
@@ -55,28 +58,39 @@ def train_on_rank(transport: Transport, case: ModelCase, name: str, traced: bool
         optimizer = _optimizer(setup, named, run)
         record_gradients(optimizer, seen, lambda: gradients_of(named), traced)
         trace = ModuleTrace(model, PREFIXES, case.accumulation) if traced else None
-        for step in range(steps_of(case, traced)):
-            with calling("step"):
-                batches = whole_batches(case, step)[seen.data_rank]
-                result: object = setup.step(wrapped, optimizer, batches, run)
-            if not isinstance(result, tuple) or len(result) != 2:
-                raise Misuse(f"step returned {described(result)}; it must return (loss, norm), norm may be None")
-            note_step(seen, step, *result)
-            if step == 0:
-                _note_logits(seen, run)
+        _take_steps(setup, wrapped, optimizer, run, seen, steps_of(case, traced))
         seen.parameters = arrays(named)
         seen.note_buffers(buffers, buffers_of(model))
         seen.entries = trace.entries() if trace is not None else []
     return seen
 
 
-def _note_logits(seen: ModelObservation, run: Run) -> None:
-    if len(run.logits) != run.case.accumulation:
+def _take_steps(
+    setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, seen: ModelObservation, number: int
+) -> None:
+    """Take a number of steps, and note the results of each."""
+    function = "step" if type(setup).train is Setup.train else "train"
+    steps, taken = [whole_batches(run.case, step) for step in range(number)], 0
+    with calling(function):
+        for taken, result in enumerate(setup.train(model, optimizer, steps, run), 1):
+            checked: object = result
+            if not isinstance(checked, tuple) or len(checked) != 2:
+                raise Misuse(f"{function} returned {described(result)}; it must return (loss, norm), norm may be None")
+            note_step(seen, taken - 1, *result)
+            if taken == 1:
+                _note_logits(seen, run, function, number)
+    if taken != number:
+        raise Misuse(f"train returned results of {taken} steps; it must return (loss, norm) of each of {number}")
+
+
+def _note_logits(seen: ModelObservation, run: Run, function: str, steps: int) -> None:
+    first = run.logits[: run.case.accumulation]
+    if len(run.logits) not in (run.case.accumulation, run.case.accumulation * steps):
         raise Misuse(
-            f"step recorded logits {len(run.logits)} times with {run.case.accumulation} micro-batches; it must call "
-            "run.see(logits, held) once for each"
+            f"{function} recorded logits {len(run.logits)} times with {run.case.accumulation} micro-batches; it must "
+            "call run.see(logits, held) once for each"
         )
-    for number, (logits, held) in enumerate(run.logits):
+    for number, (logits, held) in enumerate(first):
         if held is None or logits.dim() != 3 or logits.shape[1] != len(held):
             raise Misuse(
                 f"run.see got logits of shape {tuple(logits.shape)} and held {described(held)}; logits must "

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel, Trainer
@@ -29,15 +30,17 @@ from ring.nn.batch import IGNORED
 from ring.nn.context import ContextParallel
 from ring.nn.frameworks.trainer_accelerator import DataAccelerator, check_dataset
 from ring.nn.frameworks.trainer_call import ShardedCall
-from ring.nn.frameworks.trainer_refusals import check_settings, check_world
+from ring.nn.frameworks.trainer_refusals import check_adapters, check_settings, check_world
 from ring.nn.frameworks.transformers import prepare
+from ring.nn.frameworks.transformers_call import prepared_call
 
 
 class ContextParallelTrainer(Trainer):  # type: ignore[misc]
     """A Trainer of a causal language model whose sequences are sharded.
 
     Args:
-        args: of transformers' `Trainer`.
+        args: of transformers' `Trainer`. A model that is prepared already is not compared again. Adapters of PEFT must
+            be LoRA.
         context_size: number of neighbouring ranks that share sequences; a divisor of all ranks.
         options: of transformers' `Trainer`.
 
@@ -56,10 +59,14 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
         self._handle: Callable[[int], ContextParallel] = lru_cache(64)(
             lambda tokens: ContextParallel(Layout.zigzag(tokens, context_size), group)
         )
-        prepare(self.model, group)
+        inner = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        if prepared_call(inner) is None:
+            prepare(inner, group)
 
     def _check(self) -> None:
-        if self.model_init is not None or not isinstance(self.model, PreTrainedModel):
+        if is_peft_model(self.model):
+            check_adapters(self.model.peft_config)
+        elif self.model_init is not None or not isinstance(self.model, PreTrainedModel):
             got = "model_init" if self.model_init is not None else f"a {type(self.model).__name__}"
             raise NotImplementedError(f"model must be given as a PreTrainedModel, got {got}")
         if not self._loss_shifts_labels:

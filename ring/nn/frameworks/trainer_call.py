@@ -22,6 +22,7 @@ from ring.nn.batch import IGNORED, Batch, next_tokens, shard_batch
 from ring.nn.batch_group import BatchRanks
 from ring.nn.context import ContextParallel
 from ring.nn.frameworks.transformers_call import is_given
+from ring.nn.frameworks.transformers_padding import check_values, separated
 from ring.nn.loss import cross_entropy
 from ring.nn.sequence import gather
 
@@ -133,11 +134,14 @@ def whole_batch(inputs: Mapping[str, Any]) -> Whole:
         mask = None
     documents = None if positions is None else _documents(positions, tokens)
     _check_lengths(inputs, (tokens.numel(),) if documents is None else documents)
-    if documents is None:
-        return Whole(tokens, targets, mask, None)
-    if targets is not None:
-        _check_ends(targets, documents)
-    return Whole(tokens.reshape(1, -1), _row(targets), _row(mask), documents)
+    if documents is not None:
+        if targets is not None:
+            _check_ends(targets, documents)
+        tokens, targets, mask = tokens.reshape(1, -1), _row(targets), _row(mask)
+    if mask is not None and mask.shape == tokens.shape:  # otherwise shard_batch refuses it
+        check_values(mask)
+        separated(mask != 0, documents, is_own=True)
+    return Whole(tokens, targets, mask, documents)
 
 
 def _row(x: Tensor | None) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from ring.nn.frameworks.transformers_call import is_given
@@ -55,6 +56,23 @@ def check_settings(args: Any, context_size: object) -> None:
     version = (args.fsdp_plugin_args or {}).get("fsdp_version", 2)
     if version != 2:
         raise NotImplementedError(f"fsdp_config must have version 2, got {version}")
+
+
+def check_adapters(configs: Mapping[str, Any]) -> None:
+    """Raise for adapters of PEFT that see more than a token.
+
+    Args:
+        configs: by the adapter's name.
+
+    Raises:
+        NotImplementedError: an adapter, by name.
+    """
+    for name, config in configs.items():
+        if config.peft_type != "LORA" or config.alora_invocation_tokens is not None:
+            kind = config.peft_type.value if config.peft_type != "LORA" else "LORA with alora_invocation_tokens"
+            raise NotImplementedError(
+                f"adapters of PEFT must be LORA, since prompts and invocations lie in one shard, got {kind} in {name!r}"
+            )
 
 
 def check_world(world: int, context_size: int) -> None:

@@ -27,6 +27,11 @@ def check_mask(mask: object, context: ContextParallel) -> None:
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != context.tokens:
         got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise NotImplementedError(f"{ALLOWED}, (batch, {context.tokens}), got {got}: the pattern is the mask")
+    check_values(mask)
+
+
+def check_values(mask: Tensor) -> None:
+    """Raise for anything but zeros and ones."""
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise NotImplementedError(f"{ALLOWED}, got other values: packed documents need a handle with their lengths")
 
@@ -42,11 +47,18 @@ def without_padding(mask: Tensor, context: ContextParallel, is_own: bool) -> tup
     real = gather(context, mask != 0)  # (B, n)
     if bool(real.all()):
         return context, False
-    split = _split(real[0], context.documents) if is_own and bool((real == real[:1]).all()) else None
-    if split is not None:
-        return context.with_documents(split), False
-    if bool((real[:, 1:] <= real[:, :-1]).all()):
-        return context, True
+    split = separated(real, context.documents, is_own)
+    return (context, True) if split is None else (context.with_documents(split), False)
+
+
+def separated(real: Tensor, documents: Documents | None, is_own: bool) -> tuple[int, ...] | None:
+    """Return documents that separate tokens from padding, None for padding on the right.
+
+    real: (B, n) bool, whole. is_own: as of `without_padding`. Raises NotImplementedError for other padding.
+    """
+    split = _split(real[0], documents) if is_own and bool((real == real[:1]).all()) else None
+    if split is not None or bool((real[:, 1:] <= real[:, :-1]).all()):
+        return split
     raise NotImplementedError(
         "attention_mask must have its zeros on the right, or, without a pattern, in the same places of every row "
         "before or behind the tokens of a document, got others: let the tokenizer pad on the right, or call the model "

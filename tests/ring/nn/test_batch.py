@@ -193,6 +193,7 @@ def test_labels_of_another_document(ahead: int, made: Callable[[Tensor], Tensor]
             [[2, 2], [1, 3]],
             "documents must be one list of lengths, for all rows, got 2 lists: .* one long row; write tok",
         ),
+        (torch.tensor([[2, 2], [1, 3]]), "for all rows, got 2 lists: .* one long row; write tok"),
         ((torch.tensor([4]),), "documents must be one list of lengths, for all rows, got 1 lists"),
         ((), "documents must add up to the 4 tokens"),
         ((3, 2), "documents must add up to the 4 tokens"),
@@ -205,6 +206,18 @@ def test_documents_that_are_refused(call: str, documents: Any, words: str) -> No
             next_tokens(tokens, documents=documents)
         else:
             shard_batch(four(), tokens, documents=documents)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"documents": (2, 2, 1, 3)}, "documents must add up to the 4 tokens of each row, got all rows': rows"),
+        ({"positions": torch.tensor([[0, 1, 0, 1], [0, 0, 1, 2]])}, "positions must be None or .* in each row: rows"),
+    ],
+)
+def test_rows_of_different_documents_are_told_to_be_one(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"{words} that are packed from different documents are one long row; write"):
+        shard_batch(four(), torch.arange(8).view(2, 4), **given)
 
 
 @pytest.mark.parametrize("ahead", [0, -1, True, 1.0])

@@ -31,6 +31,7 @@ from verification.models.model_case import MODEL_DTYPES
 from verification.models.model_run import PROFILE, ModelExperiment, preload_of, run_model
 from verification.models.observation import ModelObservation
 from verification.models.probing import SMALLEST
+from verification.models.recording import train_in_one_process
 from verification.models.strategies import model_cases
 from verification.models.whole_batch import Rows, whole_batches
 from verification.replay.records import parse
@@ -125,6 +126,27 @@ def test_wrong_results_are_named(backend: GlooBackend, setup: type[Setup], said:
     with closing(run.alone), pytest.raises(WrongResult, match=said) as caught:
         run.check(backend, replace(SMALLEST, world=2))
     assert "nan" not in str(caught.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("setup", "changes"),
+    [
+        ("WithinClosure", {"steps": 2, "clipping": 0.02}),
+        ("PaddingOverwritten", {"tokens": 6, "batch": 2, "padding": True}),
+    ],
+)
+def test_what_a_step_may_do_otherwise(backend: GlooBackend, setup: str, changes: dict[str, Any]) -> None:
+    with closing((run := ModelExperiment(f"{EXAMPLES}:{setup}")).alone):
+        run.check(backend, replace(SMALLEST, **{"world": 2} | changes))
+
+
+def test_the_norm_of_one_process_is_exact_in_fp32() -> None:
+    x, grad = torch.nn.Parameter(torch.zeros(2**20)), torch.linspace(0.0, 1.0, 2**20)
+    seen = ModelObservation()
+    case = replace(SMALLEST, dtype="float32", clipping=1e6)
+    train_in_one_process(case, {"x": x}, torch.optim.SGD([x]), lambda _: (x * grad).sum(), seen)
+    assert float(seen.norms["step 1"]) == pytest.approx(float(grad.double().norm()), rel=1e-12)
 
 
 def cause_of(backend: GlooBackend, setup: type[Setup], **changes: Any) -> str:

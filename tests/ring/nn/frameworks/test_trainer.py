@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
+from peft import LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, TaskType, get_peft_model
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
 
+from ring.nn.frameworks import transformers
 from ring.nn.frameworks.trainer import ContextParallelTrainer
 from tests.support.framework_example import EXACT, ROUNDED
 from tests.support.ranks import Ranks
@@ -96,6 +99,33 @@ def test_a_checkpoint_of_two_ranks_is_resumed_on_another_number(world: int, rank
         assert [log["step"] for log in got["logs"]] == [log["step"] for log in whole["logs"]]
 
 
+def _saved(folder: str) -> None:
+    run = Run(2, 2, settings={"max_steps": 2})
+    begin(run)
+    model = adapted(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    ContextParallelTrainer(model, arguments(run, folder, 1), context_size=2).save_model()
+
+
+def test_saved_adapters_are_loaded_into_a_model_without_the_ring(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(_saved, str(tmp_path))
+    model, tokens = llama(), torch.arange(8)[None]
+    before = model(tokens).logits
+    loaded = PeftModel.from_pretrained(model, str(tmp_path))
+    assert model.config._attn_implementation != "ring" and not torch.equal(loaded(tokens).logits, before)
+
+
+def _prepared(folder: str) -> None:
+    run = Run(2, 2)
+    begin(run)
+    model = transformers.prepare(llama(), compare=False)
+    with mock.patch.object(transformers, "Comparison", side_effect=AssertionError):
+        ContextParallelTrainer(model, arguments(run, folder, 1), context_size=2)
+
+
+def test_a_model_that_is_prepared_is_not_compared_again(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(_prepared, str(tmp_path))
+
+
 class Endless(IterableDataset[dict[str, list[int]]]):
     def __iter__(self) -> Any:
         return iter(Sequences(6, 1, True).rows)
@@ -103,6 +133,10 @@ class Endless(IterableDataset[dict[str, list[int]]]):
 
 def bert() -> BertForMaskedLM:
     return BertForMaskedLM(BertConfig(vocab_size=19, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+
+
+def adapted(config: PeftConfig) -> PeftModel:
+    return get_peft_model(llama(), config)
 
 
 # Settings, other arguments of the trainer, and a word of the refusal.
@@ -124,6 +158,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "iterable": ({"max_steps": 2}, {"train_dataset": Endless()}, "train_dataset must have a length"),
     "iterable, evaluated": ({}, {"eval_dataset": {"other": Endless()}}, "other must have a length"),
     "bert": ({}, {"model": bert}, "model must be a causal language model, got BertForMaskedLM"),
+    "prompts": ({}, {"model": lambda: adapted(PromptTuningConfig(TaskType.CAUSAL_LM, num_virtual_tokens=2))}, "LORA"),
+    "invocations": (
+        {},
+        {"model": lambda: adapted(LoraConfig(task_type=TaskType.CAUSAL_LM, alora_invocation_tokens=[3]))},
+        "adapters of PEFT must be LORA, .*, got LORA with alora_invocation_tokens in 'default'",
+    ),
     "model_init": (
         {},
         {"model": None, "model_init": llama},
@@ -174,6 +214,7 @@ def _with_batch(run: Run, folder: str, changes: dict[str, Any], rank: int | None
 
 
 TOKENS = torch.arange(46).view(2, 23) % 19
+LEFT = torch.tensor([[0] + [1] * 22, [0, 0] + [1] * 21])
 BATCHES: dict[str, tuple[dict[str, Any], int | None, str]] = {
     "another argument": ({"token_type_ids": TOKENS}, None, "got token_type_ids: let the collator omit it"),
     "on one rank": ({"pixel_values": TOKENS}, 3, "got pixel_values: let the collator omit it"),
@@ -183,6 +224,9 @@ BATCHES: dict[str, tuple[dict[str, Any], int | None, str]] = {
         {"labels": TOKENS, "position_ids": torch.arange(46).view(2, 23) % 23 % 20}, None, "labels must be -100",
     ),
     "other ends": ({"cu_seq_lens_q": torch.tensor([0, 9, 46])}, None, "cu_seq_lens_q must be the ends of documents"),
+    "padding on the left": ({"attention_mask": LEFT}, 1, "attention_mask must have its zeros on the right, or"),
+    "a mask of other values": ({"attention_mask": 2 * LEFT}, 3, "attention_mask must be None or this rank's shard"),
+    "a mask of other lengths": ({"attention_mask": LEFT[:, 1:]}, 0, "attention_mask must have the layout's 23 tokens"),
     "positions": ({"position_ids": TOKENS + 2}, 2, "positions must be 0 or the previous one plus 1"),
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
@@ -33,6 +34,8 @@ RUNS = {
     "weighted tokens": Run(2, 2, settings={"packing": True, "loss_type": "dft"}),
     "smoothed labels": Run(2, 2, settings={"packing": True, "label_smoothing_factor": 0.1}),
     "a loss of one's own": Run(2, 2, loss="own", settings={"packing": True}),
+    "adapters, packed": Run(4, 2, "adapters", sequences=14, settings={"packing": True}),
+    "adapters, recomputed": Run(2, 2, "adapters", settings={"activation_checkpointing": True}),
 }
 
 
@@ -59,6 +62,8 @@ def _trained(run: Run, folder: str) -> dict[str, Any]:
         "train_dataset": _sequences(run.sequences, 1), "eval_dataset": _sequences(run.held, 2),
         "processing_class": PreTrainedTokenizerFast(tokenizer_object=words, pad_token="word0", eos_token="word1"),
     }  # fmt: skip
+    if run.collator == "adapters":
+        options["peft_config"] = LoraConfig(r=2, lora_alpha=8, init_lora_weights=False, target_modules="all-linear")
     if run.loss == "own":
         options["compute_loss_func"] = in_fp64
     args = SFTConfig(**(settings | run.settings))

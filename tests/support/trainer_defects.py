@@ -1,0 +1,76 @@
+"""Trainers with a mistake, each of which `python -m verification model` finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ring.nn.frameworks.lightning import ReplicatedStrategy
+from ring.nn.frameworks.trainer_accelerator import DataAccelerator
+from verification.models import Part, Run, WholeBatch
+from verification.models.trainers import accelerate_loop, lightning_trainer, peft_lora, transformers_trainer, trl_sft
+
+
+class DividedTwice(transformers_trainer.Llama):
+    """Divides each micro-batch's share of the mean by their number."""
+
+    def trainer(self, *arguments: Any, **options: Any) -> Any:
+        trainer = super().trainer(*arguments, **options)
+        loss_of, number = trainer.compute_loss, trainer.args.gradient_accumulation_steps
+        trainer.compute_loss = lambda *args, **kwargs: loss_of(*args, **kwargs) / number
+        return trainer
+
+
+class FirstDataRank(DataAccelerator):
+    """Every data rank reads the batches of the first."""
+
+    process_index = 0
+
+
+class SameBatches(transformers_trainer.Llama):
+    """All data ranks train on the same batches."""
+
+    def trainer(self, model: Any, settings: Any, rows: Any, run: Run, **options: Any) -> Any:
+        trainer = super().trainer(model, settings, rows, run, **options)
+        trainer.accelerator.__class__ = FirstDataRank
+        return trainer
+
+
+class Unfrozen(peft_lora.Llama):
+    """Trains a weight beside the adapters on ranks."""
+
+    def wrap(self, model: Any, run: Run) -> Any:
+        model.get_output_embeddings().weight.requires_grad_()
+        return model
+
+
+class SharesDividedTwice(accelerate_loop.Llama):
+    """Forgets that accelerate divides a loss by the number of micro-batches."""
+
+    def loss(self, model: Any, part: Part, run: Run) -> Tensor:
+        loss = super().loss(model, part, run)
+        return loss if run.mesh is None else loss / run.case.accumulation
+
+
+class DocumentsJoined(trl_sft.Llama):
+    """Loses the lengths of documents, which then see each other."""
+
+    def rows(self, batch: WholeBatch) -> Any:
+        return [{name: x for name, x in row.items() if name != "seq_lengths"} for row in super().rows(batch)]
+
+
+class MeanOfMeans(lightning_trainer.Llama):
+    """Weighs micro-batches alike, however many labels they have."""
+
+    def train(self, model: Any, optimizer: Any, steps: Any, run: Run) -> Any:
+        weighted = ReplicatedStrategy.weighted
+
+        def alike(strategy: Any, mean: Tensor, labelled: int) -> Tensor:
+            return weighted(strategy, mean, 1)
+
+        ReplicatedStrategy.weighted = alike  # type: ignore[method-assign,assignment]
+        try:
+            return super().train(model, optimizer, steps, run)
+        finally:
+            ReplicatedStrategy.weighted = weighted  # type: ignore[method-assign]

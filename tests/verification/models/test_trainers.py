@@ -1,0 +1,36 @@
+"""Trainers train as one process does, alone and sharded, in drawn steps; a mistake in each is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import trainer_defects
+from verification.models import Setup, check_model
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    "trainer", ["transformers_trainer", "trl_sft", "lightning_trainer", "peft_lora", "accelerate_loop"]
+)
+def test_a_trainer_holds(trainer: str, tmp_path: Path) -> None:
+    name = f"verification.models.trainers.{trainer}:Llama"
+    check_model(name, examples=15, worlds=(1, 2, 4), failures=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("setup", "said"),
+    [
+        (trainer_defects.DividedTwice, "loss of step one"),
+        (trainer_defects.SameBatches, "logits"),
+        (trainer_defects.Unfrozen, "gradients at the optimizer"),
+        (trainer_defects.SharesDividedTwice, "loss of step one"),
+        (trainer_defects.DocumentsJoined, "logits"),
+        (trainer_defects.MeanOfMeans, "gradients at the optimizer"),
+    ],
+)
+def test_a_mistake_is_found(setup: type[Setup], said: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=rf"counter-example: {said} \(wrong result"):
+        check_model(setup, examples=60, worlds=(2,), failures=tmp_path)

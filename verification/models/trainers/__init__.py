@@ -1,0 +1,1 @@
+"""Setups of trainers that have a loop of their own, to be run, copied and changed. Each imports its trainer."""

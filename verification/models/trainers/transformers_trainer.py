@@ -1,0 +1,109 @@
+"""transformers' Trainer: alone on one rank, and `ContextParallelTrainer` on more.
+
+    python -m verification model verification.models.trainers.transformers_trainer:Llama
+
+The Trainer deals the rows to data ranks, accumulates, clips and takes the steps. It gets masks of padding, and the
+positions of packed documents. Losses and norms are those that it logs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaModel, PrinterCallback, Trainer, TrainingArguments
+
+from ring.nn import ContextParallel
+from ring.nn.frameworks.trainer import ContextParallelTrainer
+from ring.nn.frameworks.transformers import prepare
+from ring.nn.sequence import gather
+from verification.models import ModelCase, Run, Setup, WholeBatch
+from verification.models.trainers.small_llama import small_llama
+
+Row = dict[str, Any]
+
+
+class Llama(Setup):
+    """A Llama that the Trainer wraps."""
+
+    def build(self, context: ContextParallel | None) -> Any:
+        """Return the model, prepared where several ranks train it."""
+        model = small_llama()
+        return model if context is None or dist.get_world_size() == 1 else prepare(model, context.transport)
+
+    def claims(self, case: ModelCase) -> ModelCase:
+        """Return the nearest ModelCase as the Trainer trains: under DDP, in the order that it chooses."""
+        checkpointing = "none" if case.checkpointing == "none" else "non-reentrant"
+        case = replace(case, arrangement="contiguous", order="zigzag", cuts=None, exchange="direct")
+        return replace(case, wrapper="ddp", checkpointing=checkpointing)
+
+    def wrap(self, model: nn.Module, run: Run) -> nn.Module:
+        """Return the model: the Trainer wraps it."""
+        return model
+
+    def train(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer,
+        steps: Sequence[Sequence[Sequence[WholeBatch]]], run: Run,
+    ) -> list[tuple[float, float | None]]:  # fmt: skip
+        """Take all steps."""
+        # accelerate deals batches to data ranks in turn.
+        batches = chain.from_iterable(chain.from_iterable(zip(*ranks, strict=True)) for ranks in steps)
+        case, rows = run.case, [row for batch in batches for row in self.rows(batch)]
+        settings = {
+            "output_dir": tempfile.gettempdir(), "use_cpu": case.device == "cpu", "report_to": "none",
+            "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "logging_nan_inf_filter": False,
+            "train_sampling_strategy": "sequential", "lr_scheduler_type": "constant", "max_steps": len(steps),
+            "per_device_train_batch_size": case.batch, "gradient_accumulation_steps": case.accumulation,
+            "gradient_checkpointing": case.checkpointing != "none", "max_grad_norm": case.clipping or 0.0,
+        }  # fmt: skip
+        trainer = self.trainer(model, settings, rows, run, optimizers=(optimizer, None))
+        trainer.remove_callback(PrinterCallback)
+        watch(model, run)
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        return [(log["loss"], None if case.clipping is None else log["grad_norm"]) for log in logs]
+
+    def rows(self, batch: WholeBatch) -> list[Row]:
+        """Return the rows of a micro-batch, as a dataset has them."""
+        columns = {"input_ids": batch.tokens, "labels": not_shifted(batch.labels)}
+        if batch.documents is not None:
+            columns["position_ids"] = batch.positions.expand_as(batch.tokens)
+        elif batch.padding.any():
+            columns["attention_mask"] = (~batch.padding).long()
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    def trainer(self, model: nn.Module, settings: Row, rows: list[Row], run: Run, **options: Any) -> Trainer:
+        """Return the Trainer: the sharded one on several ranks."""
+        options |= {"args": TrainingArguments(**settings), "train_dataset": rows}
+        if run.case.world == 1:
+            return Trainer(model, **options)
+        return ContextParallelTrainer(model, **options, context_size=run.case.context)
+
+
+def not_shifted(labels: Tensor) -> Tensor:
+    """Return the label of each token itself, as the models of transformers take labels."""
+    return functional.pad(labels[:, :-1], (1, 0), value=-100)
+
+
+def watch(model: Any, run: Run) -> None:
+    """See the logits of each micro-batch, also where the trainer computes losses without them."""
+    (backbone,) = (module for module in model.modules() if isinstance(module, LlamaModel))
+
+    @torch.no_grad()
+    def see(_: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
+        logits = functional.linear(output.last_hidden_state, model.get_output_embeddings().weight)
+        context, shape = kwargs.get("context"), (run.case.batch, run.case.tokens, -1)
+        if context is not None and len(logits) == run.case.batch:
+            run.see(logits[:, : context.tokens], context.layout.positions(context.rank))
+        else:  # rows that were joined to a long one
+            whole = logits if context is None else gather(context, logits[:, : context.tokens])
+            run.see(whole.reshape(shape), torch.arange(run.case.tokens))
+
+    backbone.register_forward_hook(see, with_kwargs=True)

@@ -1,0 +1,53 @@
+"""TRL's SFTTrainer, packed and padded: alone on one rank, and with `ContextParallelTrainer` on more.
+
+    python -m verification model verification.models.trainers.trl_sft:Llama
+
+Rows have the lengths of their documents, as TRL's own packing leaves them. TRL's collator joins the rows of a batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from ring.nn.frameworks.trainer import ContextParallelTrainer
+from verification.models import Run, WholeBatch
+from verification.models.trainers import transformers_trainer
+from verification.models.trainers.transformers_trainer import Row, not_shifted
+
+
+class Sharded(ContextParallelTrainer, SFTTrainer):  # type: ignore[misc]
+    """The class that a user writes."""
+
+
+class Llama(transformers_trainer.Llama):
+    """A Llama that the SFTTrainer wraps."""
+
+    def rows(self, batch: WholeBatch) -> list[Row]:
+        """Return the rows of a micro-batch: without their padding, which TRL adds."""
+        lengths = [length for length in batch.documents or () if length]
+        return [
+            {"input_ids": tokens[real].tolist(), "labels": labels[real].tolist()}
+            | ({} if batch.documents is None else {"seq_lengths": lengths})
+            for tokens, labels, real in zip(batch.tokens, not_shifted(batch.labels), ~batch.padding, strict=True)
+        ]
+
+    def trainer(self, model: nn.Module, settings: Row, rows: list[Row], run: Run, **options: Any) -> SFTTrainer:
+        """Return the SFTTrainer: the sharded one on several ranks."""
+        words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(19)}, unk_token="w1"))
+        options |= {
+            "args": SFTConfig(
+                **settings, bf16=False, packing=run.case.lengths is not None, pad_to_multiple_of=run.case.tokens,
+                dataset_kwargs={"skip_prepare_dataset": True},
+            ),
+            "processing_class": PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2"),
+            "train_dataset": Dataset.from_list(rows),
+        }  # fmt: skip
+        if run.case.world == 1:
+            return SFTTrainer(model, **options)
+        return Sharded(model, **options, context_size=run.case.context)
