@@ -3,7 +3,7 @@
 Vocabulary
     block   (branch, offset) with the key/value heads that have at least one query head of that offset in that
             branch. Its width is the number of those heads.
-    slot    one (row, key/value head) of one block: a key and a value vector, 2*B*D elements. A row that is
+    slot    one (row, key/value head) of one block: a key and a value vector, B*(D + Dv) elements. A row that is
             needed through two branches travels once for each, so costs add up over branches.
     need    rank d needs row j of a block if a query row i of d lies in the same segment (of the same document),
             both are selected by the block, (not causal or j <= i), and |i - j| <= window if the branch has one.
@@ -11,6 +11,7 @@ Vocabulary
             that need it, 0 if no other rank does.
 
 A layout is the list of the global positions of each rank; their local order does not change costs.
+Sinks are one number for each query head on every rank: they are not sent, and not counted. A softcap costs no bytes.
 Counts are exact: int64 arrays (far below 2**53) or Python integers. Bytes, unless a name says slots or pairs.
 """
 
@@ -41,6 +42,7 @@ class Setting:
         positions: int64 global positions of each rank, together a permutation of range(n).
         batch, heads, kv_heads, head_dim: sizes of the tensors; heads is a multiple of kv_heads.
         itemsize: bytes of the working type: 8, 4 or 2.
+        value_dim: head dim of the values, Dv; None: head_dim.
 
     Raises:
         ValueError: positions, heads, itemsize or sizes are invalid or inconsistent.
@@ -53,11 +55,14 @@ class Setting:
     kv_heads: int
     head_dim: int
     itemsize: int = 4
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "positions", tuple(np.asarray(x, np.int64) for x in self.positions))
         for name in ("batch", "heads", "kv_heads", "head_dim"):
             validators.at_least(name, getattr(self, name), 1)
+        if self.value_dim is not None:
+            validators.at_least("value_dim", self.value_dim, 1)
         validators.grouped_heads(self.heads, self.kv_heads)
         if self.itemsize not in (2, 4, 8):
             raise ValueError(f"itemsize is {self.itemsize}; it must be 2, 4 or 8 bytes")
@@ -79,13 +84,18 @@ class Setting:
         """Bytes of the accumulator's type."""
         return 8 if self.itemsize == 8 else 4
 
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Head dims of keys and of values, (D, Dv)."""
+        return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
+
     def slot_bytes(self, narrow: bool = False) -> tuple[int, int]:
         """Return the bytes of a key and a value vector, working type, and of their gradients, accumulator's type.
 
         Args:
             narrow: True for gradients in the working type too.
         """
-        elements = 2 * self.batch * self.head_dim
+        elements = self.batch * sum(self.dims)
         return elements * self.itemsize, elements * (self.itemsize if narrow else self.accumulator_itemsize)
 
     @cached_property
@@ -329,8 +339,8 @@ class Flops:
 
     Args:
         pairs: (query head, query, key) triples that the rank's rows see, with multiplicity.
-        forward: 2 products: S, O; 4*B*D per pair.
-        backward: 5 products: S again, dP, dV, dQ, dK.
+        forward: 2 products: S, O; 2*B*(D + Dv) per pair.
+        backward: 5 products: S again, dQ, dK of the keys' head dim, dP, dV of the values'; 2*B*(3*D + 2*Dv).
     """
 
     pairs: tuple[int, ...]
@@ -360,8 +370,9 @@ def flops(setting: Setting) -> Flops:
         before[1:] += np.cumsum(need.pairs)
     ends = np.cumsum(setting.counts)
     pairs = tuple((before[ends] - before[ends - setting.counts]).tolist())
-    product = 2 * setting.batch * setting.head_dim
-    return Flops(pairs, tuple(2 * product * x for x in pairs), tuple(5 * product * x for x in pairs))
+    of_keys, of_values = (2 * setting.batch * dim for dim in setting.dims)  # one product
+    forward, backward = of_keys + of_values, 3 * of_keys + 2 * of_values
+    return Flops(pairs, tuple(forward * x for x in pairs), tuple(backward * x for x in pairs))
 
 
 @dataclass(frozen=True)
@@ -386,6 +397,6 @@ def resident(setting: Setting) -> Resident:
         setting: the problem.
     """
     rows, wide = setting.batch * setting.counts, setting.accumulator_itemsize
-    lse = rows * setting.heads  # elements
-    q, kv = lse * setting.head_dim, rows * setting.kv_heads * setting.head_dim
-    return Resident(2 * (q + kv) * setting.itemsize + lse * wide, (q + lse) * wide, (q + 2 * kv) * wide)
+    lse, kv_heads = rows * setting.heads, rows * setting.kv_heads  # elements
+    (q, out), (k, v) = ([x * dim for dim in setting.dims] for x in (lse, kv_heads))
+    return Resident((q + k + v + out) * setting.itemsize + lse * wide, (out + lse) * wide, (q + k + v) * wide)

@@ -1,6 +1,7 @@
 """The fast oracle: exact results and their rounding bounds, in one computation that shares the probabilities.
 
-It is independent of `reference.oracle`, with its own mask and order of sums, so that each can check the other. Every
+It is independent of `reference.oracle`, with its own mask and order of sums, and with the sink as one more key, so that
+each can check the other. Every
 example is compared with it while the ranks compute; a property of `verification` compares it with the oracle. It takes
 NumPy arrays, or torch tensors on a GPU for problems that are too long for a CPU.
 
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from reference import bounds
+from reference import bounds, validators
 from reference.bounds import Array, Softmax, array_module
 from reference.pattern import Pattern
 from reference.roundoff import Arithmetic
@@ -41,13 +42,16 @@ class Inputs:
     All tensors are fp64 and finite, NumPy arrays or torch tensors on one device.
 
     Args:
-        q, dout: (B, R, H, D).
-        k, v: (B, N, Hk, D); query head h reads head h // (H / Hk).
+        q, dout: (B, R, H, D) and (B, R, H, Dv).
+        k, v: (B, N, Hk, D) and (B, N, Hk, Dv); query head h reads head h // (H / Hk).
         dlse: (B, H, R), or None for zeros: the bounds then leave it out.
         pattern: the mask; key j is at position j.
         scale: factor on q . k.
         rows: (R,) ascending positions of the queries; None: those of the keys, R = N.
         counted: (Hk, N) bool, False for keys that are treated as if no branch selected them; None: all True.
+        sinks: (H,), score of one more key, of value 0, in each row of a query head; -inf for a head without one. None:
+            no head has one.
+        softcap: t > 0, by which scores become t tanh(score / t); None: they are not capped.
     """
 
     q: Array
@@ -59,6 +63,8 @@ class Inputs:
     scale: float
     rows: Ints | None = None
     counted: Flags | None = None
+    sinks: Array | None = None
+    softcap: float | None = None
 
     @property
     def heads(self) -> int:
@@ -75,12 +81,13 @@ class Inputs:
 class Expectation:
     """Exact results of some inputs, and bounds on the error of an implementation.
 
-    Where nothing is selected, out and gradients are 0, lse is -inf and the bound is 0. An infinite bound guarantees
-    nothing.
+    Where nothing is selected, out and gradients are 0, lse is -inf and the bound is 0. With a sink such a row's lse is
+    the sink's score, within a bound. An infinite bound guarantees nothing.
 
     Args:
         inputs: the problem.
-        exact: fp64 arrays by quantity: "out", "dq" (B, R, H, D); "dk", "dv" (B, N, Hk, D); "lse" (B, H, R).
+        exact: fp64 arrays by quantity: "out", "dq", "dk", "dv", in the shapes of dout, q, k, v; "lse" (B, H, R); with
+            sinks, "dsinks" (H,).
         bound: of the error of each entry, in the same form.
         dead_rows: (H, R) True for rows that see no key.
         dead_keys: (Hk, N) True for keys that no row sees.
@@ -107,22 +114,29 @@ def evaluate(inputs: Inputs, r: Arithmetic) -> Expectation:
         r: arithmetic of the implementation that is bounded.
 
     Raises:
-        ValueError: the documents of the pattern do not add up to N, or the pattern does not fit the heads.
+        ValueError: the documents of the pattern do not add up to N, the pattern does not fit the heads, or softcap is
+            not a positive number.
     """
     q, k = inputs.q, inputs.k
-    batch, queries, heads, dim = q.shape
+    batch, queries, heads, _ = q.shape
     n, kv_heads = k.shape[1], k.shape[2]
     inputs.pattern.validate_tokens(n)
+    if inputs.softcap is not None:
+        validators.positive("softcap", inputs.softcap)
     group = heads // kv_heads
 
     def fold(x: Array) -> Array:  # (B, R, H, D) -> (B, Hk, G * R, D), query heads of a group stacked
-        return x.swapaxes(1, 2).reshape(batch, kv_heads, -1, dim)
+        return x.swapaxes(1, 2).reshape(batch, kv_heads, -1, x.shape[-1])
 
     def unfold(x: Array, length: int) -> Array:  # the inverse
-        return x.reshape(batch, -1, length, dim).swapaxes(1, 2)
+        return x.reshape(batch, -1, length, x.shape[-1]).swapaxes(1, 2)
 
     dlse = None if inputs.dlse is None else inputs.dlse.reshape(batch, kv_heads, group * queries)
-    whole = _RowBlock(fold(q), fold(k), fold(inputs.v), fold(inputs.dout), dlse, inputs.scale, r)
+    sinks = None
+    if inputs.sinks is not None:
+        sinks = (inputs.sinks[:, None] + _filled(k, (queries,), 0.0)).reshape(kv_heads, group * queries)
+        r = r.with_sink()
+    whole = _RowBlock(fold(q), fold(k), fold(inputs.v), fold(inputs.dout), dlse, inputs.scale, r, sinks, inputs.softcap)
     if batch * heads * queries * n <= WHOLE:
         solved = whole.solve(_multiplicity(inputs, range(heads), slice(None)).reshape(kv_heads, group * queries, n))
     else:
@@ -132,6 +146,10 @@ def evaluate(inputs: Inputs, r: Arithmetic) -> Expectation:
         | {"lse": x["lse"].reshape(batch, heads, queries)}
         for x in (solved.exact, solved.bound)
     )
+    if inputs.sinks is not None:
+        ds, t_ds = (x["sink"].reshape(batch, heads, queries) for x in (solved.exact, solved.bound))
+        exact["dsinks"] = ds.sum((0, 2))
+        bound["dsinks"] = bounds.sinks_error(r, abs(ds), t_ds) * (inputs.sinks > -np.inf)
     return Expectation(inputs, exact, bound, solved.dead_rows.reshape(heads, queries), solved.dead_keys)
 
 
@@ -211,7 +229,10 @@ def _filled(like: Any, shape: tuple[int, ...], value: float | bool) -> Any:
 
 @dataclass
 class _Solved:
-    """Results of a block, rows folded. dk and dv are sums over its rows; `settle_keys` completes their bounds."""
+    """Results of a block, rows folded. dk and dv are sums over its rows; `settle_keys` completes their bounds.
+
+    "sink" is the gradient that each row passes to its sink, (B, Hk, R).
+    """
 
     exact: dict[str, Array]
     bound: dict[str, Array]
@@ -226,7 +247,10 @@ class _Solved:
 
 @dataclass
 class _RowBlock:
-    """Some rows against some keys: q, dout (B, Hk, R, D); k, v (B, Hk, N, D); dlse (B, Hk, R) or None."""
+    """Some rows against some keys: q, dout (B, Hk, R, D or Dv); k, v (B, Hk, N, D or Dv); dlse (B, Hk, R) or None.
+
+    sinks (Hk, R) or None. A sink is one more column of scores, behind those of the keys, and one more row of v, 0.
+    """
 
     q: Array
     k: Array
@@ -235,6 +259,8 @@ class _RowBlock:
     dlse: Array | None
     scale: float
     r: Arithmetic
+    sinks: Array | None
+    softcap: float | None
 
     def solve(self, count: Array) -> _Solved:
         solved = self.rows(count)
@@ -242,21 +268,37 @@ class _RowBlock:
         return solved
 
     def softmax(self, count: Array, seen: Flags, live: Flags) -> Softmax:
-        """count: c (Hk, R, N); seen: count > 0; live (Hk, R): rows that see a key. The others get P = 0 and a finite
-        lse."""
-        lib = array_module(self.q)
+        """count: c (Hk, R, N), with a column for the sinks; seen: count > 0; live (Hk, R): rows that see a key or sink.
+        The others get P = 0 and a finite lse."""
+        lib, slope = array_module(self.q), None
         s = self.q @ self.k.swapaxes(-1, -2)
         s *= self.scale
         size = abs(self.q) @ abs(self.k.swapaxes(-1, -2))
         size *= self.r.scale
-        base = bounds.base_error(self.r, size)
+        if self.softcap is None:
+            base = bounds.base_error(self.r, size)
+        else:
+            s /= self.softcap
+            capped, f = _softcapped(s)
+            base, t_f = bounds.softcap_error(self.r, size, self.softcap, abs(s), abs(capped), f)
+            slope = f, t_f
+            s = self.softcap * capped
         # Shift by the maximum of the seen scores, to within rounding. Do not set unseen scores to -inf: `where` and
         # exp(-inf) are slow. Seen scores may exceed the shift by a rounding, so clamp at 1, not at 0, to keep exp of
         # unseen scores finite.
-        low = s.min()
-        p = s - low
-        p *= seen
-        top = lib.amax(p, -1) + low  # (B, Hk, R)
+        if self.sinks is None:
+            low = s.min()
+            p = s - low
+            p *= seen
+            top = lib.amax(p, -1) + low  # (B, Hk, R)
+        else:
+            sinks = lib.where(self.sinks > -np.inf, self.sinks, 0.0)
+            s, base = _with_column(s, sinks), _with_column(base, bounds.sink_error(self.r, abs(sinks)))
+            if slope is not None:
+                slope = _with_column(f, 1.0), _with_column(t_f, 0.0)
+            p = lib.where(seen, s, -np.inf)  # with a sink far below them, s - low would lose the scores
+            top = lib.amax(p, -1)
+            top[:, ~live] = 0.0
         lib.subtract(s, top[..., None], out=p)
         lib.minimum(p, _filled(p, (), 1.0), out=p)
         lib.exp(p, out=p)
@@ -264,15 +306,20 @@ class _RowBlock:
         total = p.sum(-1)
         total[:, ~live] = 1.0
         p /= total[..., None]
-        return Softmax(base, p, s, top, top + lib.log(total), count)
+        return Softmax(base, p, s, top, top + lib.log(total), count, slope)
 
     def rows(self, count: Array) -> _Solved:
         """Results of these rows, without the complete bounds of keys. count: c (Hk, R, N)."""
-        r, q, k, v, dout = self.r, self.q, self.k, self.v, self.dout
-        q_size, k_size, v_size, dout_size = abs(q), abs(k), abs(v), abs(dout)
+        r, q, k, v, dout, keys = self.r, self.q, self.k, self.v, self.dout, self.k.shape[-2]
         seen: Any = count > 0
-        live: Flags = seen.any(-1)  # (Hk, R)
+        served: Flags = seen.any(-1)  # (Hk, R): rows that see a key
         dead_keys: Flags = ~seen.any(-2)  # (Hk, N)
+        live = served
+        if self.sinks is not None:
+            count, v = _with_column(count, self.sinks > -np.inf), _with_column(v.swapaxes(-1, -2), 0.0).swapaxes(-1, -2)
+            seen = count > 0
+            live = seen.any(-1)
+        q_size, k_size, v_size, dout_size = abs(q), abs(k), abs(v), abs(dout)
         x = self.softmax(count, seen, live)
 
         out = x.p @ v
@@ -284,23 +331,45 @@ class _RowBlock:
         t = dout @ v.swapaxes(-1, -2)
         t -= (delta if self.dlse is None else delta - self.dlse)[..., None]
         ds = x.p * t
-        products = dout_size @ abs(v.swapaxes(-1, -2))
-        w_q, w_k, w_v = bounds.backward(r, x, t_lse, t_delta, products, abs(t), abs(ds), self.dlse is not None)
-        dq = (ds @ k) * self.scale
-        dk = (ds.swapaxes(-1, -2) @ q) * self.scale
-        dv = x.p.swapaxes(-1, -2) @ dout
+        w_q, w_k, w_v, t_ds = bounds.backward(
+            r, x, t_lse, t_delta, dout_size, v_size, abs(t), abs(ds), self.dlse is not None
+        )
+        if x.slope is not None:
+            ds *= x.slope[0]
+        to_keys = ds[..., :keys]
+        dq = (to_keys @ k) * self.scale
+        dk = (to_keys.swapaxes(-1, -2) @ q) * self.scale
+        dv = x.p[..., :keys].swapaxes(-1, -2) @ dout
 
-        alive = live[..., None]
+        alive, where = served[..., None], array_module(out).where
         x.lse[:, ~live] = -np.inf
         exact = {"out": out, "lse": x.lse, "dq": dq, "dk": dk, "dv": dv}
         bound = {
-            "out": t_out * (alive * r.sides),
-            "lse": t_lse * (live * r.sides),
-            "dq": bounds.settle(r, bounds.product(w_q, k_size), dq, r.floor_dq) * alive,
-            "dk": bounds.product(w_k.swapaxes(-1, -2), q_size),
-            "dv": bounds.product(w_v.swapaxes(-1, -2), dout_size),
+            "out": where(alive, t_out * r.sides, 0.0),
+            "lse": where(live, t_lse * r.sides, 0.0),
+            "dq": bounds.settle(r, bounds.product(w_q[..., :keys], k_size), dq, r.floor_dq) * alive,
+            "dk": bounds.product(w_k[..., :keys].swapaxes(-1, -2), q_size),
+            "dv": bounds.product(w_v[..., :keys].swapaxes(-1, -2), dout_size),
         }
-        return _Solved(exact, bound, ~live, dead_keys)
+        if self.sinks is not None:
+            exact["sink"], bound["sink"] = ds[..., -1], t_ds[..., -1]
+        return _Solved(exact, bound, ~served, dead_keys)
+
+
+@np.errstate(over="ignore")
+def _softcapped(x: Array) -> tuple[Array, Array]:
+    """tanh x, and its derivative 1 - tanh^2 x without cancellation, as 4 w / (1 + w)^2 with w = e^{-2 |x|}."""
+    lib = array_module(x)
+    w = lib.exp(-2 * abs(x))
+    return lib.tanh(x), 4 * w / (1 + w) ** 2
+
+
+def _with_column(x: Array, column: Any) -> Array:
+    """(..., R, N) -> (..., R, N + 1): x and one more column, (R,), one that broadcasts to (..., R), or a number."""
+    lib = array_module(x)
+    last = _filled(x, (*x.shape[:-1], 1), 0.0)
+    last[..., 0] = column
+    return lib.concatenate((x, last), -1)
 
 
 # --- long sequences ---------------------------------------------------------------------------------------------------
@@ -314,11 +383,12 @@ def _solve_by_blocks(whole: _RowBlock, inputs: Inputs) -> _Solved:
     like = whole.q
     exact, bound = (
         {
-            "out": _filled(like, whole.q.shape, 0.0),
+            "out": _filled(like, whole.dout.shape, 0.0),
             "lse": _filled(like, (batch, kv_heads, folded), lse),
             "dq": _filled(like, whole.q.shape, 0.0),
             "dk": _filled(like, whole.k.shape, 0.0),
-            "dv": _filled(like, whole.k.shape, 0.0),
+            "dv": _filled(like, whole.v.shape, 0.0),
+            "sink": _filled(like, (batch, kv_heads, folded), 0.0),
         }
         for lse in (-np.inf, 0.0)
     )
@@ -330,9 +400,13 @@ def _solve_by_blocks(whole: _RowBlock, inputs: Inputs) -> _Solved:
         for head in range(kv * group, (kv + 1) * group):
             for start in range(0, queries, step):
                 count = _multiplicity(inputs, range(head, head + 1), slice(start, start + step))[0]
-                row, column = _indices(count.any(1)), _indices(count.any(0))
+                first = (head % group) * queries + start
+                live = count.any(1)
+                if whole.sinks is not None:
+                    live = live | (whole.sinks[kv, first : first + len(live)] > -np.inf)
+                row, column = _indices(live), _indices(count.any(0))
                 if len(row):
-                    place = (head % group) * queries + start + row
+                    place = first + row
                     _accumulate(total, whole, kv, place, column, count[row[:, None], column])
 
     # Key/value heads are independent: use a thread for each core of a CPU.
@@ -348,15 +422,16 @@ def _indices(flags: Any) -> Any:
 
 
 def _accumulate(total: _Solved, whole: _RowBlock, kv: int, place: Ints, column: Ints, count: Array) -> None:
-    """Add the results of rows `place` of key/value head kv against the keys `column`, each of which has a partner."""
+    """Add the results of rows `place` of key/value head kv against the keys `column`: each has a partner, or a sink."""
     q, dout = whole.q[:, kv, place][:, None], whole.dout[:, kv, place][:, None]  # (B, 1, R, D)
     k, v = whole.k[:, kv, column][:, None], whole.v[:, kv, column][:, None]  # (B, 1, keys, D)
     dlse = None if whole.dlse is None else whole.dlse[:, kv, place][:, None]
-    block = _RowBlock(q, k, v, dout, dlse, whole.scale, whole.r).rows(count[None])
+    sinks = None if whole.sinks is None else whole.sinks[kv, place][None]
+    block = _RowBlock(q, k, v, dout, dlse, whole.scale, whole.r, sinks, whole.softcap).rows(count[None])
     for values, addend in ((total.exact, block.exact), (total.bound, block.bound)):
-        for name in ("out", "lse", "dq"):
+        for name in addend.keys() - {"dk", "dv"}:
             values[name][:, kv, place] = addend[name][:, 0]
         for name in ("dk", "dv"):
             values[name][:, kv, column] += addend[name][:, 0]
-    total.dead_rows[kv, place] = False
+    total.dead_rows[kv, place] = block.dead_rows[0]
     total.dead_keys[kv, column] = False

@@ -7,14 +7,22 @@
 c is the multiplicity of `reference.pattern`; one softmax over this multiset of keys equals LongNet's mixture
 of branches (arXiv 2307.02486, equations 9-10). A row that no branch selects, or whose scores are all -inf, has
 out = 0, lse = -inf, gradient 0.
+
+softcap t   s_ij = t tanh(scale * q_i . k_j / t), before the mask (Gemma 2). Its derivative 1 - (s_ij / t)^2 is one more
+            factor of dS in dQ and dK.
+sinks b_h   one for each query head (gpt-oss): each of its rows sees one more key, of score b_h and value 0, so that
+            lse_i = log(e^b + sum_j c_ij e^{s_ij}) and db = sum_i e^{b - lse_i} (dlse_i - D_i). Neither softcap nor
+            scale applies to it. A row that sees nothing else has out = 0, lse = b_h, dq = 0. b_h = -inf is no sink.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from reference import validators
 from reference.pattern import Pattern, check_pattern, multiplicity
 
 BLOCK_ELEMENTS = 2**26  # of one (B, Hq, rows, Nk) matrix: bounds the memory for long sequences
@@ -30,23 +38,27 @@ def attention(
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (B, Nq, Hq, D) and lse (B, Hq, Nq), both fp64.
+    """Return out (B, Nq, Hq, Dv) and lse (B, Hq, Nq), both fp64.
 
     NaN and inf propagate by IEEE arithmetic: a zero weight times NaN is NaN.
 
     Args:
-        q, k, v: (B, Nq, Hq, D), and twice (B, Nk, Hk, D): tokens before heads, unlike torch's own attention, which
-            cannot always be seen. Query head h uses key/value head h // (Hq / Hk).
+        q, k, v: (B, Nq, Hq, D), (B, Nk, Hk, D), (B, Nk, Hk, Dv): tokens before heads, unlike torch's own attention,
+            which cannot always be seen. Query head h uses key/value head h // (Hq / Hk).
         pattern: the attention mask.
         q_positions, k_positions: int64 >= 0, (Nq,) and (Nk,), in the whole sequence, also with packed documents.
             Default 0, 1, ...; the tokens must then be the whole sequence.
         scale: default D ** -0.5.
+        sinks: (Hq,), one score per query head, -inf for a head without one; None: no head has one.
+        softcap: t > 0; None: scores are not capped.
 
     Raises:
-        ValueError: shapes, positions or pattern are inconsistent.
+        ValueError: shapes, positions or pattern are inconsistent, or softcap is not a positive number.
     """
-    return _Problem(q, k, v, pattern, q_positions, k_positions, scale).attention()
+    return _Problem(q, k, v, pattern, q_positions, k_positions, scale, sinks, softcap).attention()
 
 
 @torch.no_grad()
@@ -61,29 +73,37 @@ def gradients(
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     weights: str = "attached",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq (B, Nq, Hq, D), dk and dv (B, Nk, Hk, D), all fp64: gradients of sum(dout * out) + sum(dlse * lse).
+) -> tuple[Tensor, ...]:
+    """Return dq (B, Nq, Hq, D), dk (B, Nk, Hk, D), dv (B, Nk, Hk, Dv) and, with sinks, dsinks (Hq,), all fp64.
+
+    They are the gradients of sum(dout * out) + sum(dlse * lse).
 
     weights="detached" is for comparison with torchscale: it is not the gradient of `attention`. With O_b the output of
-    branch b alone, D_b = rowsum(dO * O_b) and dS = sum_b M_b * e^{s - lse} * (dO V^T - D_b + dlse).
+    branch b alone, D_b = rowsum(dO * O_b) and dS = sum_b M_b * e^{s - lse} * (dO V^T - D_b + dlse). A sink is a branch
+    with output 0.
 
     Args:
-        q, k, v: (B, Nq, Hq, D), and twice (B, Nk, Hk, D). Query head h uses key/value head h // (Hq / Hk).
+        q, k, v: (B, Nq, Hq, D), (B, Nk, Hk, D), (B, Nk, Hk, Dv). Query head h uses key/value head h // (Hq / Hk).
         pattern: the attention mask.
-        dout: (B, Nq, Hq, D).
+        dout: (B, Nq, Hq, Dv).
         dlse: (B, Hq, Nq), or None for zeros.
         q_positions, k_positions: int64 >= 0, (Nq,) and (Nk,), in the whole sequence, also with packed documents.
             Default 0, 1, ...; the tokens must then be the whole sequence.
         scale: default D ** -0.5.
+        sinks: (Hq,), one score per query head, -inf for a head without one; None: no head has one.
+        softcap: t > 0; None: scores are not capped.
         weights: "detached" treats LongNet's mixture weights (shares of the softmax denominator) as constants.
 
     Raises:
-        ValueError: shapes, positions or pattern are inconsistent, or weights has another value.
+        ValueError: shapes, positions or pattern are inconsistent, softcap is not a positive number, or weights has
+            another value.
     """
     if weights not in ("attached", "detached"):
         raise ValueError(f"weights must be 'attached' or 'detached', got {weights!r}")
-    return _Problem(q, k, v, pattern, q_positions, k_positions, scale).gradients(dout, dlse, weights)
+    return _Problem(q, k, v, pattern, q_positions, k_positions, scale, sinks, softcap).gradients(dout, dlse, weights)
 
 
 @torch.no_grad()
@@ -98,23 +118,47 @@ def attention_and_gradients(
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return out, lse, dq, dk, dv of `attention` and `gradients`, which share the softmax if it is one block.
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Return out, lse, dq, dk, dv and, with sinks, dsinks of `attention` and `gradients`, which share the softmax if it
+    is one block.
 
     Args:
-        q, k, v: (B, Nq, Hq, D), and twice (B, Nk, Hk, D). Query head h uses key/value head h // (Hq / Hk).
+        q, k, v: (B, Nq, Hq, D), (B, Nk, Hk, D), (B, Nk, Hk, Dv). Query head h uses key/value head h // (Hq / Hk).
         pattern: the attention mask.
-        dout: (B, Nq, Hq, D).
+        dout: (B, Nq, Hq, Dv).
         dlse: (B, Hq, Nq), or None for zeros.
         q_positions, k_positions: int64 >= 0, (Nq,) and (Nk,), in the whole sequence, also with packed documents.
             Default 0, 1, ...; the tokens must then be the whole sequence.
         scale: default D ** -0.5.
+        sinks: (Hq,), one score per query head, -inf for a head without one; None: no head has one.
+        softcap: t > 0; None: scores are not capped.
 
     Raises:
-        ValueError: shapes, positions or pattern are inconsistent.
+        ValueError: shapes, positions or pattern are inconsistent, or softcap is not a positive number.
     """
-    x = _Problem(q, k, v, pattern, q_positions, k_positions, scale)
+    x = _Problem(q, k, v, pattern, q_positions, k_positions, scale, sinks, softcap)
     return (*x.attention(), *x.gradients(dout, dlse, "attached"))
+
+
+class _Softmax(NamedTuple):
+    """Softmax of R rows.
+
+    p       (B, Hq, R, Nk): P
+    lse     (B, Hq, R)
+    sink    (B, Hq, R, 1): the sink's probability, e^{b - lse}
+    dead    (B, Hq, R, 1): True for rows in which no key has weight
+    c       (Hq, R, Nk): multiplicity
+    slope   (B, Hq, R, Nk): derivative of the softcap, or None
+    """
+
+    p: Tensor
+    lse: Tensor
+    sink: Tensor
+    dead: Tensor
+    c: Tensor
+    slope: Tensor | None
 
 
 class _Problem:
@@ -129,9 +173,11 @@ class _Problem:
         q_positions: Tensor | None,
         k_positions: Tensor | None,
         scale: float | None,
+        sinks: Tensor | None,
+        softcap: float | None,
     ) -> None:
         check_pattern(pattern)
-        arguments = pattern, q_positions, k_positions
+        arguments = pattern, q_positions, k_positions, sinks
         try:
             self.q_positions, self.k_positions = _checked_positions(q, k, v, *arguments)
         except ValueError as error:
@@ -141,47 +187,60 @@ class _Problem:
                 raise error from None
             raise ValueError(f"{error}; heads first? Write q.transpose(1, 2), and so for k and v") from None
         self.pattern, self.group = pattern, q.shape[2] // k.shape[2]
-        self._cached: tuple[slice, tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
+        self._cached: tuple[slice, _Softmax] | None = None
         self.scale = q.shape[3] ** -0.5 if scale is None else scale
-        self.q, self.k, self.v = (t.double().transpose(1, 2) for t in (q, k, v))  # (B, H, N, D)
+        self.softcap = None if softcap is None else validators.positive("softcap", softcap)
+        self.q, self.k, self.v = (t.double().transpose(1, 2) for t in (q, k, v))  # (B, H, N, D), of v (B, H, N, Dv)
+        self.has_sinks = sinks is not None
+        sinks = self.q.new_full(self.q.shape[1:2], -torch.inf) if sinks is None else sinks.to(self.q)
+        self.sinks = sinks.view(-1, 1, 1)  # (Hq, 1, 1)
         if self.group > 1:
             self.k, self.v = (t.repeat_interleave(self.group, dim=1) for t in (self.k, self.v))
 
     def attention(self) -> tuple[Tensor, Tensor]:
         """Return out and lse, in the form of the public `attention`."""
-        out, lse = torch.zeros_like(self.q), self.q.new_zeros(self.q.shape[:-1])  # (B, Hq, Nq, D), (B, Hq, Nq)
+        lse = self.q.new_zeros(self.q.shape[:-1])  # (B, Hq, Nq)
+        out = self.v.new_zeros(*lse.shape, self.v.shape[-1])  # (B, Hq, Nq, Dv)
         for rows in self.blocks():
-            p, lse[:, :, rows], dead, _ = self.softmax(rows)
-            out[:, :, rows] = (p @ self.v).masked_fill(dead, 0.0)
+            x = self.softmax(rows)
+            lse[:, :, rows] = x.lse
+            out[:, :, rows] = (x.p @ self.v).masked_fill(x.dead, 0.0)
         return out.transpose(1, 2).contiguous(), lse
 
-    def gradients(self, dout: Tensor, dlse: Tensor | None, weights: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv, in the form of the public `gradients`."""
-        batch, heads, queries, dim = self.q.shape
+    def gradients(self, dout: Tensor, dlse: Tensor | None, weights: str) -> tuple[Tensor, ...]:
+        """Return dq, dk, dv and, with sinks, dsinks, in the form of the public `gradients`."""
+        batch, heads, queries, _ = self.q.shape
         dlse = self.q.new_zeros(self.q.shape[:-1]) if dlse is None else dlse
-        for name, grad, shape in (("dout", dout, (batch, queries, heads, dim)), ("dlse", dlse, self.q.shape[:-1])):
+        shapes = (batch, queries, heads, self.v.shape[-1]), (batch, heads, queries)
+        for name, grad, shape in zip(("dout", "dlse"), (dout, dlse), shapes, strict=True):
             if grad.shape != shape:
-                raise ValueError(f"{name} must have the shape {tuple(shape)}, got {tuple(grad.shape)}")
-        dout, dlse = dout.double().transpose(1, 2), dlse.double().unsqueeze(-1)  # (B, Hq, Nq, D), (B, Hq, Nq, 1)
-        dq, dk, dv = torch.zeros_like(self.q), torch.zeros_like(self.k), torch.zeros_like(self.v)  # (B, Hq, N, D)
+                raise ValueError(f"{name} must have the shape {shape}, got {tuple(grad.shape)}")
+        dout, dlse = dout.double().transpose(1, 2), dlse.double().unsqueeze(-1)  # (B, Hq, Nq, Dv), (B, Hq, Nq, 1)
+        dq, dk, dv = torch.zeros_like(self.q), torch.zeros_like(self.k), torch.zeros_like(self.v)  # (B, Hq, N, D or Dv)
+        dsinks = torch.zeros_like(self.sinks)  # (Hq, 1, 1)
         for rows in self.blocks():
-            p, _, dead, c = self.softmax(rows)
+            p, _, sink, dead, c, slope = self.softmax(rows)
             # A row without weight passes no gradient on, not even an infinite one (that of lse^2 is -inf there).
             do, dl = dout[:, :, rows].masked_fill(dead, 0.0), dlse[:, :, rows].masked_fill(dead, 0.0)
             dp = do @ self.v.mT  # (B, Hq, R, Nk)
             if weights == "attached":
-                ds = p * (dp - (do * (p @ self.v)).sum(-1, keepdim=True) + dl)
+                delta = (do * (p @ self.v)).sum(-1, keepdim=True)  # (B, Hq, R, 1)
+                ds = p * (dp - delta + dl)
             else:
-                ds = torch.zeros_like(p)
+                delta, ds = torch.zeros_like(dl), torch.zeros_like(p)
                 for branch in self.pattern.branches:
                     share = p / c.clamp(min=1) * self.count(rows, replace(self.pattern, branches=(branch,)))
                     weight = share.sum(-1, keepdim=True)  # (B, Hq, R, 1), of this branch in the mixture
-                    alone = share @ self.v / weight.masked_fill(weight == 0, 1.0)  # (B, Hq, R, D)
+                    alone = share @ self.v / weight.masked_fill(weight == 0, 1.0)  # (B, Hq, R, Dv)
                     ds += share * (dp - (do * alone).sum(-1, keepdim=True) + dl)
+            dsinks += (sink * (dlse[:, :, rows] - delta)).sum((0, 2), keepdim=True)[0]
+            if slope is not None:
+                ds *= slope
             dq[:, :, rows] = self.scale * (ds @ self.k).masked_fill(dead, 0.0)
             dk += self.scale * (ds.mT @ self.q[:, :, rows])
             dv += p.mT @ do
-        return dq.transpose(1, 2).contiguous(), self.fold(dk), self.fold(dv)
+        grads = dq.transpose(1, 2).contiguous(), self.fold(dk), self.fold(dv)
+        return (*grads, dsinks.masked_fill(self.sinks == -torch.inf, 0.0).flatten()) if self.has_sinks else grads
 
     def blocks(self) -> Iterator[slice]:
         batch, heads, queries, _ = self.q.shape
@@ -193,43 +252,56 @@ class _Problem:
     def count(self, rows: slice, pattern: Pattern) -> Tensor:  # (Hq, R, Nk)
         return multiplicity(pattern, self.q_positions[rows], self.k_positions, self.q.shape[1])
 
-    def softmax(self, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """P (B, Hq, R, Nk), lse (B, Hq, R), the rows without weight (B, Hq, R, 1), c (Hq, R, Nk). Caches the last rows:
-        for a short sequence forward and backward share them."""
+    def softmax(self, rows: slice) -> _Softmax:
+        """Caches the last rows: for a short sequence forward and backward share them."""
         if self._cached is None or self._cached[0] != rows:
             self._cached = rows, self._softmax(rows)
         return self._cached[1]
 
-    def _softmax(self, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        c = self.count(rows, self.pattern)
-        unseen = c == 0
-        s = (self.scale * (self.q[:, :, rows] @ self.k.mT)).masked_fill(unseen, -torch.inf)
-        top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)
+    def _softmax(self, rows: slice) -> _Softmax:
+        c, slope = self.count(rows, self.pattern), None
+        s = self.scale * (self.q[:, :, rows] @ self.k.mT)
+        if self.softcap is not None:
+            s = self.softcap * torch.tanh(s / self.softcap)
+            slope = 1 - (s / self.softcap) ** 2
+        s = s.masked_fill(c == 0, -torch.inf)
         dead = (s == -torch.inf).all(-1, keepdim=True)  # nothing is selected, or only scores of -inf
-        top = top.masked_fill(dead, 0.0)  # -inf - -inf would be NaN
-        e = c * torch.exp(s - top)
-        total = e.sum(-1, keepdim=True)  # (B, Hq, R, 1)
+        top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -torch.inf)
+        top = torch.maximum(top, self.sinks)
+        top = top.masked_fill(top == -torch.inf, 0.0)  # -inf - -inf would be NaN
+        e, sink = c * torch.exp(s - top), torch.exp(self.sinks - top)
+        total = e.sum(-1, keepdim=True) + sink  # (B, Hq, R, 1)
         # Compute P from e / total, not from lse, in which a huge maximum absorbs the logarithm.
-        return e / total.masked_fill(dead, 1.0), (top + total.log()).squeeze(-1), dead, c
+        weights = total.masked_fill(total == 0, 1.0)
+        return _Softmax(e / weights, (top + total.log()).squeeze(-1), sink / weights, dead, c, slope)
 
     def fold(self, x: Tensor) -> Tensor:
-        """(B, Hq, Nk, D) -> (B, Nk, Hk, D): the sum over the query heads that share a key/value head."""
+        """(B, Hq, Nk, D) -> (B, Nk, Hk, D), D of k or v: the sum over the query heads that share a key/value head."""
         batch, heads, keys, dim = x.shape
         x = x.reshape(batch, heads // self.group, self.group, keys, dim).sum(2)
         return x.transpose(1, 2).contiguous()
 
 
 def _checked_positions(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, q_positions: Tensor | None, k_positions: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the positions of queries and keys. Raises ValueError unless the arguments fit each other."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[::3] != k.shape[::3] or not q.shape[3]:
-        raise ValueError(f"q must be (B, Nq, Hq, D), k and v both (B, Nk, Hk, D), D >= 1; got {shapes}")
+    fitting = q.ndim == k.ndim == v.ndim == 4 and q.shape[::3] == k.shape[::3] and k.shape[:3] == v.shape[:3]
+    if not fitting or not q.shape[3] or not v.shape[3]:
+        raise ValueError(f"q must be (B, Nq, Hq, D), k (B, Nk, Hk, D), v (B, Nk, Hk, Dv), D and Dv >= 1; got {shapes}")
     if not k.shape[2] or q.shape[2] % k.shape[2]:
         raise ValueError(f"query heads must be a multiple of the key/value heads; got {shapes}")
     if q_positions is None and k_positions is None and q.shape[1] != k.shape[1]:
         raise ValueError(f"queries and keys differ in number and have no positions; got {shapes}")
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks must have the shape ({q.shape[2]},), one per query head; got {tuple(sinks.shape)}")
     pattern.validate(q.shape[2])
     for x, positions in ((q, q_positions), (k, k_positions)):
         if positions is None:

@@ -7,7 +7,7 @@ every implementation that respects the bucket.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,9 +31,14 @@ LARGEST = {
 # Torch's fused CPU kernel (ATen/native/cpu/FlashAttentionKernel.cpp) takes exp from Vectorized::exp_u20, by its name
 # within 20 units in the last place (40 u), and in 16 bits from fexp_u20, a cubic whose relative error stays below 2^-13
 # (1.12e-4 over its whole range). Blocks have 512 keys, and 32 rows, 64 from 192 rows on, 256 from 768 on.
+#
+# The softcap: tanh is assumed to be within 4 units in the last place (8 u), as it is on CPUs and CUDA's tanhf is (same
+# guide). Fused GPU kernels take tanh.approx.f32, whose relative error is at most 2^-11 (PTX ISA).
 KERNELS = ("math", "flash", "half", "gpu")
 _EXP_ROUNDINGS = {"math": 2, "flash": 40, "gpu": 8}
 _EXP_HALF = 2.0**-13
+_TANH_ROUNDINGS = 8
+_TANH_APPROX = 2.0**-11
 _KEY_BLOCK = 512
 _ROW_BLOCKS = ((32, 191), (64, 767), (256, None))
 _NEIGHBOUR_ORDERS = ("contiguous", "zigzag", "contiguous by document", "zigzag by document")  # runs hold neighbours
@@ -63,16 +68,19 @@ class Counts:
 class Arithmetic:
     """Arithmetic of an implementation. Counts are upper bounds; u, u_... are unit roundoffs.
 
-    dim         head dim
+    dim         head dim of q and k
     scale       size of the factor on q . k
     u           of the working type: fp32, or fp64 for fp64
     u_out       of the results
     u_exp       relative error of exp
+    u_tanh      relative error of tanh, in the softcap
     u_prob      of the probabilities in the second product; 0 if they stay in the working type
     u_partial   of partial results before the merge; 0 if they stay in the working type
     u_buf       of the accumulator of gradients
+    u_sinks     of the gradient of sinks
     eta         underflow of probabilities
     eta_out     underflow of results
+    eta_sinks   underflow of the gradient of sinks
     eta_mul     underflow of products in the working type
     counts      numbers of summands and merges
     sides       2 if the exact values are computed in the same type, else 1
@@ -84,19 +92,25 @@ class Arithmetic:
     u: float
     u_out: float
     u_exp: float
+    u_tanh: float
     u_prob: float
     u_partial: float
     u_buf: float
+    u_sinks: float
     eta: float
     eta_out: float
+    eta_sinks: float
     eta_mul: float
     counts: Counts
     sides: int = 1
     u_returned: float = 0.0
 
     @classmethod
-    def of(cls, dtype: str, kernel: str, dim: int, scale: float, counts: Counts) -> Arithmetic:
-        """The arithmetic of a kernel whose operands and results have that dtype. kernel:
+    def of(
+        cls, dtype: str, kernel: str, dim: int, scale: float, counts: Counts, *, sinks: str | None = None
+    ) -> Arithmetic:
+        """The arithmetic of a kernel whose operands and results have that dtype. sinks: their dtype, if it is another.
+        kernel:
 
         math    computes in the working type, rounds results once
         flash   the same with the exponential of torch's fused CPU kernel
@@ -116,16 +130,24 @@ class Arithmetic:
             scale=abs(scale),
             u=UNIT[work],
             u_out=UNIT[dtype],
+            u_tanh=_TANH_APPROX if kernel == "gpu" else UNIT[work] * _TANH_ROUNDINGS,
             u_exp=_EXP_HALF if kernel == "half" else UNIT[work] * _EXP_ROUNDINGS[_exponential(kernel, dtype)],
             u_prob=half,
             u_partial=half,
             u_buf=UNIT[work],
+            u_sinks=UNIT[sinks or dtype],
             eta=UNDERFLOW[dtype] if half else UNDERFLOW[work],
             eta_out=UNDERFLOW[dtype],
+            eta_sinks=UNDERFLOW[sinks or dtype],
             eta_mul=UNDERFLOW[work],
             counts=counts,
             sides=2 if dtype == "float64" else 1,
         )
+
+    def with_sink(self) -> Arithmetic:
+        """The arithmetic with one more key in each row, which is one more partial result."""
+        counts = replace(self.counts, keys=self.counts.keys + 1, merges=self.counts.merges + 1)
+        return replace(self, counts=counts)
 
     def gamma(self, k: int) -> float:
         """g(k) = k u / (1 - k u): the error of k successive roundings."""

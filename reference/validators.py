@@ -44,6 +44,13 @@ def real(name: str, value: object) -> float:
     return float(value)
 
 
+def positive(name: str, value: object) -> float:
+    """Validate a finite int or float > 0."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}; it must be a finite number above 0")
+    return float(value)
+
+
 def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}; it must be True or False")

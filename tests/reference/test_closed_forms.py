@@ -22,11 +22,12 @@ def orders(n: int, p: int) -> dict[str, list[np.ndarray]]:
 def test_dense_closed_forms(p: int, length: int, causal: bool) -> None:
     n, imbalance = p * length, {}
     for order, positions in orders(n, p).items():
-        s = Setting(Pattern.dense(causal), positions, 2, 6, 3, 5, 2)
+        s, other = (Setting(Pattern.dense(causal), positions, 2, 6, 3, 5, 2, value_dim) for value_dim in (None, 3))
         for exchange in EXCHANGES:
             slots = dense_slots(n, p, 3, causal, order, exchange)
             assert sent(s, exchange).forward.sum() == slots * 2 * 2 * 5 * 2
             assert sent(s, exchange).backward_gradients.sum() == slots * 2 * 2 * 5 * 4
+            assert sent(other, exchange).forward.sum() == slots * 2 * (5 + 3) * 2
         assert sum(flops(s).pairs) == segment_pairs(n, n, 1, 6, causal)
         assert flops(s).total == segment_pairs(n, n, 1, 6, causal) * 2 * 5 * (4 + 10)
         imbalance[order] = flops(s).imbalance

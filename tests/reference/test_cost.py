@@ -27,7 +27,8 @@ def problems(draw: st.DrawFn) -> Setting:
     positions = np.split(np.array(draw(st.permutations(range(n))), np.int64), cuts)
     pattern = replace(draw(drawn_patterns.patterns(kv_heads * group)), documents=documents)
     sizes = draw(st.integers(1, 2)), kv_heads * group, kv_heads, draw(st.integers(1, 3))
-    return Setting(pattern, positions, *sizes, draw(st.sampled_from([2, 4, 8])))
+    itemsize, value_dim = draw(st.sampled_from([2, 4, 8])), draw(st.none() | st.integers(1, 4))
+    return Setting(pattern, positions, *sizes, itemsize, value_dim)
 
 
 @dataclass
@@ -64,7 +65,7 @@ def count(s: Setting) -> Count:
 
 def units(s: Setting, narrow: bool) -> tuple[int, int]:
     """Bytes of a slot and of its gradients."""
-    elements = 2 * s.batch * s.head_dim
+    elements = s.batch * (s.head_dim + (s.head_dim if s.value_dim is None else s.value_dim))
     return elements * s.itemsize, elements * (8 if s.itemsize == 8 else 2 if narrow and s.itemsize == 2 else 4)
 
 
@@ -177,6 +178,17 @@ def test_resident_counts_elements() -> None:
     assert resident(s).shards.tolist() == [8 * (2 * q + 2 * kv + lse)] * 3
     assert resident(s).accumulator.tolist() == [8 * (q + lse)] * 3
     assert resident(s).gradients.tolist() == [8 * (q + 2 * kv)] * 3
+    out, v = 2 * 4 * 6 * 7, 2 * 4 * 3 * 7
+    other = resident(replace(s, value_dim=7))
+    assert other.shards.tolist() == [8 * (q + kv + v + out + lse)] * 3
+    assert other.accumulator.tolist() == [8 * (out + lse)] * 3
+    assert other.gradients.tolist() == [8 * (q + kv + v)] * 3
+
+
+def test_flops_of_values_of_another_head_dim() -> None:
+    """MLA, 2 query heads, 3 pairs each: S, dQ, dK of 192 and, forward and backward, S again; O, dP, dV of 128."""
+    s = Setting(Pattern.dense(True), [np.arange(2)], 1, 2, 2, 192, 2, 128)
+    assert flops(s).forward == (6 * 2 * (192 + 128),) and flops(s).backward == (6 * 2 * (3 * 192 + 2 * 128),)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +201,7 @@ def test_resident_counts_elements() -> None:
         ({"positions": ([[0], [1]],)}, "positions"),
         ({"kv_heads": 3}, "heads"),
         ({"batch": 0}, "batch"),
+        ({"value_dim": 0}, "value_dim"),
         ({"itemsize": 3}, "itemsize"),
         ({"pattern": Pattern((Branch(heads=range(5)),))}, "heads"),
     ],

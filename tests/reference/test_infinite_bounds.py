@@ -10,7 +10,7 @@ import torch
 from reference import Pattern, bounds
 from reference.fast_oracle import QUANTITIES, evaluate
 from reference.roundoff import Arithmetic, Counts
-from tests.reference.test_bounds import PATTERNS, D, N, cut_in_blocks, inputs_of, problem, small
+from tests.reference.test_bounds import PATTERNS, D, N, Scores, cut_in_blocks, inputs_of, problem, small
 from verification.check.expectation import expect
 
 # Scores so large that the softmax of fp32 is another one: what its backward makes of that is anything.
@@ -54,6 +54,21 @@ def test_the_bound_of_lse_does_not_stop_where_that_of_weights_does() -> None:
     """An error of 2000 in one score moves the lse by as much: a bound of 600 would refuse what is right."""
     found = evaluate(inputs_of(problem("float32", 1.0)[:4], CAUSAL), replace(ARITHMETIC, u_exp=2000.0))
     assert (found.bound["lse"] >= 2000.0).all() and (found.bound["out"] == np.inf).all()
+
+
+def test_a_softcap_bounds_scores_of_any_size_and_huge_sinks_make_bounds_infinite_but_never_nan() -> None:
+    tensors = problem("float32", 1.0)
+    tensors[0] *= 1e12
+    for softcap in (1e-30, 2.0):
+        found = evaluate(inputs_of(tensors, CAUSAL, scores=Scores(softcap)), ARITHMETIC)
+        assert all(np.isfinite(bound).all() for bound in found.bound.values())
+        assert (found.bound["lse"] < 8 * softcap + 1e-3).all()  # at most 2 C for a score, whose softmax may be any
+    for size in (1e12, 1e300):
+        sinks = torch.tensor([size, -size, -torch.inf, 0.0], dtype=torch.float64)
+        found = evaluate(
+            inputs_of(problem("float32", 1.0), PATTERNS["dilated"], scores=Scores(None, sinks)), ARITHMETIC
+        )
+        assert np.isinf(found.bound["dsinks"]).tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("made", (np.array, torch.tensor))

@@ -36,6 +36,23 @@ def test_loops(pattern: Pattern, kv_heads: int) -> None:
     assert_all_close(everything(x, pattern, weights="detached"), loops(x, pattern, detached=True))
 
 
+SINKS = torch.tensor([0.4, -inf, -1.5, 2.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS.keys())
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("softcap", [None, 0.5, 3.0])
+def test_loops_with_another_value_head_dim_softcap_and_sinks(
+    pattern: Pattern, kv_heads: int, softcap: float | None
+) -> None:
+    for value_dim in (1, 5):
+        x = example(9, 9, heads=4, kv_heads=kv_heads, batch=2, value_dim=value_dim)._replace(softcap=softcap)
+        for sinks in (None, SINKS):
+            x = x._replace(sinks=sinks)
+            assert_all_close(everything(x, pattern, scale=-1.3), loops(x, pattern, scale=-1.3))
+            assert_all_close(everything(x, pattern, weights="detached"), loops(x, pattern, detached=True))
+
+
 def test_one_sided_positions_count_the_other_side_from_zero() -> None:
     pattern = Pattern((Branch(4, 2),), causal=True)
     for x in (example([5, 2], 7), example(7, [4, 0, 2])):
@@ -48,7 +65,10 @@ def test_loops_on_any_pattern(data: st.DataObject, n_q: int, n_k: int, heads: tu
     pattern = data.draw(drawn_patterns.patterns(heads[0], packed=True))
     last = 30 if pattern.documents is None else sum(pattern.documents) - 1
     i, j = (data.draw(st.lists(st.integers(0, last), max_size=n)) if last >= 0 else [] for n in (n_q, n_k))
-    x = example(i, j, *heads)
+    softcap, sink = data.draw(st.sampled_from((None, 0.5, 4.0))), st.sampled_from((-inf, -2.0, 0.0, 3.0))
+    sinks = data.draw(st.none() | st.lists(sink, min_size=heads[0], max_size=heads[0]))
+    x = example(i, j, *heads, value_dim=data.draw(st.integers(1, 4)))._replace(softcap=softcap)
+    x = x._replace(sinks=None if sinks is None else torch.tensor(sinks, dtype=torch.float64))
     assert_all_close(everything(x, pattern), loops(x, pattern))
     assert_all_close(everything(x, pattern, weights="detached"), loops(x, pattern, detached=True))
 
@@ -90,6 +110,61 @@ def test_by_hand_gradients() -> None:
     assert_all_close(gradients(*args, torch.full((1, 1, 1), 2.0), **at), wanted)
 
 
+def test_sink_and_softcap_by_hand() -> None:
+    # Weights 1 and 3 of v = 0 and 4, and 4 of the sink: P = (1/8, 3/8, 1/2), O = 3/2, dP - D + dlse = (1/2, 9/2, 1/2).
+    args = (column(1.0), column(0.0, log(3)), column(0.0, 4.0), DENSE)
+    at: dict[str, Any] = {"q_positions": torch.tensor([0]), "scale": 1.0, "sinks": column(log(4)).flatten()}
+    assert_all_close([x.item() for x in attention(*args, **at)], [1.5, log(8)])
+    wanted = [column(27 / 16 * log(3)), column(1 / 16, 27 / 16), column(1 / 8, 3 / 8), torch.tensor([1 / 4])]
+    assert_all_close(gradients(*args, column(1.0), torch.full((1, 1, 1), 2.0), **at), wanted)
+    # t tanh(x / t) = log 3 for t = 2 log 3 and x = t atanh(1/2) = log(3)^2; the slope is 3/4 there.
+    capped = (args[0], column(0.0, log(3) ** 2), *args[2:])
+    assert_all_close(attention(*capped, softcap=2 * log(3), **at), attention(*args, **at))
+    wanted = [column(81 / 64 * log(3) ** 2), column(1 / 16, 81 / 64), column(1 / 8, 3 / 8), torch.tensor([1 / 4])]
+    assert_all_close(gradients(*capped, column(1.0), torch.full((1, 1, 1), 2.0), softcap=2 * log(3), **at), wanted)
+
+
+@pytest.mark.parametrize("pattern", [CAUSAL, DEAD_ROWS, PATTERNS["a head is not served"]])
+def test_sinks_at_their_limits(pattern: Pattern) -> None:
+    x = example(9, 9, heads=4, kv_heads=2, batch=2, value_dim=5)
+    plain, nothing = everything(x, pattern), torch.full((4,), -inf, dtype=torch.float64)
+    *same, dsinks = everything(x._replace(sinks=nothing), pattern)
+    assert all(map(torch.equal, same, plain)) and (dsinks == 0).all()
+    out, lse, dq, dk, dv, dsinks = everything(x._replace(sinks=torch.full((4,), 1e4)), pattern)
+    for t in (out, dq, dk, dv):
+        assert (t == 0).all()
+    assert (lse == 1e4).all() and torch.allclose(dsinks, x.dlse.sum((0, 2)))
+    dead = plain[1] == -inf  # (B, H, N)
+    *small, dsinks = everything(x._replace(sinks=torch.full((4,), -1e4)), pattern)
+    small[1] = small[1].masked_fill(dead, -inf)
+    assert_all_close(small, plain)
+    assert torch.allclose(dsinks, x.dlse.where(dead, torch.zeros(())).sum((0, 2)))
+
+
+def test_rows_that_see_a_sink_alone_pass_only_the_gradient_of_lse_on() -> None:
+    x = example(6, 6, heads=1, kv_heads=1)._replace(sinks=torch.tensor([0.75]).double())
+    pattern, dead = Pattern((Branch(3, 3, 1),)), [0, 2, 3, 5]
+    x.dout[:, dead] = nan
+    out, lse, dq, dk, dv, dsinks = everything(x, pattern)
+    for t in (out, dq, dk, dv):
+        assert (t[:, dead] == 0).all() and t.isfinite().all()
+    assert (lse[..., dead] == 0.75).all()
+    kept = x._replace(q=x.q[:, 1:5:3], dout=x.dout[:, 1:5:3], dlse=x.dlse[..., 1:5:3])
+    (selected,) = everything(kept._replace(at={"q_positions": torch.tensor([1, 4])}), pattern)[5:]
+    assert_all_close([dsinks], [selected + x.dlse[..., dead].sum()])
+    hidden = everything(x._replace(k=x.k - inf, q=x.q.abs()), pattern)  # scores of -inf are no keys
+    assert (hidden[0] == 0).all() and (hidden[1] == 0.75).all() and torch.allclose(hidden[5], x.dlse.sum((0, 2)))
+
+
+def test_a_large_softcap_caps_nothing_and_any_score_is_capped() -> None:
+    x = example(9, 9, heads=2, kv_heads=1, batch=2)
+    assert_all_close(everything(x._replace(softcap=1e9), CAUSAL), everything(x, CAUSAL))  # apart by x^3 / 3 t^2
+    x.q[:], x.k[:] = 1e200, 1e200
+    capped = everything(x._replace(softcap=2.0), DENSE)
+    assert torch.allclose(capped[1], torch.tensor(2.0 + log(9), dtype=torch.float64))
+    assert (capped[2] == 0).all() and (capped[3] == 0).all() and capped[4].isfinite().all()
+
+
 @pytest.mark.parametrize("size", [-1e300, -1e8, 1e8, 1e300])
 def test_any_finite_score_is_a_score(size: float) -> None:
     """No value stands for "nothing": scores all alike share the weight, however large."""
@@ -104,7 +179,8 @@ def test_any_finite_score_is_a_score(size: float) -> None:
 @pytest.mark.parametrize("pattern", [PATTERNS["longnet causal, short tail"], DEAD_ROWS])
 @pytest.mark.parametrize("rows", [1, 2, 4])  # in blocks of 4 the last one is short
 def test_row_blocks_change_nothing(pattern: Pattern, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, both = example(9, 9, heads=4, kv_heads=2, batch=2), ("attached", "detached")
+    x, both = example(9, 9, heads=4, kv_heads=2, batch=2, value_dim=2), ("attached", "detached")
+    x = x._replace(sinks=SINKS, softcap=2.0)
     whole = [everything(x, pattern, weights=weights) for weights in both]
     seen = []
 
@@ -118,7 +194,8 @@ def test_row_blocks_change_nothing(pattern: Pattern, rows: int, monkeypatch: pyt
         monkeypatch.setattr(oracle, "BLOCK_ELEMENTS", elements)
         for weights, wanted in zip(both, whole, strict=True):
             assert_all_close(everything(x, pattern, weights=weights), wanted)
-        assert_all_close(oracle.attention_and_gradients(*x.qkv, pattern, x.dout, x.dlse), whole[0])
+        both_ways = oracle.attention_and_gradients(*x.qkv, pattern, x.dout, x.dlse, sinks=SINKS, softcap=2.0)
+        assert_all_close(both_ways, whole[0])
         assert max(seen) == (rows if elements > 1 else 1)
 
 
@@ -167,7 +244,9 @@ def test_nan_and_inf_propagate(value: float) -> None:
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_working_types_come_out_as_fp64_of_the_rounded_inputs(dtype: torch.dtype) -> None:
     low = [t.to(dtype) for t in example(5, 5)[:5]]
-    found, exact = (everything(Example._make([*tensors, {}]), DENSE) for tensors in (low, [t.double() for t in low]))
+    found, exact = (
+        everything(Example._make([*tensors, {}, None, None]), DENSE) for tensors in (low, [t.double() for t in low])
+    )
     for a, b in zip(found, exact, strict=True):
         assert a.dtype == torch.float64 and a.equal(b) and a.is_contiguous()
 
@@ -184,10 +263,10 @@ X, AT = example(4, 4, heads=4, kv_heads=2), torch.arange(4)
     ("changes", "said"),
     [
         ({"q": X.q[0]}, "q must be"),
-        ({"v": X.v[:, :3]}, "k and v both"),
+        ({"v": X.v[:, :3]}, r"v \(B, Nk, Hk, Dv\)"),
         ({"k": X.k[..., :2], "v": X.v[..., :2]}, "q must be"),
         ({"k": X.k.repeat(2, 1, 1, 1), "v": X.v.repeat(2, 1, 1, 1)}, "q must be"),
-        ({name: getattr(X, name)[..., :0] for name in "qkv"}, "D >= 1"),
+        ({name: getattr(X, name)[..., :0] for name in "qkv"}, "D and Dv >= 1"),
         ({"q": X.q[:, :, :3]}, "multiple of the key/value heads"),
         ({"k": X.k[:, :, :0], "v": X.v[:, :, :0]}, "multiple of the key/value heads"),
         ({"q": X.q[:, :3]}, "no positions"),
@@ -208,6 +287,14 @@ X, AT = example(4, 4, heads=4, kv_heads=2), torch.arange(4)
                 (4, {"q_positions": torch.arange(6)}, "q_positions must be int64 of shape"),
             )
         ),
+        ({"v": X.v[..., :0]}, "D and Dv >= 1"),
+        ({"sinks": SINKS[:3]}, r"^sinks must have the shape \(4,\), one per query head; got \(3,\)$"),
+        ({"sinks": SINKS[:, None]}, "sinks must have the shape"),
+        *(
+            ({"softcap": t}, "softcap is .*; it must be a finite number above 0")
+            for t in (0.0, -1, inf, nan, True, "1")
+        ),
+        (heads_first(4) | {"sinks": SINKS}, r"^sinks must .*; heads first\? Write q\.transpose"),
         ({"pattern": "dense"}, r"^pattern must be a Pattern, got 'dense': write Pattern.dense\(\), or one"),
         ({"dout": X.dout[:, :3]}, "dout must have the shape"),
         ({"dlse": X.dlse.transpose(1, 2)[:, :3]}, "dlse must have the shape"),

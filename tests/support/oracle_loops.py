@@ -18,10 +18,12 @@ CLOSE: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}
 class Example(NamedTuple):
     q: Tensor  # (B, Nq, Hq, D)
     k: Tensor  # (B, Nk, Hk, D)
-    v: Tensor
-    dout: Tensor  # (B, Nq, Hq, D)
+    v: Tensor  # (B, Nk, Hk, Dv)
+    dout: Tensor  # (B, Nq, Hq, Dv)
     dlse: Tensor  # (B, Hq, Nq)
     at: dict[str, Any]  # positions, where they are given
+    sinks: Tensor | None = None  # (Hq,)
+    softcap: float | None = None
 
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,7 +33,9 @@ class Example(NamedTuple):
 Tokens = int | list[int]  # how many, or their positions
 
 
-def example(queries: Tokens, keys: Tokens, heads: int = 2, kv_heads: int = 2, batch: int = 1, dim: int = 3) -> Example:
+def example(
+    queries: Tokens, keys: Tokens, heads: int = 2, kv_heads: int = 2, batch: int = 1, dim: int = 3, value_dim: int = 3
+) -> Example:
     """Seeded normal values."""
     generator = torch.Generator().manual_seed(7)
     given = {"q_positions": queries, "k_positions": keys}
@@ -41,8 +45,8 @@ def example(queries: Tokens, keys: Tokens, heads: int = 2, kv_heads: int = 2, ba
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    k, v = normal(batch, n_k, kv_heads, dim), normal(batch, n_k, kv_heads, dim)
-    q, dout = normal(batch, n_q, heads, dim), normal(batch, n_q, heads, dim)
+    k, v = normal(batch, n_k, kv_heads, dim), normal(batch, n_k, kv_heads, value_dim)
+    q, dout = normal(batch, n_q, heads, dim), normal(batch, n_q, heads, value_dim)
     return Example(q, k, v, dout, normal(batch, heads, n_q), at)
 
 
@@ -66,36 +70,45 @@ def sees(pattern: Pattern, branch: Branch, h: int, i: int, j: int, heads: int) -
 
 
 def loops(x: Example, pattern: Pattern, scale: float | None = None, detached: bool = False) -> list[Tensor]:
-    """out, lse, dq, dk, dv for moderate scores, as LongNet's equations 9-10 have them: each branch alone, weighted by
-    its softmax denominator, which backward takes for a constant if detached."""
+    """out, lse, dq, dk, dv and, with sinks, dsinks for moderate scores, as LongNet's equations 9-10 have them: each
+    branch alone, weighted by its softmax denominator, which backward takes for a constant if detached. A sink is a
+    branch of output 0."""
     q, k, v = (t.clone().requires_grad_() for t in x.qkv)
+    sinks = None if x.sinks is None else x.sinks.clone().requires_grad_()
     heads, group = q.shape[2], q.shape[2] // k.shape[2]
     scale = q.shape[3] ** -0.5 if scale is None else scale
     i_positions = x.at.get("q_positions", torch.arange(q.shape[1])).tolist()
     j_positions = x.at.get("k_positions", torch.arange(k.shape[1])).tolist()
-    out, lse = torch.zeros_like(q), torch.full_like(x.dlse, -torch.inf)
+    out, lse = torch.zeros_like(x.dout), torch.full_like(x.dlse, -torch.inf)
     loss = 0.0 * (q.sum() + k.sum() + v.sum())
+    if sinks is not None:
+        loss = loss + 0.0 * sinks.exp().sum()
     for b, h, a in np.ndindex(q.shape[0], heads, q.shape[1]):
         denominators, means = [], []
         for branch in pattern.branches:
             i = i_positions[a]
             seen = [c for c, j in enumerate(j_positions) if sees(pattern, branch, h, i, j, heads)]
             if seen:
-                weights = (scale * k[b, seen, h // group] @ q[b, a, h]).exp()
+                scores = scale * k[b, seen, h // group] @ q[b, a, h]
+                weights = (scores if x.softcap is None else x.softcap * (scores / x.softcap).tanh()).exp()
                 denominators.append(weights.sum())
                 means.append(weights @ v[b, seen, h // group] / weights.sum())
+        if sinks is not None and sinks[h] > -torch.inf:
+            denominators.append(sinks[h].exp())
+            means.append(torch.zeros_like(x.dout[b, a, h]))
         if denominators:
             total = torch.stack(denominators)
             shares = total / total.sum()
             mean = (shares.detach() if detached else shares) @ torch.stack(means)
             loss = loss + x.dout[b, a, h] @ mean + x.dlse[b, h, a] * total.sum().log()
             out[b, a, h], lse[b, h, a] = mean.detach(), total.detach().sum().log()
-    return [out.detach(), lse, *torch.autograd.grad(loss, (q, k, v))]
+    return [out.detach(), lse, *torch.autograd.grad(loss, (q, k, v) if sinks is None else (q, k, v, sinks))]
 
 
 def everything(x: Example, pattern: Pattern, scale: float | None = None, weights: str = "attached") -> list[Tensor]:
-    out, lse = attention(x.q, x.k, x.v, pattern, scale=scale, **x.at)
-    return [out, lse, *gradients(*x.qkv, pattern, x.dout, x.dlse, scale=scale, weights=weights, **x.at)]
+    options: dict[str, Any] = {"scale": scale, "sinks": x.sinks, "softcap": x.softcap, **x.at}
+    out, lse = attention(*x.qkv, pattern, **options)
+    return [out, lse, *gradients(*x.qkv, pattern, x.dout, x.dlse, weights=weights, **options)]
 
 
 def assert_all_close(got: Sequence[Any], wanted: Sequence[Any]) -> None:
