@@ -28,7 +28,7 @@ from ring.plan.blocks import Heads
 from ring.plan.plan import plan_of
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Tile
-from ring.strided_view import StridedView, batched
+from ring.strided_view import Slot, StridedView, batched
 from tests.support.attention_cases import plain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -214,13 +214,14 @@ def test_a_part_that_covers_everything_becomes_the_output(others: int, folds: in
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("exchange", ["direct", "ring", "gather"])
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "shuffled"])
-@pytest.mark.parametrize("documents", [None, (5, 2) * 13 + (0, 5)], ids=["one", "many"])
+@pytest.mark.parametrize(("documents", "value_dim"), [(None, 20), (None, 36), ((5, 2) * 13 + (0, 5), 20)])
 def test_packing_in_one_pass_is_the_plain_one(
-    documents: tuple[int, ...] | None, order: str, exchange: str, dtype: torch.dtype
+    documents: tuple[int, ...] | None, value_dim: int, order: str, exchange: str, dtype: torch.dtype
 ) -> None:
     from ring.comm.packing import pack
 
     n, p, heads, kv_heads, dim = 96, 3, 6, 2, 20
+    slot = Slot(2, dim, value_dim)
     shuffled = Layout.from_cuts(torch.randperm(n, generator=torch.Generator().manual_seed(1)), (0, 20, 61, n))
     layout = shuffled if order == "shuffled" else getattr(Layout, order)(n, p)
     branches = (Branch(16, 1), Branch(None, 3, (0, 1, 2, 0, 1, 2)), Branch(50, 2, 0, range(2, 4)))
@@ -229,12 +230,12 @@ def test_packing_in_one_pass_is_the_plain_one(
     for rank in range(p):
         plan = plan_of(pattern, layout, rank, heads, kv_heads, exchange, 8)
         k = torch.randn(2, plan.tokens, kv_heads, dim, device="cuda").to(dtype)
-        v = torch.randn(2, kv_heads, dim, plan.tokens, device="cuda").to(dtype).permute(0, 3, 1, 2)  # any strides
+        v = torch.randn(2, kv_heads, value_dim, plan.tokens, device="cuda").to(dtype).permute(0, 3, 1, 2)  # any strides
         for packs in (step.gathers for step in plan.steps if step.gathers):
             steps += 1
-            found, exact = torch.full((2, plan.sizes.send, 2, 2, dim), 7.0, device="cuda", dtype=dtype)
+            found, exact = torch.full((2, plan.sizes.send, slot.numbers), 7.0, device="cuda", dtype=dtype)
             pack(packs, k, v, found)
-            for x, slots in ((k, StridedView.of_slots(exact, 0)), (v, StridedView.of_slots(exact, 1))):
+            for x, slots in zip((k, v), StridedView.of_slots(exact, slot), strict=True):
                 for one in packs:
                     slots.put(one.slots, one.columns, StridedView(x).view(one.rows, one.heads))
             assert torch.equal(found, exact)
