@@ -89,7 +89,7 @@ def forward(
     results = (((batch, tokens, heads, v.shape[3]), q.dtype), ((batch, heads, tokens), accumulator_dtype(q.dtype)))
     inputs, compute = _given(q, k, v, sinks), partial(_forward, run, program, _NO_GUARD)
     with guard:
-        out, lse = graph_replay.replayed(_graph_key(run, program), inputs, results, compute)
+        out, lse = graph_replay.replayed(_graph_key(run, program, inputs), inputs, results, compute)
     return out, lse
 
 
@@ -137,7 +137,7 @@ def backward(
     results = tuple((x.shape, x.dtype) for x in _given(q, k, v, sinks))
     compute = partial(_backward, run, program, _NO_GUARD, None)
     with guard:
-        return graph_replay.replayed(_graph_key(run, program), tensors, results, compute)
+        return graph_replay.replayed(_graph_key(run, program, tensors), tensors, results, compute)
 
 
 def _backward(
@@ -230,9 +230,11 @@ def select_transport(q: torch.Tensor, transport: Transport) -> Transport:
     return transport_of(transport.group) if q.is_cuda and isinstance(transport, ProcessGroupTransport) else transport
 
 
-def _graph_key(run: Execution, program: Program) -> Hashable:
-    """The key of a captured graph: everything but the tensors. Transports of one rank are interchangeable."""
-    return program, run.transport if run.transport.world_size > 1 else None
+def _graph_key(run: Execution, program: Program, tensors: Sequence[torch.Tensor]) -> Hashable:
+    """The key of a captured graph: everything but the tensors. Transports of one rank are interchangeable. A backward
+    takes sinks only where their gradient is wanted.
+    """
+    return program, run.transport if run.transport.world_size > 1 else None, len(tensors)
 
 
 def _is_replayed(run: Execution, program: Program, q: torch.Tensor) -> bool:
