@@ -39,6 +39,8 @@ from ring.validation import Call
 _NO_GUARD = nullcontext()
 # Limit on query rows times heads: `ring.compute.gpu.merge_kernel` counts them in 32 bits.
 _MAX_COUNTED = 2**30
+# Products of dout and out in memory at a time: as a whole, in fp32, they would be the largest tensors of a backward.
+_PRODUCTS = 2**24
 _programs: BoundedCache[CallSetting, Programs] = BoundedCache(128, most_bytes=MAX_BYTES)
 
 
@@ -58,7 +60,7 @@ def execution_of(
     """Return the execution of a validated call. Its programs are cached on its setting, which determines them."""
     programs = _programs.get_or_make(
         setting,
-        lambda: Programs(_plan(call, transport.rank), call.q, call.kernel, call.factor),
+        lambda: Programs(_plan(call, transport.rank), call.q, call.v.shape[3], call.kernel, call.scoring),
         lambda programs: programs.plan.nbytes,
     )
     return Execution(programs, transport, numbered, check)
@@ -67,24 +69,27 @@ def execution_of(
 def _plan(call: Call, rank: int) -> Plan:
     pattern, layout, q, exchange, bucket = call.pattern, call.layout, call.q, call.exchange, call.bucket
     heads, kv_heads, own = q.shape[2], call.k.shape[2], None
-    varlen = kernels.max_varlen_tokens(call.kernel, q.device, q.dtype, q.shape[3], call.factor)
+    dims = q.shape[3], call.v.shape[3]
+    varlen = kernels.max_varlen_tokens(call.kernel, q.device, q.dtype, dims, call.scoring)
     if bucket is None:
         bucket = default_bucket(layout, heads, kv_heads, q.dtype, q.device.type)
-        own = default_local_bucket(q, bucket)
+        own = default_local_bucket(q, call.v.shape[3], bucket)
     return plan_of(pattern, layout, rank, heads, kv_heads, exchange, bucket, own, varlen)
 
 
-def forward(run: Execution, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse): out like q, lse (B, H, N) in the accumulator's dtype."""
+def forward(
+    run: Execution, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse): out like q with the head dim of v, lse (B, H, N) in the accumulator's dtype."""
     batch, tokens, heads, _ = q.shape
     program = run.programs.forward
     guard = _NO_GUARD if run.transport.world_size == 1 else run.numbered.calls.guard(run.numbered.forward)
     if not (q.is_cuda and _is_replayed(run, program, q)):
-        return _forward(run, program, guard, q, k, v)
-    results = ((q.shape, q.dtype), ((batch, heads, tokens), accumulator_dtype(q.dtype)))
-    compute = partial(_forward, run, program, _NO_GUARD)
+        return _forward(run, program, guard, q, k, v, sinks)
+    results = (((batch, tokens, heads, v.shape[3]), q.dtype), ((batch, heads, tokens), accumulator_dtype(q.dtype)))
+    inputs, compute = _given(q, k, v, sinks), partial(_forward, run, program, _NO_GUARD)
     with guard:
-        out, lse = graph_replay.replayed(_graph_key(run, program), (q, k, v), results, compute)
+        out, lse = graph_replay.replayed(_graph_key(run, program, inputs), inputs, results, compute)
     return out, lse
 
 
@@ -95,8 +100,9 @@ def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    accumulator, queries, scale = accumulator_for(q), StridedView(q), run.programs.scale
+    accumulator, queries, scoring = accumulator_for(_output_like(q, v), sinks), StridedView(q), run.programs.scoring
     with guard:
         exchange = Exchange(run.programs.plan, run.transport, k, v)
         for arrival, calls in zip(exchange.arrivals(), program.arrivals, strict=True):
@@ -105,7 +111,7 @@ def _forward(
                 query = view(queries, tile.query_rows, tile.query_heads)
                 key = view(arrival.key, tile.key_rows, tile.key_heads)
                 value = view(arrival.value, tile.key_rows, tile.key_heads)
-                out, lse = kernels.forward(call.kernel, query, key, value, tile, scale)
+                out, lse = kernels.forward(call.kernel, query, key, value, tile, scoring)
                 accumulator.merge(tile.query_rows, tile.query_heads, out, lse)
     return accumulator.result(q.dtype)
 
@@ -119,18 +125,19 @@ def backward(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> Sequence[torch.Tensor]:
-    """Return (dq, dk, dv), like q, k, v."""
+    """Return (dq, dk, dv), like q, k, v, and with sinks their gradient: the sum over the own rows."""
     repeatable = q.is_cuda and torch.are_deterministic_algorithms_enabled()  # on CPUs every kernel is
     program = run.programs.backward(q, dlse is not None, repeatable)
-    tensors = (q, k, v, out, lse, dout)
+    tensors = _given(q, k, v, out, lse, dout, sinks)
     guard = _NO_GUARD if run.transport.world_size == 1 else run.numbered.calls.guard(run.numbered.current_backward)
-    if not (q.is_cuda and _is_replayed(run, program, q)):
+    if not (q.is_cuda and dlse is None and _is_replayed(run, program, q)):
         return _backward(run, program, guard, dlse, *tensors)
-    results = tuple((x.shape, q.dtype) for x in (q, k, v))
-    compute = partial(_backward, run, program, _NO_GUARD, dlse)
+    results = tuple((x.shape, x.dtype) for x in _given(q, k, v, sinks))
+    compute = partial(_backward, run, program, _NO_GUARD, None)
     with guard:
-        return graph_replay.replayed(_graph_key(run, program), tensors, results, compute)
+        return graph_replay.replayed(_graph_key(run, program, tensors), tensors, results, compute)
 
 
 def _backward(
@@ -140,7 +147,7 @@ def _backward(
     dlse: torch.Tensor | None,
     *tensors: torch.Tensor,
 ) -> list[torch.Tensor]:
-    q, k, v, out, lse, dout = tensors
+    q, k, v, out, lse, dout, *sinks = tensors
     sums = sum_class_for(q)
     dq, dk, dv = sums(q), sums(k), sums(v)
     rows = _QueryRows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq)
@@ -150,10 +157,11 @@ def _backward(
             for call in calls:
                 _add_gradients(run, call, arrival, rows)
         grads = sums.results([dq], q.dtype)  # while the last gradients of keys are in flight
+        dsinks = [_sink_gradient(x, lse, rows.delta) for x in sinks]
         exchange.last_returned(dk, dv)
         grads += sums.results([dk, dv], q.dtype)
         exchange.finish()
-    return grads
+    return grads + dsinks
 
 
 @dataclass(eq=False)
@@ -168,11 +176,35 @@ class _QueryRows:
     dq: GradientSum
 
     @cached_property
-    def delta(self) -> StridedView:
-        """rowsum(dout out) - dlse, for the math kernel: fused kernels compute it themselves."""
-        work = accumulator_dtype(self.q.x.dtype)
-        delta = (self.dout.x.to(work) * self.out.x.to(work)).sum(-1).transpose(1, 2)  # (B, H, N)
-        return lse_view(delta if self.dlse is None else delta - self.dlse)
+    def delta(self) -> torch.Tensor:
+        """rowsum(dout out) - dlse, (B, H, N), for sinks and the math kernel: fused kernels compute it themselves."""
+        work, dout, out = accumulator_dtype(self.q.x.dtype), self.dout.x, self.out.x
+        if dout.numel() <= _PRODUCTS:
+            products = _row_products(dout, out, work)
+        else:
+            tokens = max(1, _PRODUCTS // dout[:, :1].numel())
+            pairs = zip(dout.split(tokens, 1), out.split(tokens, 1), strict=True)
+            products = torch.cat([_row_products(*pair, work) for pair in pairs], 1)
+        delta = products.transpose(1, 2)  # (B, H, N)
+        return delta if self.dlse is None else delta - self.dlse
+
+    @cached_property
+    def delta_view(self) -> StridedView:
+        return lse_view(self.delta)
+
+
+def _row_products(dout: torch.Tensor, out: torch.Tensor, work: torch.dtype) -> torch.Tensor:
+    return (dout.to(work) * out.to(work)).sum(-1)
+
+
+def _sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """Return the sum of e^(sink - lse) (dlse - rowsum(dout out)) over the own rows of each head, (H,).
+
+    lse, delta: (B, H, N). The value of a sink is 0, so its score's gradient P (dO V^T - delta) is -P delta.
+    """
+    weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    grad = -(weights * delta).sum((0, 2))
+    return grad.masked_fill_(sinks == -torch.inf, 0.0).to(sinks.dtype)  # lse may be -inf too
 
 
 def _add_gradients(run: Execution, call: KernelCall, arrival: Arrival, rows: _QueryRows) -> None:
@@ -186,8 +218,8 @@ def _add_gradients(run: Execution, call: KernelCall, arrival: Arrival, rows: _Qu
         saved = SavedRows(dout, out, rows.lse.batched(*queries, aligned=False), None)
     else:
         lse = rows.lse.view(*queries).squeeze(-1)
-        saved = SavedRows(dout, out, lse, rows.delta.view(*queries).squeeze(-1) if call.kernel == "math" else None)
-    dq, dk, dv = kernels.backward(call.kernel, query, key, value, saved, tile, run.programs.scale)
+        saved = SavedRows(dout, out, lse, rows.delta_view.view(*queries).squeeze(-1) if call.kernel == "math" else None)
+    dq, dk, dv = kernels.backward(call.kernel, query, key, value, saved, tile, run.programs.scoring)
     rows.dq.add(*queries, dq)
     arrival.key_grad.add(*keys, dk)
     arrival.value_grad.add(*keys, dv)
@@ -198,9 +230,11 @@ def select_transport(q: torch.Tensor, transport: Transport) -> Transport:
     return transport_of(transport.group) if q.is_cuda and isinstance(transport, ProcessGroupTransport) else transport
 
 
-def _graph_key(run: Execution, program: Program) -> Hashable:
-    """The key of a captured graph: everything but the tensors. Transports of one rank are interchangeable."""
-    return program, run.transport if run.transport.world_size > 1 else None
+def _graph_key(run: Execution, program: Program, tensors: Sequence[torch.Tensor]) -> Hashable:
+    """The key of a captured graph: everything but the tensors. Transports of one rank are interchangeable. A backward
+    takes sinks only where their gradient is wanted.
+    """
+    return program, run.transport if run.transport.world_size > 1 else None, len(tensors)
 
 
 def _is_replayed(run: Execution, program: Program, q: torch.Tensor) -> bool:
@@ -212,12 +246,22 @@ def _is_replayed(run: Execution, program: Program, q: torch.Tensor) -> bool:
     return not (kernel_counts.counting() or buffer_meter.measuring() or torch.cuda.is_current_stream_capturing())
 
 
-def accumulator_for(query: torch.Tensor) -> OutputMerge:
-    if not _merges_in_one_pass(query):
-        return Accumulator(query)
+def _given(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    return tuple(x for x in tensors if x is not None)
+
+
+def _output_like(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the shape, dtype and device of the output, without memory of its own."""
+    return q if q.shape[3] == v.shape[3] else q[..., :1].expand(*q.shape[:3], v.shape[3])
+
+
+def accumulator_for(like: torch.Tensor, sinks: torch.Tensor | None) -> OutputMerge:
+    """Return an accumulator for an output of this kind."""
+    if not _merges_in_one_pass(like):
+        return Accumulator(like, sinks)
     from ring.compute.gpu.gpu_accumulator import CombinedAccumulator  # not at the top: torch for CPUs has no Triton
 
-    return CombinedAccumulator(query)
+    return CombinedAccumulator(like, sinks)
 
 
 def sum_class_for(x: torch.Tensor) -> type[TensorSum]:

@@ -61,6 +61,8 @@ def together(*changes: Arguments, before: Arguments | None = None) -> list[str]:
     "pair",
     [
         ({"scale": 1}, {"scale": 1.0}), ({"scale": 0.0}, {"scale": -0.0}), ({"bucket": 1},) * 2,
+        ({"softcap": 1}, {"softcap": 1.0}), ({"softcap": 1e30},) * 2, ({"sinks": -torch.full((2,), math.inf)},) * 2,
+        ({"sinks": torch.zeros(2)}, {"sinks": torch.nn.Parameter(torch.zeros(2), requires_grad=False)}),
         ({"bucket": 2**40},) * 2, ({"scale": sys.float_info.max},) * 2, ({"scale": -sys.float_info.max},) * 2,
     ],
 )  # fmt: skip
@@ -70,6 +72,8 @@ def test_calls_that_mean_the_same_agree(pair: tuple[Arguments, Arguments]) -> No
 
 BUCKET = "ValueError: rank 1: bucket must be None or a number of tokens from 1 to 2**40, got "
 SCALE = "ValueError: rank 1: scale must be None or a finite number, got "
+SOFTCAP = "ValueError: rank 1: softcap must be None or a number from 1e-30 to 1e30, got "
+SINKS = "ValueError: rank 1: sinks must be finite"
 LAYOUT = "ValueError: rank 1: layout must be for the 2 ranks of the group, got one for "
 TOO_MANY = "an integer of too many digits"
 WRONG: list[tuple[Arguments, str]] = [
@@ -78,6 +82,10 @@ WRONG: list[tuple[Arguments, str]] = [
     ({"scale": 10**5000}, f"{SCALE}{TOO_MANY}"),
     ({"bucket": 2**40 + 1}, f"{BUCKET}1099511627777"),
     ({"bucket": 10**100 + 1}, f"{BUCKET}{TOO_MANY}"),
+    *(({"softcap": t}, f"{SOFTCAP}{t}") for t in (0.0, -1.0, math.nan, math.inf, 1e31)),
+    ({"softcap": 10**5000}, f"{SOFTCAP}{TOO_MANY}"),
+    ({"sinks": torch.tensor([0.0, math.nan])}, f"{SINKS}, or -inf for no sink, got nan for query head 1"),
+    ({"sinks": torch.tensor([math.inf, 0.0])}, f"{SINKS}, or -inf for no sink, got inf for query head 0"),
     ({"exchange": ["ring"]}, "ValueError: rank 1: exchange must be one of"),
     ({"kernel": None}, "ValueError: rank 1: kernel must be one of"),
     ({"name": b"layer"}, "ValueError: rank 1: name must be None or a string, got <class 'bytes'>"),
@@ -103,6 +111,7 @@ def test_whatever_is_wrong_on_one_rank_is_said_on_all(arguments: Arguments, said
 
 TYPES: list[tuple[str, Any, Any]] = [  # what a right call had before, and what equals it but is of another type
     ("bucket", 1, True), ("bucket", 2, 2.0), ("bucket", 2, np.int64(2)), ("scale", 1.0, True), ("scale", 0, False),
+    ("softcap", 1.0, True), ("softcap", 0.5, torch.tensor(0.5)), ("softcap", 0.5, np.float32(0.5)),
     ("scale", 0.5, np.float32(0.5)), ("scale", 0.5, complex(0.5)), ("scale", 0.5, torch.tensor(0.5)),
     ("return_lse", True, 1), ("return_lse", True, np.bool_(True)),
 ]  # fmt: skip
@@ -145,12 +154,21 @@ def documents(*lengths: int) -> Arguments:
 
 ORDER = "calls on a group must come in the same order on every rank"
 DOCUMENTS = "documents must be the same on every rank: "
+VALUES = "sinks must be the same on every rank: "
 DIFFERENT: list[tuple[tuple[Arguments, ...], str]] = [
     (({"bucket": 3}, {"bucket": 4}), "bucket must be the same on every rank: rank 0 has 3, rank 1 4"),
     (({}, {}, {"bucket": 5}), "bucket must be the same on every rank: rank 0 has None, rank 2 5"),
     (({"scale": 0.0}, {}), "scale must be the same on every rank: rank 0 has 0.0, rank 1 None"),
     # Which a sum would drop.
     (({"scale": 1e-20}, {"scale": 2e-20}), "scale must be the same on every rank: rank 0 has 1e-20, rank 1 2e-20"),
+    (({"softcap": 1.5}, {}), "softcap must be the same on every rank: rank 0 has 1.5, rank 1 None"),
+    (({}, {"v": torch.ones(1, 2, 2, 3)}), "head dim of v must be the same on every rank: rank 0 has 4, rank 1 3"),
+    (({}, {"sinks": torch.ones(2)}),
+     "dtype of sinks must be the same on every rank: rank 0 has None, rank 1 torch.float32"),
+    (({"sinks": torch.zeros(2)}, {"sinks": torch.zeros(2)}, {"sinks": torch.tensor([0.0, 1e-9])}),
+     f"{VALUES}rank 0 has 0.0 as number 1 of 2, rank 2 {float(torch.tensor(1e-9))} as number 1 of 2"),
+    (({"sinks": torch.zeros(2)}, {"sinks": -torch.full((2,), math.inf)}),
+     f"{VALUES}rank 0 has 0.0 as number 0 of 2, rank 1 -inf as number 0 of 2"),
     (({"name": "größte ∞"}, {}),
      f"{ORDER}: rank 0 is in the forward of call 1 ('größte ∞'), rank 1 in the forward of call 1"),
     ((documents(4), {}), f"{DOCUMENTS}rank 0 has (4), rank 1 None"),
@@ -173,6 +191,13 @@ def test_one_tensor_that_requires_gradients_makes_a_difference(name: str) -> Non
     wanted = {name: torch.ones(1, 2, 2, 4, requires_grad=True)}
     said = "ValueError: requires_grad must be the same on every rank: rank 0 has False, rank 1 True"
     assert together({}, wanted) == [said] * 2
+
+
+def test_sinks_that_require_gradients_make_a_difference_beside_others_that_do() -> None:
+    q = torch.ones(1, 2, 2, 4, requires_grad=True)
+    first, second = ({"q": q, "sinks": torch.zeros(2).requires_grad_(x)} for x in (False, True))
+    said = "ValueError: requires_grad of sinks must be the same on every rank: rank 0 has False, rank 1 True"
+    assert together(first, second) == [said] * 2
 
 
 class OneRankMore(SoloTransport):
@@ -246,6 +271,6 @@ def test_a_fused_kernel_of_gpus_is_refused_where_it_takes_no_tile(
 ) -> None:
     """Needs no GPU: nothing is computed."""
     q: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 8, 3, dim))
-    call: Any = SimpleNamespace(kernel=kernel, q=q, return_lse=False, differentiated=True)
+    call: Any = SimpleNamespace(kernel=kernel, q=q, v=q, return_lse=False, differentiated=True)
     with nullcontext() if taken else pytest.raises(NotImplementedError, match=f"{dtype} and head dim {dim}"):
         validation._validate_fused(call)

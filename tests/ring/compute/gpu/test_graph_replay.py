@@ -104,6 +104,22 @@ def test_what_is_replayed_is_what_was_asked_for(graphs: dict[Any, Any]) -> None:
     assert len(graphs) == len(sizes) * (1 + 2 * len(settings))
 
 
+def test_sinks_are_inputs_of_a_graph_and_their_gradient_is_an_output_where_it_is_wanted(graphs: dict[Any, Any]) -> None:
+    layout, numbers = Layout.contiguous(512, 1), (torch.randn(8, device="cuda") for _ in range(WARMUP_CALLS + 3))
+    for turn, sinks in enumerate(numbers):
+        *inputs, dout = drawn(512)
+        q, k, v, _ = leaves = [x.requires_grad_() for x in (*inputs, sinks)]
+        runs = []
+        for counts in (nullcontext, count_kernels):  # whoever counts kernels sees plain calls
+            with counts():
+                out = ring_attention(q, k, v, LONGNET, layout, sinks=sinks)
+                assert isinstance(out, torch.Tensor)
+                grads = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+                runs.append((out, *grads, *torch.autograd.grad(out, leaves[:3], dout)))
+        assert equal(*runs), turn
+    assert len(graphs) == 3
+
+
 def test_long_calls_and_calls_of_changing_settings_are_not_captured(
     graphs: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
