@@ -58,7 +58,7 @@ def execution_of(
     """Return the execution of a validated call. Its programs are cached on its setting, which determines them."""
     programs = _programs.get_or_make(
         setting,
-        lambda: Programs(_plan(call, transport.rank), call.q, call.kernel, call.factor),
+        lambda: Programs(_plan(call, transport.rank), call.q, call.v.shape[3], call.kernel, call.scoring),
         lambda programs: programs.plan.nbytes,
     )
     return Execution(programs, transport, numbered, check)
@@ -67,7 +67,8 @@ def execution_of(
 def _plan(call: Call, rank: int) -> Plan:
     pattern, layout, q, exchange, bucket = call.pattern, call.layout, call.q, call.exchange, call.bucket
     heads, kv_heads, own = q.shape[2], call.k.shape[2], None
-    varlen = kernels.max_varlen_tokens(call.kernel, q.device, q.dtype, q.shape[3], call.factor)
+    dims = q.shape[3], call.v.shape[3]
+    varlen = kernels.max_varlen_tokens(call.kernel, q.device, q.dtype, dims, call.scoring)
     if bucket is None:
         bucket = default_bucket(layout, heads, kv_heads, q.dtype, q.device.type)
         own = default_local_bucket(q, bucket)
@@ -96,7 +97,7 @@ def _forward(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    accumulator, queries, scale = accumulator_for(q), StridedView(q), run.programs.scale
+    accumulator, queries, scoring = accumulator_for(q), StridedView(q), run.programs.scoring
     with guard:
         exchange = Exchange(run.programs.plan, run.transport, k, v)
         for arrival, calls in zip(exchange.arrivals(), program.arrivals, strict=True):
@@ -105,7 +106,7 @@ def _forward(
                 query = view(queries, tile.query_rows, tile.query_heads)
                 key = view(arrival.key, tile.key_rows, tile.key_heads)
                 value = view(arrival.value, tile.key_rows, tile.key_heads)
-                out, lse = kernels.forward(call.kernel, query, key, value, tile, scale)
+                out, lse = kernels.forward(call.kernel, query, key, value, tile, scoring)
                 accumulator.merge(tile.query_rows, tile.query_heads, out, lse)
     return accumulator.result(q.dtype)
 
@@ -187,7 +188,7 @@ def _add_gradients(run: Execution, call: KernelCall, arrival: Arrival, rows: _Qu
     else:
         lse = rows.lse.view(*queries).squeeze(-1)
         saved = SavedRows(dout, out, lse, rows.delta.view(*queries).squeeze(-1) if call.kernel == "math" else None)
-    dq, dk, dv = kernels.backward(call.kernel, query, key, value, saved, tile, run.programs.scale)
+    dq, dk, dv = kernels.backward(call.kernel, query, key, value, saved, tile, run.programs.scoring)
     rows.dq.add(*queries, dq)
     arrival.key_grad.add(*keys, dk)
     arrival.value_grad.add(*keys, dv)

@@ -24,6 +24,7 @@ from functools import cached_property
 import torch
 
 from ring.compute import kernels
+from ring.compute.scores import Scores
 from ring.plan.plan import Plan
 from ring.plan.tile import Tile
 
@@ -64,11 +65,11 @@ class Program:
 
 class Programs:
     """The plan of a setting and its programs. q: (B, N, H, D), with the shape and dtype of the setting's queries;
-    kernel: the argument of `ring_attention`.
+    value_dim: head dim of its values; kernel: the argument of `ring_attention`.
     """
 
-    def __init__(self, plan: Plan, q: torch.Tensor, kernel: str, scale: float) -> None:
-        self.plan, self.scale, self._kernel = plan, scale, kernel
+    def __init__(self, plan: Plan, q: torch.Tensor, value_dim: int, kernel: str, scoring: Scores) -> None:
+        self.plan, self.scoring, self._kernel, self._value_dim = plan, scoring, kernel, value_dim
         self.forward = self._lower(q, lambda name, tile: [tile])
         self._backward: dict[tuple[bool, bool], Program] = {}
 
@@ -76,12 +77,16 @@ class Programs:
         """Program of a backward. dlse: True if lse has a gradient. repeatable: see `ring.compute.kernels.choose`."""
         key = dlse, repeatable
         if key not in self._backward:
-            self._backward[key] = self._lower(q, lambda name, tile: kernels.portions(name, tile, q), *key)
+            self._backward[key] = self._lower(
+                q, lambda name, tile: kernels.portions(name, tile, q, self._value_dim), *key
+            )
         return self._backward[key]
 
     def _lower(self, q: torch.Tensor, portions: Callable[[str, Tile], list[Tile]], *how: bool) -> Program:
+        dims = q.shape[3], self._value_dim
+
         def calls(tile: Tile) -> list[KernelCall]:
-            name = kernels.choose(self._kernel, q.device, q.dtype, q.shape[3], tile, self.scale, *how)
+            name = kernels.choose(self._kernel, q.device, q.dtype, dims, tile, self.scoring, *how)
             batched = q.is_cuda and name != "math"
             return [KernelCall(name, portion, batched) for portion in portions(name, tile)]
 

@@ -12,6 +12,7 @@ from reference.documents import describe
 from reference.pattern import Pattern, check_pattern
 from ring.comm.transport import Transport
 from ring.compute.kernels import KERNELS, fused
+from ring.compute.scores import Scores
 from ring.layout import Layout
 from ring.plan.plan import EXCHANGES
 
@@ -54,9 +55,8 @@ class Call:
         return _kind(self.q), _kind(self.k), _kind(self.v), self.pattern, self.layout, options, kinds
 
     @property
-    def factor(self) -> float:
-        """Factor of the scores."""
-        return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
+    def scoring(self) -> Scores:
+        return Scores(self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale))
 
 
 def _kind(x: object) -> tuple[object, ...]:
@@ -163,7 +163,7 @@ def _validate_fused(call: Call) -> None:
     if q.device.type not in devices:
         kinds = " and ".join(devices)
         raise NotImplementedError(f"kernel {name!r} takes {kinds} tensors, got {q.device}; 'auto' and 'math' take any")
-    if fused(name, q.device, q.dtype, q.shape[3]) != name:
+    if fused(name, q.device, q.dtype, (q.shape[3], q.shape[3])) != name:
         raise NotImplementedError(
             f"on GPUs kernel {name!r} takes dtype float16 or bfloat16 and head dims up to 128 that are multiples of 8, "
             f"got dtype {q.dtype} and head dim {q.shape[3]}; 'auto' and 'math' take any"

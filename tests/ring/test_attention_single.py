@@ -225,6 +225,6 @@ def test_kernels_are_chosen_by_the_head_dim_and_only_one_is_given_delta(
     monkeypatch.setattr(kernels, "backward", backward)
     monkeypatch.setattr(ring.execute, "_programs", BoundedCache(8))  # what was chosen before is kept
     check(inputs(), Pattern.dense(), Layout.contiguous(17, 1), False, kernel=kernel)
-    assert {call.args[3] for call in choose.call_args_list} == {5}  # of 4 heads and 17 tokens
+    assert {call.args[3] for call in choose.call_args_list} == {(5, 5)}  # of 4 heads and 17 tokens
     given = {(call.args[0], call.args[4].delta is not None) for call in backward.call_args_list}
     assert given == {(name, name == "math")}

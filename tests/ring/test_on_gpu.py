@@ -23,6 +23,7 @@ from ring.compute import kernels
 from ring.compute.accumulator import Accumulator, Sum
 from ring.compute.kernel_counts import count_kernels
 from ring.compute.math_kernel import SavedRows
+from ring.compute.scores import Scores
 from ring.plan.blocks import Heads
 from ring.plan.plan import plan_of
 from ring.plan.rows import Rows
@@ -55,8 +56,8 @@ def check_kernel(
     """Hold both ways of a fused kernel to the math kernel in fp64."""
     unit, scale = UNIT[q.dtype], q.shape[-1] ** -0.5
     doubles, fused = [x.double() for x in (q, k, v)], [batched(x) for x in (q, k, v)]
-    out, lse = kernels.forward(name, fused[0], fused[1], fused[2], tile, scale)
-    exact, exact_lse = kernels.forward("math", doubles[0], doubles[1], doubles[2], tile, scale)
+    out, lse = kernels.forward(name, fused[0], fused[1], fused[2], tile, Scores(scale))
+    exact, exact_lse = kernels.forward("math", doubles[0], doubles[1], doubles[2], tile, Scores(scale))
     close(out, exact, 4 * unit, what)
     close(lse, exact_lse, 1e-4, "lse")
     # The global lse and out of a larger whole, half of which is elsewhere.
@@ -64,10 +65,10 @@ def check_kernel(
     beside = torch.empty(whole_lse.numel() + 1, device="cuda")[1:].view(whole_lse.shape)  # begins anywhere
     rows = beside.copy_(whole_lse).flatten(2, 3).flatten(0, 1).unsqueeze(-1)
     saved = SavedRows(batched(dout), batched(whole), rows, None)
-    found = kernels.backward(name, fused[0], fused[1], fused[2], saved, tile, scale)
+    found = kernels.backward(name, fused[0], fused[1], fused[2], saved, tile, Scores(scale))
     delta = (dout.float() * whole.float()).sum(-1)
     double = SavedRows(dout.double(), whole.double(), whole_lse.double(), delta.double())
-    wanted = kernels.backward("math", doubles[0], doubles[1], doubles[2], double, tile, scale)
+    wanted = kernels.backward("math", doubles[0], doubles[1], doubles[2], double, tile, Scores(scale))
     for x, y, which in zip(found, wanted, ("dq", "dk", "dv"), strict=True):
         close(x, y, 8 * unit, (which, what))
 

@@ -14,6 +14,7 @@ from ring import Layout, ring_attention
 from ring.compute import kernels
 from ring.compute.kernel_counts import count_kernels
 from ring.compute.math_kernel import SavedRows
+from ring.compute.scores import Scores
 from ring.layout import Run
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
@@ -49,18 +50,18 @@ def test_it_is_the_math_kernel_to_within_rounding(
 
     q, dout = drawn(share, tile.query_rows.length), drawn(share, tile.query_rows.length)
     k, v = drawn(1, tile.key_rows.length), drawn(1, tile.key_rows.length)
-    out, lse = kernels.forward("flash", batched(q), batched(k), batched(v), tile, dim**-0.5)
-    exact, exact_lse = kernels.forward("math", q.double(), k.double(), v.double(), tile, dim**-0.5)
+    out, lse = kernels.forward("flash", batched(q), batched(k), batched(v), tile, Scores(dim**-0.5))
+    exact, exact_lse = kernels.forward("math", q.double(), k.double(), v.double(), tile, Scores(dim**-0.5))
     assert out.shape == q.shape and lse.shape == q.shape[:-1] and lse.dtype == torch.float32
     close(out, exact, 4 * UNIT[dtype])
     close(lse, exact_lse, 1e-4)
     # The global lse and out of a larger whole, half of which is elsewhere.
     whole, whole_lse = exact.to(dtype), exact_lse.float() + 0.7
     saved = SavedRows(batched(dout), batched(whole), whole_lse.flatten(2, 3).flatten(0, 1).unsqueeze(-1), None)
-    found = kernels.backward("flash", batched(q), batched(k), batched(v), saved, tile, dim**-0.5)
+    found = kernels.backward("flash", batched(q), batched(k), batched(v), saved, tile, Scores(dim**-0.5))
     delta = (dout.double() * whole.double()).sum(-1)
     double = SavedRows(dout.double(), whole.double(), whole_lse.double(), delta)
-    wanted = kernels.backward("math", q.double(), k.double(), v.double(), double, tile, dim**-0.5)
+    wanted = kernels.backward("math", q.double(), k.double(), v.double(), double, tile, Scores(dim**-0.5))
     for x, y in zip(found, wanted, strict=True):
         close(x, y, 8 * UNIT[dtype])
 
