@@ -25,7 +25,7 @@ from bench.sections import SECTIONS, Bench
 from bench.timing import Repeats
 from bench.workload import DTYPES, PATTERNS, RATES, SEGMENTS, AttentionShape, named
 from reference.cost import EXCHANGES
-from ring.compute.kernels import KERNELS
+from ring.compute.kernel_choice import KERNELS
 
 # Defaults by device: tokens per rank, heads, longest shards.
 TOKENS = {"cuda": tuple(2**n for n in range(10, 18)), "cpu": (32, 64)}

@@ -20,18 +20,22 @@ from torch import Tensor
 from verification.peers.adapters import flash_attn_shim
 
 KERNELS = ("torch", "fa4")
-_current = KERNELS[0]  # no context variable: autograd runs backwards in threads of its own
+_chosen = [KERNELS[0]]  # no context variable: autograd runs backwards in threads of its own
 
 
 @contextmanager
 def kernel(name: str) -> Iterator[None]:
     """Return a context in which calls on a GPU use this kernel, one of KERNELS."""
-    global _current
-    before, _current = _current, name
+    _chosen.append(name)
     try:
         yield
     finally:
-        _current = before
+        _chosen.pop()
+
+
+def current() -> str:
+    """Return the kernel of calls on a GPU."""
+    return _chosen[-1]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -42,7 +46,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
     assert not causal or q.shape[1] == k.shape[1]
     if q.device.type != "cuda":
         return flash_attn_shim.forward(q, k, v, 0.0, scale, causal)[:2]
-    if _current == "fa4":
+    if current() == "fa4":
         return _fa4_forward(q, k, v, softmax_scale=scale, causal=causal)
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -59,7 +63,7 @@ def backward(
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         flash_attn_shim.backward(dout, q, k, v, out, lse, dq, dk, dv, 0.0, scale, causal)
         return dq, dk, dv
-    if _current == "fa4":
+    if current() == "fa4":
         return _fa4_backward(q, k, v, out, dout, lse, softmax_scale=scale, causal=causal)
     d, query, key, value, o = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     if not query.stride() == o.stride() == d.stride():  # torch (2.11) caches a backward by the strides of q, k, v alone
@@ -138,7 +142,7 @@ class Varlen:
         """Attend q (Nq, H, D) to k, v (Nk, Hk, D) -> out (Nq, H, D), lse (H, Nq) in fp32."""
         if q.device.type != "cuda":
             return flash_attn_shim.varlen_forward(q, k, v, *self._lengths, 0.0, self.scale, self.causal, self._left)[:2]
-        if _current == "fa4":
+        if current() == "fa4":
             return _fa4_forward(q, k, v, **self._fa4_options)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *self._lengths, 0.0, self.causal, False, **self._options
@@ -155,7 +159,7 @@ class Varlen:
                 dout, q, k, v, out, lse, dq, dk, dv, *self._lengths, 0.0, self.scale, self.causal, self._left
             )
             return dq, dk, dv
-        if _current == "fa4":
+        if current() == "fa4":
             return _fa4_backward(q, k, v, out, dout, lse, **self._fa4_options)
         unused = _no_dropout(q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(

@@ -39,15 +39,15 @@ def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scores: Scores
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scoring: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a full or causal tile; lse in fp32."""
     query, key, value = _operands(tile, q, k, v)
     attend, _ = _functions()
     out, lse, *_ = _timed(
-        ("forward", *_kind(tile, q, k, v, scores)),
+        ("forward", *_kind(tile, q, k, v, scoring)),
         lambda: attend(
-            query, key, value, softmax_scale=scores.scale, softcap=scores.softcap, causal=tile.mask is Mask.CAUSAL,
+            query, key, value, softmax_scale=scoring.scale, softcap=scoring.softcap, causal=tile.mask is Mask.CAUSAL,
             return_lse=True, **_lengths(tile, q),
         ),
     )  # fmt: skip
@@ -59,23 +59,22 @@ def forward(
 
 
 def backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scores: Scores
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scoring: Scores
 ) -> Tensors3:
     """Return the tile's summands of dq, dk, dv, shaped like q, k, v. In a fixed order under
     `torch.use_deterministic_algorithms`."""
-    batch, heads, rows, _ = q.shape
     query, key, value, out, dout = _operands(tile, q, k, v, saved.out, saved.dout)
     lse, dlse = (_by_row(tile, x) for x in (saved.lse, saved.dlse))
     repeatable = torch.are_deterministic_algorithms_enabled()
     _, differentiate = _functions()
     grads = _timed(
-        ("backward", repeatable, dlse is None, *_kind(tile, q, k, v, scores)),
+        ("backward", repeatable, dlse is None, *_kind(tile, q, k, v, scoring)),
         lambda: differentiate(
-            query, key, value, out, dout, lse, softmax_scale=scores.scale, softcap=scores.softcap or 0.0,
+            query, key, value, out, dout, lse, softmax_scale=scoring.scale, softcap=scoring.softcap or 0.0,
             causal=tile.mask is Mask.CAUSAL, deterministic=repeatable, dlse=dlse, **_lengths(tile, q),
         ),
     )[:3]  # fmt: skip
-    dq, dk, dv = (_heads_first(x, tile, batch) for x in grads)
+    dq, dk, dv = (_heads_first(x, tile, q.shape[0]) for x in grads)
     query_shape = tile_shape(tile.query_rows, tile.query_heads, q)
     key_shape = tile_shape(tile.key_rows, tile.key_heads, k)
     return dq.view(query_shape), dk.view(key_shape), dv.view(*key_shape[:-1], v.shape[3])
@@ -114,9 +113,9 @@ def _lengths(tile: Tile, q: torch.Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _kind(tile: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> tuple[Hashable, ...]:
+def _kind(tile: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scores) -> tuple[Hashable, ...]:
     share = q.shape[1] // k.shape[1]
-    return str(q.dtype), q.shape[3], v.shape[3], share, tile.mask.name, scores.softcap, tile.sequences is not None
+    return str(q.dtype), q.shape[3], v.shape[3], share, tile.mask.name, scoring.softcap, tile.sequences is not None
 
 
 def _timed(kind: tuple[Hashable, ...], call: Callable[[], Any]) -> Any:
