@@ -64,8 +64,9 @@ def ring_attention(
         kernel: "auto", "math", "flash" or, on GPUs, "cudnn" and "fa4". "flash" and "cudnn" are torch's fused kernels,
             "fa4" is FlashAttention-4, if it is installed; tiles that they do not support use "math". "auto" takes the
             one that was measured to be the fastest (`ring.compute.gpu.kernel_times`). cuDNN's backward sums gradients
-            in no fixed order, so "auto" uses others under `torch.use_deterministic_algorithms`. A score of -inf has no weight. Fused GPU kernels may return NaN for a row whose scores in a call are all
-            -inf, and for gradients of keys that contain -inf: use "math" there.
+            in no fixed order, so "auto" uses others under `torch.use_deterministic_algorithms`. A score of -inf has no
+            weight. Fused GPU kernels may return NaN for a row whose scores in a call are all -inf, and for gradients of
+            keys that contain -inf: use "math" there.
         scale: factor of the scores; None: head dim ** -0.5.
         return_lse: also return lse, the log-sum-exp of each row's scores, (batch, query heads, local tokens), in fp32
             (fp64 for fp64). Gradients flow through it.
