@@ -64,12 +64,12 @@ def ring_attention(
         exchange: "ring" (neighbour to neighbour), "direct" (needed rows, from their owner) or "gather" (all rows, O(n)
             memory).
         bucket: maximum key/value tokens per receive buffer and kernel call; None: chosen by a memory budget.
-        kernel: "auto", "math", "flash" or, on GPUs, "cudnn". "flash" and "cudnn" are torch's fused kernels; tiles that
-            they do not support use "math". cuDNN's backward sums gradients in no fixed order, so "auto" uses "flash"
-            there under `torch.use_deterministic_algorithms`, and for packed documents of several lengths in one call.
-            None of them knows a softcap, and only "cudnn" takes values with another head dim than keys: else "math".
-            A score of -inf has no weight. Fused GPU kernels may return NaN for a row whose scores in a call are all
-            -inf, and for gradients of keys that contain -inf: use "math" there.
+        kernel: "auto", "math", "flash" or, on GPUs, "cudnn" and "fa4". "flash" and "cudnn" are torch's fused kernels,
+            "fa4" is FlashAttention-4, if it is installed; tiles that they do not support use "math". "auto" takes the
+            one that was measured to be the fastest (`ring.compute.gpu.kernel_times`). cuDNN's backward sums gradients
+            in no fixed order, so "auto" uses others under `torch.use_deterministic_algorithms`. A score of -inf has no
+            weight. Fused GPU kernels may return NaN for a row whose scores in a call are all -inf, and for gradients of
+            keys that contain -inf: use "math" there.
         scale: factor of the scores; None: head dim ** -0.5.
         softcap: t from 1e-30 to 1e30, for scores t tanh(scale q . k / t) (Gemma 2, arXiv 2408.00118); None: no bound.
         sinks: (query heads,), in the dtype of q or of lse, on its device: for each head the score of one more key, of

@@ -24,7 +24,7 @@ from ring.comm.exchange import Arrival, Exchange
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import can_be_captured, transport_of
 from ring.comm.transport import Transport
-from ring.compute import kernel_counts, kernels
+from ring.compute import kernel_choice, kernel_counts, kernels
 from ring.compute.accumulator import Accumulator, OutputMerge, Sum, TensorSum, lse_view
 from ring.compute.gpu import graph_replay
 from ring.compute.math_kernel import SavedRows
@@ -60,17 +60,20 @@ def execution_of(
     """Return the execution of a validated call. Its programs are cached on its setting, which determines them."""
     programs = _programs.get_or_make(
         setting,
-        lambda: Programs(_plan(call, transport.rank), call.q, call.v.shape[3], call.kernel, call.scoring),
+        lambda: _programs_of(call, transport.rank),
         lambda programs: programs.plan.nbytes,
     )
     return Execution(programs, transport, numbered, check)
 
 
-def _plan(call: Call, rank: int) -> Plan:
+def _programs_of(call: Call, rank: int) -> Programs:
+    kernels_of = kernel_choice.setting_of(call.kernel, call.q, call.k, call.v, call.scoring)
+    return Programs(_plan(call, rank, kernel_choice.max_varlen_tokens(kernels_of)), call.q, kernels_of)
+
+
+def _plan(call: Call, rank: int, varlen: int) -> Plan:
     pattern, layout, q, exchange, bucket = call.pattern, call.layout, call.q, call.exchange, call.bucket
     heads, kv_heads, own = q.shape[2], call.k.shape[2], None
-    dims = q.shape[3], call.v.shape[3]
-    varlen = kernels.max_varlen_tokens(call.kernel, q.device, q.dtype, dims, call.scoring)
     if bucket is None:
         bucket = default_bucket(layout, heads, kv_heads, q.dtype, q.device.type)
         own = default_local_bucket(q, call.v.shape[3], bucket)
@@ -130,12 +133,12 @@ def backward(
     """Return (dq, dk, dv), like q, k, v, and with sinks their gradient: the sum over the own rows."""
     repeatable = q.is_cuda and torch.are_deterministic_algorithms_enabled()  # on CPUs every kernel is
     program = run.programs.backward(q, dlse is not None, repeatable)
-    tensors = _given(q, k, v, out, lse, dout, sinks)
+    tensors = _given(q, k, v, out, lse, dout, dlse, sinks)
     guard = _NO_GUARD if run.transport.world_size == 1 else run.numbered.calls.guard(run.numbered.current_backward)
-    if not (q.is_cuda and dlse is None and _is_replayed(run, program, q)):
-        return _backward(run, program, guard, dlse, *tensors)
+    if not (q.is_cuda and _is_replayed(run, program, q)):
+        return _backward(run, program, guard, dlse is not None, *tensors)
     results = tuple((x.shape, x.dtype) for x in _given(q, k, v, sinks))
-    compute = partial(_backward, run, program, _NO_GUARD, None)
+    compute = partial(_backward, run, program, _NO_GUARD, dlse is not None)
     with guard:
         return graph_replay.replayed(_graph_key(run, program, tensors), tensors, results, compute)
 
@@ -144,10 +147,12 @@ def _backward(
     run: Execution,
     program: Program,
     guard: AbstractContextManager[object],
-    dlse: torch.Tensor | None,
+    through_lse: bool,
     *tensors: torch.Tensor,
 ) -> list[torch.Tensor]:
+    """tensors: q, k, v, out, lse, dout, dlse if lse has a gradient, and sinks if there are any."""
     q, k, v, out, lse, dout, *sinks = tensors
+    dlse = sinks.pop(0) if through_lse else None
     sums = sum_class_for(q)
     dq, dk, dv = sums(q), sums(k), sums(v)
     rows = _QueryRows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq)
@@ -215,7 +220,8 @@ def _add_gradients(run: Execution, call: KernelCall, arrival: Arrival, rows: _Qu
     query, dout, out = view(rows.q, *queries), view(rows.dout, *queries), view(rows.out, *queries)
     key, value = view(arrival.key, *keys), view(arrival.value, *keys)
     if call.batched:
-        saved = SavedRows(dout, out, rows.lse.batched(*queries, aligned=False), None)
+        dlse = None if rows.dlse is None else lse_view(rows.dlse).batched(*queries, aligned=False)
+        saved = SavedRows(dout, out, rows.lse.batched(*queries, aligned=False), None, dlse)
     else:
         lse = rows.lse.view(*queries).squeeze(-1)
         saved = SavedRows(dout, out, lse, rows.delta_view.view(*queries).squeeze(-1) if call.kernel == "math" else None)

@@ -11,7 +11,8 @@ import torch
 from reference.documents import describe
 from reference.pattern import Pattern, check_pattern
 from ring.comm.transport import Transport
-from ring.compute.kernels import KERNELS, fused
+from ring.compute.kernel_choice import KERNELS, fused_kernels, setting_of
+from ring.compute.kernel_limits import describe_limits, fa4_missing
 from ring.compute.scores import Scores
 from ring.layout import Layout
 from ring.plan.plan import EXCHANGES
@@ -156,7 +157,7 @@ def _validate_tensors(call: Call, tokens: int) -> None:
         if x.shape[1] != tokens:
             got = f"{x.shape[1]}: heads first? Write {name}.transpose(1, 2)" if x.shape[2] == tokens else x.shape[1]
             raise ValueError(f"{name} must have the {tokens} tokens that the layout gives this rank, got {got}")
-    if call.kernel in ("flash", "cudnn"):
+    if call.kernel in ("flash", "cudnn", "fa4"):
         _validate_fused(call)
 
 
@@ -192,19 +193,24 @@ def refuse_dtensor(name: str, x: Any) -> None:
 def _validate_fused(call: Call) -> None:
     """Refuse a fused kernel, requested by name, that supports no tile of the call."""
     name, q = call.kernel, call.q
-    devices = ("cuda",) if name == "cudnn" else ("cpu", "cuda")
+    devices = ("cpu", "cuda") if name == "flash" else ("cuda",)
     if q.device.type not in devices:
         kinds = " and ".join(devices)
         raise NotImplementedError(f"kernel {name!r} takes {kinds} tensors, got {q.device}; 'auto' and 'math' take any")
-    dims = q.shape[3], call.v.shape[3]
-    if q.device.type == "cuda" and fused(name, q.device, q.dtype, dims) != name:
-        values = "" if dims[0] == dims[1] else f", of values {dims[1]}"
+    if name == "fa4" and (missing := fa4_missing()) is not None:
+        raise NotImplementedError(f"kernel 'fa4' is FlashAttention-4: {missing}; 'auto' takes other kernels")
+    if call.softcap is not None and name != "fa4":
         raise NotImplementedError(
-            f"on GPUs kernel {name!r} takes dtype float16 or bfloat16 and head dims up to 128 that are multiples of 8"
-            f"{', the same of keys and values' if name == 'flash' else ''}, got dtype {q.dtype} and head dim {dims[0]}"
-            f"{values}; 'auto' and 'math' take any"
+            f"kernel {name!r} has no softcap, got softcap={call.softcap}: use kernel 'auto', 'math' or, on GPUs, 'fa4'"
         )
-    if call.return_lse and call.differentiated:
+    setting = setting_of(name, q, call.k, call.v, call.scoring)
+    if name not in fused_kernels(setting._replace(scoring=call.scoring._replace(scale=1.0))):
+        dims = f"head dim {q.shape[3]}, of values {call.v.shape[3]}, and {setting.share} query heads per key/value head"
+        raise NotImplementedError(
+            f"kernel {name!r} takes {describe_limits(name, q.device.type)}, got dtype {q.dtype}, {dims}; 'auto' and 'math' "
+            "take any"
+        )
+    if call.return_lse and call.differentiated and name != "fa4":
         raise NotImplementedError(
             f"kernel {name!r} has no gradient through lse: with return_lse=True use kernel 'auto' or 'math', or no_grad"
         )

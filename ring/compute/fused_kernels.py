@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ring.compute import kernel_counts, math_kernel
-from ring.compute.gpu import varlen_kernel
+from ring.compute.gpu import fa4_kernel, varlen_kernel
 from ring.compute.gpu.varlen_kernel import no_dropout
 from ring.compute.math_kernel import SavedRows, Tensors3
 from ring.compute.scores import Scores
@@ -24,7 +24,9 @@ from ring.strided_view import tile_shape
 def forward(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scoring: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of the tile by kernel "flash" or, on GPUs, "cudnn"; lse in the accumulator's type."""
+    """Return (out, lse) of the tile by kernel "flash" or, on GPUs, "cudnn" or "fa4"; lse in the accumulator's type."""
+    if name == "fa4":
+        return fa4_kernel.forward(q, k, v, tile, scoring)
     if q.device.type == "cpu":
         return _cpu_forward(q, k, v, tile, scoring)
     if tile.sequences is not None:
@@ -36,6 +38,8 @@ def backward(
     name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scoring: Scores
 ) -> Tensors3:
     """Return the tile's summands of dq, dk, dv, shaped like q, k, v."""
+    if name == "fa4":
+        return fa4_kernel.backward(q, k, v, saved, tile, scoring)
     if q.device.type == "cpu":
         return _cpu_backward(q, k, v, saved, tile, scoring.scale)
     if tile.sequences is not None:

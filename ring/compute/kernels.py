@@ -1,4 +1,4 @@
-"""Choice and calls of kernels: partial attention of a tile, forward and backward, with lse. Kernels know no ranks.
+"""Calls of kernels: partial attention of a tile, forward and backward, with lse. Kernels know no ranks.
 
 `ring.compute.math_kernel` defines the shapes of tiles and the arguments of a backward.
 """
@@ -14,70 +14,10 @@ from ring.compute.math_kernel import SavedRows, Tensors3
 from ring.compute.scores import Scores
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
-from ring.plan.tile import Mask, Tile
+from ring.plan.tile import Tile
 
-KERNELS = ("auto", "math", "flash", "cudnn")
-HALF = (torch.bfloat16, torch.float16)
-
-VECTOR = 16  # fp32 numbers in the widest vector of a CPU, 512 bits
-# Most rows and keys of documents that share a call on GPUs. Longer ones keep a GPU busy for longer than the host needs
-# for their call, and cuDNN takes less time for them than the variable-length kernel.
-MAX_VARLEN_TOKENS = 2048
 # Bytes of a fused backward on a GPU beyond its operands and results; a single group of heads may take more.
 MAX_WORKSPACE = 2**28
-
-
-def choose(
-    kernel: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    dims: tuple[int, int],
-    tile: Tile,
-    scoring: Scores,
-    dlse: bool = False,
-    repeatable: bool = False,
-) -> str:
-    """Return the kernel for a tile: "math", "flash" or "cudnn". dims: head dims of keys and of values.
-
-    Only the math kernel takes a mask by position, a gradient through lse, or a scale that is not positive: fused
-    kernels multiply masked scores, -inf, by the scale. On GPUs FlashAttention-2 takes sequences of several lengths:
-    cuDNN would prepare anew for each list of lengths. repeatable: sum in the same order in every run; in torch (2.13)
-    the backward of "flash" has such a mode, that of cuDNN has none.
-    """
-    if kernel == "math" or dlse or scoring.scale <= 0 or tile.mask is Mask.POSITION:
-        return "math"
-    varlen = tile.sequences is not None
-    name = fused("flash" if repeatable or varlen else kernel, device, dtype, dims, scoring.softcap)
-    if device.type == "cpu":  # below a vector of keys flash returns finite numbers for a row of NaN scores
-        return name if tile.key_rows.length >= VECTOR and not varlen else "math"
-    single = tile.query_rows.length == tile.key_rows.length == 1  # cuDNN's backward refuses it
-    return "math" if name == "cudnn" and single else name
-
-
-def fused(
-    kernel: str, device: torch.device, dtype: torch.dtype, dims: tuple[int, int], softcap: float | None = None
-) -> str:
-    """Return the kernel for full and causal tiles: on CPUs torch's fused kernel. On GPUs, in 16 bits and for head dims
-    up to 128 that are multiples of 8, torch's cuDNN, or with "flash" its FlashAttention-2. Else "math". dims: of keys
-    and of values. None of them takes a softcap, and only cuDNN takes values with another head dim than keys.
-    """
-    if kernel == "math" or softcap is not None or device.type not in ("cpu", "cuda"):
-        return "math"
-    name = "flash" if kernel == "flash" or device.type == "cpu" else "cudnn"
-    if name == "flash" and dims[0] != dims[1]:
-        return "math"
-    if device.type == "cuda" and (dtype not in HALF or any(dim % 8 or dim > 128 for dim in dims)):
-        return "math"
-    return name
-
-
-def max_varlen_tokens(
-    kernel: str, device: torch.device, dtype: torch.dtype, dims: tuple[int, int], scoring: Scores
-) -> int:
-    """Return the most rows and keys of documents of several lengths that share a call; 0: the kernel takes one each."""
-    if device.type == "cpu" or kernel in ("math", "cudnn") or scoring.scale <= 0:
-        return 0
-    return 0 if fused("flash", device, dtype, dims, scoring.softcap) == "math" else MAX_VARLEN_TOKENS
 
 
 def forward(

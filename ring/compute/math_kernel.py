@@ -29,14 +29,15 @@ _MIN_ROWS = 8  # least query rows of a block
 
 @dataclass(frozen=True)
 class SavedRows:
-    """Arguments of a tile's backward besides q, k, v: its rows of dout, out, lse and delta. For fused kernels on GPUs
-    they are batched (`ring.strided_view`), lse with a last dim of 1.
+    """Arguments of a tile's backward besides q, k, v: its rows of dout, out, lse, delta and the gradient of lse. For
+    fused kernels on GPUs they are batched (`ring.strided_view`), lse and its gradient with a last dim of 1.
     """
 
     dout: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
     delta: torch.Tensor | None  # None for other kernels
+    dlse: torch.Tensor | None = None  # None if lse has no gradient; for other kernels it is a part of delta
 
 
 def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:

@@ -46,7 +46,7 @@ class ContextParallel:
         group: a process group, a `DeviceMesh` of one dimension, a `Transport`, or None: the default group, if any.
         exchange: "direct" (needed rows, from their owner), "ring" (neighbour to neighbour) or "gather" (all rows).
         bucket: maximum key/value tokens per receive buffer and kernel call; None: chosen by a memory budget.
-        kernel: "auto", "math", "flash" or, on GPUs, "cudnn".
+        kernel: "auto", "math", "flash" or, on GPUs, "cudnn" or "fa4".
         check: compare the ranks' arguments before any tensor moves. Without it a wrong call may cause a hang.
         documents: lengths of the documents that the sequence is packed from, which replace those of modules' patterns;
             None: those of the patterns. `with_documents` makes a handle for each packed batch.

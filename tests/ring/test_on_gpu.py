@@ -22,65 +22,26 @@ from ring.comm.symmetric_memory import SymmetricTransport, transport_of
 from ring.compute import kernels
 from ring.compute.accumulator import Accumulator, Sum
 from ring.compute.kernel_counts import count_kernels
-from ring.compute.math_kernel import SavedRows
-from ring.compute.scores import Scores
 from ring.plan.blocks import Heads
 from ring.plan.plan import plan_of
 from ring.plan.rows import Rows
-from ring.plan.tile import Mask, Tile
-from ring.strided_view import Slot, StridedView, batched
+from ring.plan.tile import Mask
+from ring.strided_view import Slot, StridedView
 from tests.support.attention_cases import plain
+from tests.support.gpu_tiles import UNIT, check_kernel, close, tensors, tile_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SHAPES = tuple(itertools.product((1, 2, 7, 16, 129), (1, 5, 16, 130)))
-
-
-def tile_of(mask: Mask, queries: int, keys: int, folds: int = 1, groups: int = 1, share: int = 1) -> Tile:
-    rows, key_rows = Rows(0, 1, queries, queries, folds), Rows(0, 1, keys, keys, folds)
-    return Tile(rows, key_rows, Heads(groups, share, 0, share, 1), Heads(groups, 1, 0, 1, 1), mask)
-
-
-def tensors(
-    dtype: torch.dtype, folds: int, batch: int, groups: int, share: int, queries: int, keys: int, dim: int
-) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator("cuda").manual_seed(queries * 1000 + keys)
-    shapes = [(folds, batch, groups, share, queries, dim), *[(folds, batch, groups, 1, keys, dim)] * 2]
-    shapes.append(shapes[0])
-    return tuple(torch.randn(s, device="cuda", generator=generator).to(dtype) for s in shapes)
-
-
-def check_kernel(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, tile: Tile, what: Any
-) -> None:
-    """Hold both ways of a fused kernel to the math kernel in fp64."""
-    unit, scale = UNIT[q.dtype], q.shape[-1] ** -0.5
-    doubles, fused = [x.double() for x in (q, k, v)], [batched(x) for x in (q, k, v)]
-    out, lse = kernels.forward(name, fused[0], fused[1], fused[2], tile, Scores(scale))
-    exact, exact_lse = kernels.forward("math", doubles[0], doubles[1], doubles[2], tile, Scores(scale))
-    close(out, exact, 4 * unit, what)
-    close(lse, exact_lse, 1e-4, "lse")
-    # The global lse and out of a larger whole, half of which is elsewhere.
-    whole, whole_lse = exact.to(q.dtype), exact_lse.float() + 0.7
-    beside = torch.empty(whole_lse.numel() + 1, device="cuda")[1:].view(whole_lse.shape)  # begins anywhere
-    rows = beside.copy_(whole_lse).flatten(2, 3).flatten(0, 1).unsqueeze(-1)
-    saved = SavedRows(batched(dout), batched(whole), rows, None)
-    found = kernels.backward(name, fused[0], fused[1], fused[2], saved, tile, Scores(scale))
-    delta = (dout.float() * whole.float()).sum(-1)
-    double = SavedRows(dout.double(), whole.double(), whole_lse.double(), delta.double())
-    wanted = kernels.backward("math", doubles[0], doubles[1], doubles[2], double, tile, Scores(scale))
-    for x, y, which in zip(found, wanted, ("dq", "dk", "dv"), strict=True):
-        close(x, y, 8 * unit, (which, what))
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash"])
 @pytest.mark.parametrize("dtype", list(UNIT), ids=str)
-@pytest.mark.parametrize("dim", [8, 16, 40, 64, 128])
+@pytest.mark.parametrize("dim", [8, 16, 40, 64, 128, 256])
 def test_fused_kernels_are_the_math_kernel_to_within_rounding(name: str, dtype: torch.dtype, dim: int) -> None:
     for mask, (folds, groups, share) in itertools.product((Mask.FULL, Mask.CAUSAL), ((1, 1, 1), (3, 2, 1), (2, 2, 4))):
         for queries, keys in SHAPES if mask is Mask.FULL else [(n, n) for n, _ in SHAPES[::4]]:
             if queries == keys == 1:
-                continue  # never given to a fused kernel: see `kernels.choose`
+                continue  # never given to a fused kernel: see `kernel_choice.choose`
             q, k, v, dout = tensors(dtype, folds, 1, groups, share, queries, keys, dim)
             what = name, mask, folds, groups, share, queries, keys, dim
             check_kernel(name, q, k, v, dout, tile_of(mask, queries, keys, folds, groups, share), what)
@@ -99,12 +60,6 @@ def test_strides_of_single_heads_and_rows_do_not_matter(name: str, strides: tupl
             for x, length in zip(memory, (queries, queries, keys, keys), strict=True)
         )
         check_kernel(name, q, k, v, dout, tile_of(mask, queries, keys), (strides, queries, keys))
-
-
-def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float, what: Any) -> None:
-    assert found.shape == exact.shape, what
-    error = (found.double() - exact).abs().max() / exact.abs().max().clamp(min=1.0)
-    assert error <= tolerance, (what, float(error))
 
 
 Leaves = list[torch.Tensor]

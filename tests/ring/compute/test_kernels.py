@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ring.compute import kernels, math_kernel
+from ring.compute import kernel_choice, kernels, math_kernel
+from ring.compute.kernel_choice import KERNELS, KernelSetting
 from ring.compute.kernel_counts import count_kernels
 from ring.compute.math_kernel import SavedRows
 from ring.compute.scores import Scores
@@ -203,24 +204,34 @@ def test_rows_whose_scores_are_all_minus_infinity_weigh_nothing(name: str) -> No
     assert (dq[..., 5, :] == 0).all() and all(x.isfinite().all() for x in (dk, dv))
 
 
+@pytest.mark.parametrize("fa4", (False, True))
 @pytest.mark.parametrize("device", ("cpu", "cuda", "meta"))
 @pytest.mark.parametrize("keys", (1, 15, 16, 40))
-def test_which_kernel_takes_a_tile(keys: int, device: str) -> None:
+def test_which_kernel_takes_a_tile(keys: int, device: str, fa4: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of one fold count, though there are three. Sums in any order are not repeatable."""
+    monkeypatch.setattr(kernel_choice, "fa4_missing", lambda: None if fa4 else "not installed")
     size, rows = Size(queries=keys, keys=keys), Rows(0, 1, keys, keys, 3)
-    for kernel, mask, dlse, scale, dtype, dim, repeatable in itertools.product(
-        kernels.KERNELS, Mask, (False, True), (0.5, 0.0, -0.5), (torch.float32, torch.bfloat16, torch.float16),
-        (4, 8, 20, 128, 136), (False, True),
+    for kernel, mask, dlse, scale, dtype, dims, softcap, repeatable in itertools.product(
+        KERNELS, Mask, (False, True), (0.5, 0.0, -0.5), (torch.float32, torch.bfloat16, torch.float16),
+        ((4, 4), (8, 8), (128, 128), (192, 128), (264, 264)), (None, 30.0), (False, True),
     ):  # fmt: skip
-        wanted = "math"
-        if kernel != "math" and mask is not Mask.POSITION and not dlse and scale > 0:
-            if device == "cpu" and keys >= 16:
-                wanted = "flash"
-            if device == "cuda" and dtype != torch.float32 and dim in (8, 128):
-                wanted = "flash" if kernel == "flash" or repeatable else "cudnn" if keys > 1 else "math"
+        takers = set()
+        if device == "cpu" and keys >= 16 and dims[0] == dims[1] and softcap is None and not dlse:
+            takers = {"flash"}
+        if device == "cuda" and dtype != torch.float32:
+            if dims not in ((4, 4), (264, 264)) and softcap is None and not dlse:
+                takers |= {"cudnn"} if keys > 1 and not repeatable else set()
+                takers |= {"flash"} if dims[0] == dims[1] and (kernel != "cudnn" or repeatable) else set()
+            if fa4 and dims in ((128, 128), (192, 128)):
+                takers |= {"fa4"}
+            asked = {"auto": {"cudnn", "flash", "fa4"}, "cudnn": {"cudnn", "flash"}}
+            takers &= asked.get(kernel, {kernel})
+        if kernel == "math" or mask is Mask.POSITION or scale <= 0:
+            takers = set()
         tile = replace(tile_of(mask, size), query_rows=rows, key_rows=rows)
-        chosen = kernels.choose(kernel, torch.device(device), dtype, (dim, dim), tile, Scores(scale), dlse, repeatable)
-        assert chosen == wanted, (kernel, mask, dlse, scale, dtype, dim, repeatable)
+        setting = KernelSetting(kernel, device, (9, 0), dtype, dims, 1, 2, Scores(scale, softcap))
+        chosen = kernel_choice.choose(setting, tile, True, dlse, repeatable)
+        assert chosen in (takers or {"math"}), (kernel, mask, dlse, scale, dtype, dims, softcap, repeatable)
 
 
 @pytest.mark.parametrize("softcap", (None, 0.5))
