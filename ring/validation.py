@@ -207,8 +207,8 @@ def _validate_fused(call: Call) -> None:
     if name not in fused_kernels(setting._replace(scoring=call.scoring._replace(scale=1.0))):
         dims = f"head dim {q.shape[3]}, of values {call.v.shape[3]}, and {setting.share} query heads per key/value head"
         raise NotImplementedError(
-            f"kernel {name!r} takes {describe_limits(name, q.device.type)}, got dtype {q.dtype}, {dims}; 'auto' and 'math' "
-            "take any"
+            f"kernel {name!r} takes {describe_limits(name, q.device.type)}, got dtype {q.dtype}, {dims}; 'auto' and "
+            "'math' take any"
         )
     if call.return_lse and call.differentiated and name != "fa4":
         raise NotImplementedError(

@@ -234,28 +234,6 @@ def test_which_kernel_takes_a_tile(keys: int, device: str, fa4: bool, monkeypatc
         assert chosen in (takers or {"math"}), (kernel, mask, dlse, scale, dtype, dims, softcap, repeatable)
 
 
-@pytest.mark.parametrize("softcap", (None, 0.5))
-@pytest.mark.parametrize("dims", ((128, 128), (64, 128), (128, 64), (64, 136), (64, 20)))
-def test_a_softcap_and_values_of_another_head_dim_are_for_kernels_that_take_them(
-    dims: tuple[int, int], softcap: float | None
-) -> None:
-    """In bf16 on GPUs: cuDNN takes two head dims; nothing but the math kernel takes a softcap."""
-    tile, equal = tile_of(Mask.CAUSAL, Size(queries=40, keys=40)), dims[0] == dims[1]
-    for device, kernel, repeatable in itertools.product(("cpu", "cuda"), kernels.KERNELS, (False, True)):
-        wanted = "math"
-        if kernel != "math" and softcap is None:
-            if device == "cpu" or kernel == "flash" or repeatable:
-                wanted = "flash" if equal else "math"
-            elif max(dims) <= 128 and dims[1] % 8 == 0:
-                wanted = "cudnn"
-        scoring, dtype = Scores(0.5, softcap), torch.bfloat16
-        chosen = kernels.choose(kernel, torch.device(device), dtype, dims, tile, scoring, False, repeatable)
-        assert chosen == wanted, (device, kernel, repeatable)
-        most = kernels.max_varlen_tokens(kernel, torch.device(device), dtype, dims, scoring)
-        shared = device == "cuda" and kernel in ("auto", "flash") and equal and softcap is None
-        assert most == (kernels.MAX_VARLEN_TOKENS if shared else 0), (device, kernel)
-
-
 def test_what_was_picked_is_counted() -> None:
     """Blocks within each other count alike, whatever they have counted; backwards count too, and nothing afterwards."""
     (q, k, v, dout), tile = drawn(Size()), tile_of(Mask.FULL, Size())
