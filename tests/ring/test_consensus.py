@@ -19,6 +19,10 @@ import torch
 from reference.pattern import Branch, Pattern
 from ring import Layout, ring_attention, validation
 from ring.comm.transport import SoloTransport
+from ring.compute import kernel_choice
+from ring.compute.kernel_choice import KernelSetting
+from ring.compute.kernel_limits import HOPPER
+from ring.compute.scores import Scores
 from tests.support.attention_cases import inputs
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
@@ -258,19 +262,44 @@ def test_layouts_that_differ_in_anything_are_refused(layouts: tuple[Layout, ...]
     assert first.startswith("ValueError: layout must be the same on every rank: rank 0 has")
 
 
-@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
 @pytest.mark.parametrize(
-    ("dtype", "dim", "taken"),
+    ("kernel", "dtype", "dims", "refused"),
     [
-        (torch.bfloat16, 64, True), (torch.float16, 128, True), (torch.float16, 12, False),
-        (torch.bfloat16, 136, False), (torch.float32, 64, False),
+        ("flash", torch.bfloat16, (64, 64), None), ("flash", torch.float16, (256, 256), None),
+        ("flash", torch.float16, (12, 12), "head dims up to 256 that are multiples of 8"),
+        ("flash", torch.bfloat16, (192, 128), "the same for keys and values"),
+        ("cudnn", torch.bfloat16, (192, 128), None), ("cudnn", torch.bfloat16, (264, 264), "of compute capability 9.0 up to 256"),
+        ("cudnn", torch.float32, (64, 64), "got dtype torch.float32, head dim 64, of values 64"),
+        ("fa4", torch.bfloat16, (128, 128), None), ("fa4", torch.bfloat16, (40, 40), "head dims 32, 64, 96, 128, 160"),
+        ("fa4", torch.float32, (64, 64), "takes dtype float16 or bfloat16 and"),
     ],
 )  # fmt: skip
 def test_a_fused_kernel_of_gpus_is_refused_where_it_takes_no_tile(
-    kernel: str, dtype: torch.dtype, dim: int, taken: bool
+    kernel: str, dtype: torch.dtype, dims: tuple[int, int], refused: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Needs no GPU: nothing is computed."""
-    q: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 8, 3, dim))
-    call: Any = SimpleNamespace(kernel=kernel, q=q, v=q, return_lse=False, differentiated=True)
-    with nullcontext() if taken else pytest.raises(NotImplementedError, match=f"{dtype} and head dim {dim}"):
+    q, v = (SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 8, 3, dim)) for dim in dims)
+    call: Any = SimpleNamespace(
+        kernel=kernel, q=q, k=q, v=v, return_lse=False, differentiated=True, softcap=None, scoring=Scores(1.0)
+    )
+    monkeypatch.setattr(validation, "fa4_missing", lambda: None)
+    monkeypatch.setattr(kernel_choice, "fa4_missing", lambda: None)
+    setting = KernelSetting(kernel, "cuda", HOPPER, dtype, dims, 1, 1, call.scoring)
+    monkeypatch.setattr(validation, "setting_of", lambda *_: setting)
+    with nullcontext() if refused is None else pytest.raises(NotImplementedError, match=refused):
+        validation._validate_fused(call)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", "fa4"])
+def test_what_a_kernel_lacks_is_named(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A softcap, or the package of FlashAttention-4. Needs no GPU."""
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 8, 3, 64))
+    call: Any = SimpleNamespace(
+        kernel=kernel, q=q, k=q, v=q, return_lse=False, differentiated=True, softcap=30.0, scoring=Scores(1.0, 30.0)
+    )
+    monkeypatch.setattr(validation, "fa4_missing", lambda: "flash-attn-4 is not installed: pip install")
+    said = (
+        "FlashAttention-4: flash-attn-4 is not" if kernel == "fa4" else f"{kernel!r} has no softcap, got softcap=30.0"
+    )
+    with pytest.raises(NotImplementedError, match=said):
         validation._validate_fused(call)
