@@ -130,12 +130,12 @@ def backward(
     """Return (dq, dk, dv), like q, k, v, and with sinks their gradient: the sum over the own rows."""
     repeatable = q.is_cuda and torch.are_deterministic_algorithms_enabled()  # on CPUs every kernel is
     program = run.programs.backward(q, dlse is not None, repeatable)
-    tensors = _given(q, k, v, out, lse, dout, sinks)
+    tensors, through_lse = _given(q, k, v, out, lse, dout, dlse, sinks), dlse is not None
     guard = _NO_GUARD if run.transport.world_size == 1 else run.numbered.calls.guard(run.numbered.current_backward)
-    if not (q.is_cuda and dlse is None and _is_replayed(run, program, q)):
-        return _backward(run, program, guard, dlse, *tensors)
+    if not (q.is_cuda and _is_replayed(run, program, q)):
+        return _backward(run, program, guard, through_lse, *tensors)
     results = tuple((x.shape, x.dtype) for x in _given(q, k, v, sinks))
-    compute = partial(_backward, run, program, _NO_GUARD, None)
+    compute = partial(_backward, run, program, _NO_GUARD, through_lse)
     with guard:
         return graph_replay.replayed(_graph_key(run, program, tensors), tensors, results, compute)
 
@@ -144,10 +144,12 @@ def _backward(
     run: Execution,
     program: Program,
     guard: AbstractContextManager[object],
-    dlse: torch.Tensor | None,
+    through_lse: bool,
     *tensors: torch.Tensor,
 ) -> list[torch.Tensor]:
+    """tensors: q, k, v, out, lse, dout; with `through_lse` dlse; and sinks, if their gradient is wanted."""
     q, k, v, out, lse, dout, *sinks = tensors
+    dlse = sinks.pop(0) if through_lse else None
     sums = sum_class_for(q)
     dq, dk, dv = sums(q), sums(k), sums(v)
     rows = _QueryRows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq)
