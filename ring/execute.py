@@ -90,7 +90,8 @@ def forward(
     if not (q.is_cuda and _is_replayed(run, program, q)):
         return _forward(run, program, guard, q, k, v, sinks)
     results = (((batch, tokens, heads, v.shape[3]), q.dtype), ((batch, heads, tokens), accumulator_dtype(q.dtype)))
-    inputs, compute = _given(q, k, v, sinks), partial(_forward, run, program, _NO_GUARD)
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    compute = partial(_forward, run, program, _NO_GUARD)
     with guard:
         out, lse = graph_replay.replayed(_graph_key(run, program, inputs), inputs, results, compute)
     return out, lse
@@ -105,7 +106,8 @@ def _forward(
     v: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    accumulator, queries, scoring = accumulator_for(_output_like(q, v), sinks), StridedView(q), run.programs.scoring
+    like = q if q.shape[3] == v.shape[3] else _output_like(q, v)
+    accumulator, queries, scoring = accumulator_for(like, sinks), StridedView(q), run.programs.scoring
     with guard:
         exchange = Exchange(run.programs.plan, run.transport, k, v)
         for arrival, calls in zip(exchange.arrivals(), program.arrivals, strict=True):
@@ -133,12 +135,13 @@ def backward(
     """Return (dq, dk, dv), like q, k, v, and with sinks their gradient: the sum over the own rows."""
     repeatable = q.is_cuda and torch.are_deterministic_algorithms_enabled()  # on CPUs every kernel is
     program = run.programs.backward(q, dlse is not None, repeatable)
-    tensors = _given(q, k, v, out, lse, dout, dlse, sinks)
+    through_lse, given_sinks = dlse is not None, () if sinks is None else (sinks,)
+    tensors = (q, k, v, out, lse, dout, *(() if dlse is None else (dlse,)), *given_sinks)
     guard = _NO_GUARD if run.transport.world_size == 1 else run.numbered.calls.guard(run.numbered.current_backward)
     if not (q.is_cuda and _is_replayed(run, program, q)):
-        return _backward(run, program, guard, dlse is not None, *tensors)
-    results = tuple((x.shape, x.dtype) for x in _given(q, k, v, sinks))
-    compute = partial(_backward, run, program, _NO_GUARD, dlse is not None)
+        return _backward(run, program, guard, through_lse, *tensors)
+    results = tuple((x.shape, x.dtype) for x in (q, k, v, *given_sinks))
+    compute = partial(_backward, run, program, _NO_GUARD, through_lse)
     with guard:
         return graph_replay.replayed(_graph_key(run, program, tensors), tensors, results, compute)
 
@@ -150,7 +153,7 @@ def _backward(
     through_lse: bool,
     *tensors: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """tensors: q, k, v, out, lse, dout, dlse if lse has a gradient, and sinks if there are any."""
+    """tensors: q, k, v, out, lse, dout; with `through_lse` dlse; and sinks, if their gradient is wanted."""
     q, k, v, out, lse, dout, *sinks = tensors
     dlse = sinks.pop(0) if through_lse else None
     sums = sum_class_for(q)
@@ -162,7 +165,7 @@ def _backward(
             for call in calls:
                 _add_gradients(run, call, arrival, rows)
         grads = sums.results([dq], q.dtype)  # while the last gradients of keys are in flight
-        dsinks = [_sink_gradient(x, lse, rows.delta) for x in sinks]
+        dsinks = [_sink_gradient(sinks[0], lse, rows.delta)] if sinks else []
         exchange.last_returned(dk, dv)
         grads += sums.results([dk, dv], q.dtype)
         exchange.finish()
@@ -181,8 +184,8 @@ class _QueryRows:
     dq: GradientSum
 
     @cached_property
-    def delta(self) -> torch.Tensor:
-        """rowsum(dout out) - dlse, (B, H, N), for sinks and the math kernel: fused kernels compute it themselves."""
+    def delta(self) -> StridedView:
+        """rowsum(dout out) - dlse, for sinks and the math kernel: fused kernels compute it themselves."""
         work, dout, out = accumulator_dtype(self.q.x.dtype), self.dout.x, self.out.x
         if dout.numel() <= _PRODUCTS:
             products = _row_products(dout, out, work)
@@ -191,24 +194,20 @@ class _QueryRows:
             pairs = zip(dout.split(tokens, 1), out.split(tokens, 1), strict=True)
             products = torch.cat([_row_products(*pair, work) for pair in pairs], 1)
         delta = products.transpose(1, 2)  # (B, H, N)
-        return delta if self.dlse is None else delta - self.dlse
-
-    @cached_property
-    def delta_view(self) -> StridedView:
-        return lse_view(self.delta)
+        return lse_view(delta if self.dlse is None else delta - self.dlse)
 
 
 def _row_products(dout: torch.Tensor, out: torch.Tensor, work: torch.dtype) -> torch.Tensor:
     return (dout.to(work) * out.to(work)).sum(-1)
 
 
-def _sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """Return the sum of e^(sink - lse) (dlse - rowsum(dout out)) over the own rows of each head, (H,).
+def _sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: StridedView) -> torch.Tensor:
+    """Return the sum of e^(sink - lse) (dlse - rowsum(dout out)) over the own rows of each head, (H,). lse: (B, H, N).
 
-    lse, delta: (B, H, N). The value of a sink is 0, so its score's gradient P (dO V^T - delta) is -P delta.
+    The value of a sink is 0, so its score's gradient P (dO V^T - delta) is -P delta.
     """
     weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-    grad = -(weights * delta).sum((0, 2))
+    grad = -(weights * delta.x.squeeze(3).transpose(1, 2)).sum((0, 2))
     return grad.masked_fill_(sinks == -torch.inf, 0.0).to(sinks.dtype)  # lse may be -inf too
 
 
@@ -224,7 +223,7 @@ def _add_gradients(run: Execution, call: KernelCall, arrival: Arrival, rows: _Qu
         saved = SavedRows(dout, out, rows.lse.batched(*queries, aligned=False), None, dlse)
     else:
         lse = rows.lse.view(*queries).squeeze(-1)
-        saved = SavedRows(dout, out, lse, rows.delta_view.view(*queries).squeeze(-1) if call.kernel == "math" else None)
+        saved = SavedRows(dout, out, lse, rows.delta.view(*queries).squeeze(-1) if call.kernel == "math" else None)
     dq, dk, dv = kernels.backward(call.kernel, query, key, value, saved, tile, run.programs.scoring)
     rows.dq.add(*queries, dq)
     arrival.key_grad.add(*keys, dk)
@@ -252,13 +251,9 @@ def _is_replayed(run: Execution, program: Program, q: torch.Tensor) -> bool:
     return not (kernel_counts.counting() or buffer_meter.measuring() or torch.cuda.is_current_stream_capturing())
 
 
-def _given(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    return tuple(x for x in tensors if x is not None)
-
-
 def _output_like(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the shape, dtype and device of the output, without memory of its own."""
-    return q if q.shape[3] == v.shape[3] else q[..., :1].expand(*q.shape[:3], v.shape[3])
+    return q[..., :1].expand(*q.shape[:3], v.shape[3])
 
 
 def accumulator_for(like: torch.Tensor, sinks: torch.Tensor | None) -> OutputMerge:

@@ -61,8 +61,9 @@ class Call:
             self.exchange, self.bucket, self.kernel, self.scale, self.softcap, self.return_lse, self.differentiated,
             self.sinks_differentiated,
         )  # fmt: skip
-        kinds = (type(self.bucket), type(self.scale), type(self.softcap), type(self.return_lse), _kind(self.sinks))
-        return _kind(self.q), _kind(self.k), _kind(self.v), self.pattern, self.layout, options, kinds
+        kinds = (type(self.bucket), type(self.scale), type(self.softcap), type(self.return_lse))
+        sinks = None if self.sinks is None else _kind(self.sinks)
+        return _kind(self.q), _kind(self.k), _kind(self.v), sinks, self.pattern, self.layout, options, kinds
 
     @property
     def scoring(self) -> Scores:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -44,9 +45,12 @@ class Exchange:
     def __init__(self, plan: Plan, transport: Transport, k: torch.Tensor, v: torch.Tensor) -> None:
         assert (plan.rank, plan.tokens) == (transport.rank, k.shape[1])
         self.plan, self.transport, self.k, self.v = plan, transport, k, v
-        self._slot = Slot(k.shape[0], k.shape[3], v.shape[3])
         self._allocated = 0
         self._last: tuple[tuple[Step, Pending], torch.Tensor] | None = None  # the last return, and its buffer
+
+    @cached_property
+    def _slot(self) -> Slot:
+        return Slot(self.k.shape[0], self.k.shape[3], self.v.shape[3])
 
     def arrivals(self) -> Iterator[Arrival]:
         """Yield the arrivals of a forward: the local keys, then the received ones."""
