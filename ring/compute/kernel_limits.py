@@ -61,7 +61,7 @@ def takes_dims(name: str, capability: tuple[int, int], dim: int, value_dim: int,
         return False
     if name == "flash":
         return dim == value_dim <= 256
-    if dim == value_dim <= 128:
+    if max(dim, value_dim) <= 128:
         return True
     return capability == HOPPER and (dim == value_dim <= 256 or (dim, value_dim) == (192, 128))
 
@@ -77,8 +77,8 @@ def describe_limits(name: str, device: str) -> str:
         dims = "head dims up to 256 that are multiples of 8, the same for keys and values"
     else:
         dims = (
-            "head dims up to 128 that are multiples of 8, the same for keys and values; on GPUs of compute capability "
-            "9.0 up to 256, or 192 with values of 128"
+            "head dims up to 128 that are multiples of 8; on GPUs of compute capability 9.0 also up to 256, the same "
+            "for keys and values, or 192 with values of 128"
         )
     return f"dtype float16 or bfloat16 and {dims}"
 

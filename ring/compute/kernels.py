@@ -17,7 +17,7 @@ from ring.plan.rows import Rows
 from ring.plan.tile import Tile
 
 # Bytes of a fused backward on a GPU beyond its operands and results; a single group of heads may take more.
-MAX_WORKSPACE = 2**28
+MAX_WORKSPACE = 2**30
 
 
 def forward(

@@ -270,7 +270,7 @@ def test_layouts_that_differ_in_anything_are_refused(layouts: tuple[Layout, ...]
         ("flash", torch.float16, (12, 12), "head dims up to 256 that are multiples of 8"),
         ("flash", torch.bfloat16, (192, 128), "the same for keys and values"),
         ("cudnn", torch.bfloat16, (192, 128), None),
-        ("cudnn", torch.bfloat16, (264, 264), "of compute capability 9.0 up to 256"),
+        ("cudnn", torch.bfloat16, (264, 264), "of compute capability 9.0 also up to 256"),
         ("cudnn", torch.float32, (64, 64), "got dtype torch.float32, head dim 64, of values 64"),
         ("fa4", torch.bfloat16, (128, 128), None), ("fa4", torch.bfloat16, (40, 40), "head dims 32, 64, 96, 128, 160"),
         ("fa4", torch.float32, (64, 64), "takes dtype float16 or bfloat16 and"),

@@ -14,6 +14,7 @@ from ring.compute.gpu import fa4_kernel
 from ring.compute.kernel_limits import fa4_missing, takes_dims
 from ring.compute.scores import Scores
 from ring.plan.tile import Mask, Sequences
+from ring.precision import accumulator_dtype
 from tests.support.attention_cases import call, plain
 from tests.support.gpu_tiles import UNIT, check_kernel, tensors, tile_of
 
@@ -55,20 +56,22 @@ def test_sequences_of_several_lengths(batch: int, mask: Mask) -> None:
     check_kernel("fa4", q, k, v, dout, tile, (batch, mask), with_dlse=batch == 3)
 
 
+@pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("pattern", [
     Pattern.dense(True), Pattern.longnet((64, None), (1, 4), 4, True), Pattern.dense(True, documents=(100, 7, 0, 405)),
     Pattern.dense(False, window=60),
 ], ids=("dense", "longnet", "packed", "window"))  # fmt: skip
-def test_a_call_by_name_is_the_math_kernel_s(pattern: Pattern) -> None:
-    """With gradients through lse, ten times, so that the last calls are replayed graphs."""
+def test_a_call_by_name_is_the_math_kernel_s(pattern: Pattern, softcap: float | None) -> None:
+    """With sinks and gradients through lse, ten times, so that the last calls are replayed graphs."""
     torch.manual_seed(1)
     layout = Layout.contiguous(512, 1)
     q, k, v, dout = (torch.randn(1, 512, heads, 64, device="cuda") for heads in (4, 2, 2, 4))
-    dlse = torch.randn(1, 4, 512, device="cuda")
+    dlse, sinks = torch.randn(1, 4, 512, device="cuda"), torch.randn(4, device="cuda")
 
     def results(kernel: str, dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.bfloat16().to(dtype).requires_grad_() for x in (q, k, v)]
-        out, lse = call(*leaves, pattern, layout, kernel=kernel)
+        leaves.append(sinks.to(accumulator_dtype(dtype)).requires_grad_())
+        out, lse = call(*leaves[:3], pattern, layout, kernel=kernel, sinks=leaves[3], softcap=softcap)
         seen = lse.isfinite()
         grads = torch.autograd.grad((out * dout.to(dtype)).sum() + (lse * dlse)[seen].sum(), leaves)
         return [out, lse.masked_fill(~seen, 0.0), *grads]

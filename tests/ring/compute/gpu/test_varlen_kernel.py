@@ -11,7 +11,7 @@ import torch
 from reference import Pattern
 from reference.oracle import attention_and_gradients
 from ring import Layout, ring_attention
-from ring.compute import kernels
+from ring.compute import kernel_choice, kernels
 from ring.compute.kernel_counts import count_kernels
 from ring.compute.math_kernel import SavedRows
 from ring.compute.scores import Scores
@@ -24,6 +24,12 @@ from ring.strided_view import batched
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 ROWS, KEYS = (1, 5, 64, 1, 130, 17), (3, 1, 64, 200, 129, 16)
+
+
+@pytest.fixture(autouse=True)
+def _without_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "auto" chooses among torch's kernels, if FlashAttention-4 is installed or not."""
+    monkeypatch.setattr(kernel_choice, "fa4_missing", lambda: "left out of these tests")
 
 
 def tile_of(mask: Mask, groups: int, share: int) -> Tile:
