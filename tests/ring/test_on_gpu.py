@@ -249,7 +249,7 @@ def test_whole_calls_with_sinks_are_the_math_kernel_s(
     pattern: Pattern, dims: tuple[int, int], softcap: float | None, kernel: str, picked: str, in_16_bits: bool,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Of values with a head dim of their own, too."""
+    """Values may have a head dim of their own."""
     torch.manual_seed(3)
     shapes = ((1, 1024, 8, dim) for dim in (dims[0], *dims, dims[1]))
     *inputs, dout = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
