@@ -278,9 +278,8 @@ class _RowBlock:
         if self.softcap is None:
             base = bounds.base_error(self.r, size)
         else:
-            s /= self.softcap
-            capped, f = _softcapped(s)
-            base, t_f = bounds.softcap_error(self.r, size, self.softcap, abs(s), abs(capped), f)
+            x, capped, f = _softcapped(s, self.softcap)
+            base, t_f = bounds.softcap_error(self.r, size, self.softcap, abs(x), abs(capped), f)
             slope = f, t_f
             s = self.softcap * capped
         # Shift by the maximum of the seen scores, to within rounding. Do not set unseen scores to -inf: `where` and
@@ -357,11 +356,11 @@ class _RowBlock:
 
 
 @np.errstate(over="ignore")
-def _softcapped(x: Array) -> tuple[Array, Array]:
-    """tanh x, and its derivative 1 - tanh^2 x without cancellation, as 4 w / (1 + w)^2 with w = e^{-2 |x|}."""
-    lib = array_module(x)
+def _softcapped(s: Array, softcap: float) -> tuple[Array, Array, Array]:
+    """x = s / softcap, tanh x and 1 - tanh^2 x, without cancellation: 4 w / (1 + w)^2 with w = e^{-2 |x|}."""
+    lib, x = array_module(s), s / softcap
     w = lib.exp(-2 * abs(x))
-    return lib.tanh(x), 4 * w / (1 + w) ** 2
+    return x, lib.tanh(x), 4 * w / (1 + w) ** 2
 
 
 def _with_column(x: Array, column: Any) -> Array:

@@ -253,7 +253,7 @@ class _Problem:
         return multiplicity(pattern, self.q_positions[rows], self.k_positions, self.q.shape[1])
 
     def softmax(self, rows: slice) -> _Softmax:
-        """Caches the last rows: for a short sequence forward and backward share them."""
+        """Return the softmax of some rows. Caches the last: for a short sequence forward and backward share them."""
         if self._cached is None or self._cached[0] != rows:
             self._cached = rows, self._softmax(rows)
         return self._cached[1]

@@ -322,6 +322,17 @@ def test_each_branch_that_sees_a_pair_may_lose_its_gradient_to_underflow() -> No
     np.testing.assert_allclose(found.bound["dk"], np.broadcast_to(3 * r.eta * per_key[:, None] + r.floor_dk, k.shape))
 
 
+def test_the_gradient_of_fp32_sinks_is_not_rounded_to_bf16() -> None:
+    """Without dout the rows' lse alone is in their gradient, so nothing else of it is rounded to bf16 either."""
+    tensors = problem("bfloat16", 1.0)
+    tensors[3] *= 0
+    fine, coarse = (Scores(sinks=SINKS.to(dtype)) for dtype in (torch.float32, torch.bfloat16))
+    found, rough = (emulate(tensors, LONGNET, "math", scores=scores) for scores in (fine, coarse))
+    assert ratios(found, expected(tensors, LONGNET, "math", fine))["dsinks"] <= 1.0
+    assert ratios(rough, expected(tensors, LONGNET, "math", coarse))["dsinks"] <= 1.0
+    assert ratios(rough, expected(tensors, LONGNET, "math", fine))["dsinks"] > 10.0
+
+
 def test_only_fp64_has_an_oracle_as_coarse_as_itself() -> None:
     sides = {x: Arithmetic.of(x, "math", D, 1.0, Counts(1, 1)).sides for x in DTYPES}
     assert sides == {"float64": 2, "float32": 1, "bfloat16": 1, "float16": 1}

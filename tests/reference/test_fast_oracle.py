@@ -33,7 +33,7 @@ def arithmetic_of(inputs: Inputs) -> Arithmetic:
 
 
 def assert_twins_agree(inputs: Inputs) -> Expectation:
-    """Where the bound is 0, the two must be equal."""
+    """Assert that the two differ by no more than the bounds, which is nothing where the bound is 0."""
     found = evaluate(inputs, arithmetic_of(inputs))
     q, k, v, dout, dlse, sinks, rows = (
         None if x is None else torch.from_numpy(x)
@@ -99,6 +99,18 @@ def test_the_twins_agree_on_any_pattern(data: st.DataObject, n: int, dims: tuple
     sinks = data.draw(st.none() | st.lists(sink, min_size=4, max_size=4).map(np.array))
     softcap = data.draw(st.sampled_from((None, 0.5, 3.0, 1e6)))
     assert_twins_agree(drawn_inputs(pattern, n, dims, sinks=sinks, softcap=softcap))
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_torch_tensors_give_what_arrays_do(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if blocks:
+        cut_in_blocks(monkeypatch)
+    inputs = drawn_inputs(PATTERNS["mixed"], 24, sinks=np.array(SINKS["some"]), softcap=2.0)
+    tensors: Any = {name: torch.from_numpy(getattr(inputs, name)) for name in ("q", "k", "v", "dout", "sinks")}
+    found, wanted = (evaluate(x, arithmetic_of(x)) for x in (replace(inputs, **tensors), inputs))
+    for name in wanted.exact:
+        np.testing.assert_allclose(found.exact[name], wanted.exact[name], rtol=1e-11, atol=1e-13)
+        np.testing.assert_allclose(found.bound[name], wanted.bound[name], rtol=1e-9)
 
 
 def test_a_softcap_that_is_not_positive_is_refused() -> None:

@@ -211,6 +211,7 @@ def test_rows_that_nothing_selects_are_exactly_nothing() -> None:
         for t in (out, dq, dk, dv):
             assert (t[:, dead] == 0).all() and t.isfinite().all()
         assert (lse[..., dead] == -inf).all() and lse[..., [1, 4]].isfinite().all()
+    assert (everything(x._replace(sinks=torch.tensor([-inf])), pattern)[5] == 0).all()  # 0 times -inf would be NaN
     for t in (x.k, x.v):  # not even when the tokens that nobody sees hold NaN
         t[:, dead] = nan
     for t in (attention(*x.qkv, pattern)[0], gradients(*x.qkv, pattern, x.dout, x.dlse)[0]):
