@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
