@@ -41,6 +41,8 @@ def ring_attention(
     bucket: int | None = None,
     kernel: str = "auto",
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     check: bool = True,
     name: str | None = None,
@@ -51,7 +53,8 @@ def ring_attention(
     Args:
         q: (batch, local tokens, query heads, head dim) in fp64, fp32, bf16 or fp16, any strides. Under autocast q, k
             and v are cast to its dtype, as by torch's own attention, unless they are fp64.
-        k, v: (batch, local tokens, key/value heads, head dim); query head h reads head h // (query / key/value heads).
+        k: (batch, local tokens, key/value heads, head dim); query head h reads head h // (query / key/value heads).
+        v: (batch, local tokens, key/value heads, value head dim), like k but for the head dim.
         pattern: the attention mask, by global position (LongNet, arXiv 2307.02486). For a packed sequence it has the
             lengths of the documents, which must add up to the layout's tokens; no document sees another.
         layout: the positions of each rank's local tokens, for as many ranks as the group has.
@@ -61,12 +64,18 @@ def ring_attention(
         exchange: "ring" (neighbour to neighbour), "direct" (needed rows, from their owner) or "gather" (all rows, O(n)
             memory).
         bucket: maximum key/value tokens per receive buffer and kernel call; None: chosen by a memory budget.
-        kernel: "auto", "math", "flash" or, on GPUs, "cudnn". "flash" and "cudnn" are torch's fused kernels; tiles that
-            they do not support use "math". cuDNN's backward sums gradients in no fixed order, so "auto" uses "flash"
-            there under `torch.use_deterministic_algorithms`, and for packed documents of several lengths in one call.
-            A score of -inf has no weight. Fused GPU kernels may return NaN for a row whose scores in a call are all
-            -inf, and for gradients of keys that contain -inf: use "math" there.
+        kernel: "auto", "math", "flash" or, on GPUs, "cudnn" and "fa4". "flash" and "cudnn" are torch's fused kernels,
+            "fa4" is FlashAttention-4, if it is installed; tiles that they do not support use "math". "auto" takes the
+            one that was measured to be the fastest (`ring.compute.gpu.kernel_times`). cuDNN's backward sums gradients
+            in no fixed order, so "auto" uses others under `torch.use_deterministic_algorithms`. A score of -inf has no
+            weight. Fused GPU kernels may return NaN for a row whose scores in a call are all -inf, and for gradients of
+            keys that contain -inf: use "math" there.
         scale: factor of the scores; None: head dim ** -0.5.
+        softcap: t from 1e-30 to 1e30, for scores t tanh(scale q . k / t) (Gemma 2, arXiv 2408.00118); None: no bound.
+        sinks: (query heads,), in the dtype of q or of lse, on its device: for each head the score of one more key, of
+            value 0, that every row sees (gpt-oss, arXiv 2508.10925). -inf: none for this head. Neither scale nor
+            softcap apply to it. Its gradient is the sum over this rank's rows. All ranks pass the same numbers, less
+            than +inf: with `check` they are compared, except on GPUs, where the host would have to wait for them.
         return_lse: also return lse, the log-sum-exp of each row's scores, (batch, query heads, local tokens), in fp32
             (fp64 for fp64). Gradients flow through it.
         check: compare the ranks' arguments and their positions in the sequence of calls before any tensor moves,
@@ -76,9 +85,9 @@ def ring_attention(
             different orders can only be distinguished by it.
 
     Returns:
-        The output, with the shape and dtype of q; with `return_lse` also lse. A row that no branch selects, or whose
-        scores are all -inf, has output 0, lse -inf and zero gradients. (But where a key's component is infinite, the
-        gradient of q is 0 times infinity: NaN.)
+        The output, (batch, local tokens, query heads, value head dim) in q's dtype; with `return_lse` also lse. A row
+        that no branch selects, or whose scores are all -inf, has output 0, lse -inf (or its sink) and zero gradients.
+        (But where a key's component is infinite, the gradient of q is 0 times infinity: NaN.)
 
     Raises:
         ValueError, NotImplementedError: an argument is wrong on some rank, the ranks' arguments differ, or the ranks
@@ -90,19 +99,21 @@ def ring_attention(
     if torch.compiler.is_compiling() and not unknown:
         return traced(
             q, k, v, pattern, layout, group=group, return_lse=return_lse, exchange=exchange, bucket=bucket,
-            kernel=kernel, scale=scale, check=check, name=name,
+            kernel=kernel, scale=scale, softcap=softcap, sinks=sinks, check=check, name=name,
         )  # fmt: skip
     transport = transport_over(group, layout.world_size if isinstance(layout, Layout) else 1)
     with _on_device_of(q), transport.calls.lock():
         numbered = transport.calls.begin(name)
-        differentiated = wants_gradients(q, k, v)
-        call = Call(q, k, v, pattern, layout, exchange, bucket, kernel, scale, return_lse, differentiated, (*unknown,))
+        call = Call(
+            q, k, v, pattern, layout, exchange, bucket, kernel, scale, softcap, sinks, return_lse,
+            wants_gradients(q, k, v, sinks), sinks is not None and wants_gradients(sinks), (*unknown,),
+        )  # fmt: skip
         setting = agree(call, numbered, transport, check)
         # Selecting symmetric memory is collective: only after consensus do all ranks have GPU tensors.
         execution = execution_of(
             call, setting, numbered, transport if transport is group else select_transport(q, transport), check
         )
-        out, lse = _RingAttention.apply(q, k, v, execution)
+        out, lse = _RingAttention.apply(q, k, v, sinks, execution)
     return (out, lse) if return_lse else out
 
 
@@ -169,35 +180,36 @@ def in_autocast_type(q: Any, k: Any, v: Any) -> tuple[torch.Tensor, ...]:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, execution: Execution
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, execution: Execution
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with _without_autocast(q):
-            out, lse = as_one_operator(partial(forward, execution), q, k, v)
+            out, lse = as_one_operator(partial(forward, execution), q, k, v, sinks)
         ctx.execution = execution
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         # Reading the saved tensors first makes checkpointing recompute now: its calls precede this backward.
         with ctx.execution.transport.calls.lock(), _backward_context(q):
             agree_backward(ctx.execution.numbered, ctx.execution.transport, ctx.execution.check)
             dout_or_zeros = torch.zeros_like(out) if dout is None else dout
-            grads = backward(ctx.execution, q, k, v, out, lse, dout_or_zeros, dlse)
+            differentiated = sinks if ctx.needs_input_grad[3] else None
+            grads = backward(ctx.execution, q, k, v, out, lse, dout_or_zeros, dlse, differentiated)
         if torch.is_grad_enabled():  # create_graph=True: gradients may be used, but not differentiated
-            sources = [x for x in (q, k, v, dout, dlse) if x is not None]
-            grads = _NoDoubleBackward.apply(*grads, *sources)
-        return (*grads, None)
+            sources = [x for x in (q, k, v, sinks, dout, dlse) if x is not None]
+            grads = _NoDoubleBackward.apply(len(grads), *grads, *sources)
+        return (*grads, None) if differentiated is not None else (*grads, None, None)
 
 
 class _NoDoubleBackward(torch.autograd.Function):
     """Gradients that cannot be differentiated: raises before any message is posted, so that no rank hangs."""
 
     @staticmethod
-    def forward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *sources: torch.Tensor) -> Any:
-        return dq.clone(), dk.clone(), dv.clone()
+    def forward(ctx: Any, count: int, *grads_and_sources: torch.Tensor) -> Any:
+        return tuple(grad.clone() for grad in grads_and_sources[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

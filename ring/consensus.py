@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -55,7 +56,7 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
     Raises ValueError or NotImplementedError; with `check` the same one on every rank.
     """
     error: Exception | None = None
-    setting, where = _UNKNOWN, f"the forward of call {numbered.number}"
+    setting, signature, where = _UNKNOWN, _NO_ARGUMENTS, f"the forward of call {numbered.number}"
     try:
         if not isinstance(numbered.name, str | None):
             raise ValueError(f"name must be None or a string, got {type(numbered.name)}")
@@ -64,15 +65,30 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
         if transport.world_size > 1:
             numbered.calls.check_thread(numbered)
         setting = setting_of(call, transport)
+        signature = setting.signature if call.sinks is None else _with_values(setting.signature, call.sinks)
         if transport.world_size > 1:
             where = numbered.forward
     except Exception as exception:  # of any type: the other ranks must learn of it
         error = exception
     if check and (transport.world_size > 1 or error is not None):
-        _compare(where, setting.signature, error, transport)
+        _compare(where, signature, error, transport)
     elif error is not None:
         raise error
     return setting
+
+
+def _with_values(signature: Signature, sinks: torch.Tensor) -> Signature:
+    """Add the values of sinks to a signature; not on GPUs, where the host would wait for them.
+
+    Raises ValueError for NaN and +inf.
+    """
+    if not sinks.is_cpu:
+        return signature
+    values = sinks.tolist()
+    for head, value in enumerate(values):
+        if not value < math.inf:
+            raise ValueError(f"sinks must be finite, or -inf for no sink, got {value} for query head {head}")
+    return Signature({**signature.entries, "sinks": values}, signature.digest + str(values).encode())
 
 
 def setting_of(call: Call, transport: Transport) -> CallSetting:
@@ -179,6 +195,7 @@ class CallKind(NamedTuple):
     heads: int
     kv_heads: int
     dim: int
+    value_dim: int
     dtype: torch.dtype
     device: str
     pattern: Pattern
@@ -187,8 +204,11 @@ class CallKind(NamedTuple):
     bucket: int | None
     kernel: str
     scale: float | None
+    softcap: float | None
+    sinks: torch.dtype | None
     return_lse: bool
     differentiated: bool
+    sinks_differentiated: bool
     thread: str
 
 
@@ -196,8 +216,10 @@ def kind_of(call: Call, thread: str) -> CallKind:
     """Return the kind of a validated call."""
     q = call.q
     return CallKind(
-        q.shape[0], q.shape[2], call.k.shape[2], q.shape[3], q.dtype, q.device.type, call.pattern, call.layout,
-        call.exchange, call.bucket, call.kernel, call.scale, call.return_lse, call.differentiated, thread,
+        q.shape[0], q.shape[2], call.k.shape[2], q.shape[3], call.v.shape[3], q.dtype, q.device.type, call.pattern,
+        call.layout, call.exchange, call.bucket, call.kernel, call.scale, call.softcap,
+        None if call.sinks is None else call.sinks.dtype, call.return_lse, call.differentiated,
+        call.sinks_differentiated, thread,
     )  # fmt: skip
 
 
@@ -216,6 +238,7 @@ def signature_of(kind: CallKind) -> Signature:
         "query heads": kind.heads,
         "key/value heads": kind.kv_heads,
         "head dim": kind.dim,
+        "head dim of v": kind.value_dim,
         "dtype": str(kind.dtype),
         "device type": kind.device,
         "pattern": replace(kind.pattern, documents=None).to_dict(),
@@ -225,8 +248,11 @@ def signature_of(kind: CallKind) -> Signature:
         "bucket": kind.bucket,
         "kernel": kind.kernel,
         "scale": None if kind.scale is None else float(kind.scale) + 0.0,  # so that 1 equals 1.0, and -0.0 equals 0.0
+        "softcap": None if kind.softcap is None else float(kind.softcap),
+        "dtype of sinks": None if kind.sinks is None else str(kind.sinks),
         "return_lse": kind.return_lse,
         "requires_grad": kind.differentiated,
+        "requires_grad of sinks": kind.sinks_differentiated,
         "calling thread": kind.thread,
     }
     return Signature(entries, _digest(json.dumps(entries).encode()))

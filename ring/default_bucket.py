@@ -21,8 +21,8 @@ def default_bucket(layout: Layout, heads: int, kv_heads: int, dtype: torch.dtype
     """Key/value tokens per receive buffer and kernel call for `bucket=None`; the same on every rank. device: its type.
 
     A token takes space in two receive buffers, in the working dtype, and in backward in three gradient buffers, in the
-    accumulator's. The budget is a share of the largest shard, so memory stays O(n / p). Batch and head dim cancel. (The
-    math kernel bounds its scores by itself, by the size of its queries.)
+    accumulator's. The budget is a share of the largest shard, so memory stays O(n / p). Batch and head dims cancel.
+    (The math kernel bounds its scores by itself, by the size of its queries.)
     """
     item, work = dtype.itemsize, accumulator_dtype(dtype).itemsize
     shard = max(layout.counts) * 2 * (heads + kv_heads) * item  # q, k, v and output
@@ -30,11 +30,11 @@ def default_bucket(layout: Layout, heads: int, kv_heads: int, dtype: torch.dtype
     return max(MIN_BUCKET_ON_GPUS if device == "cuda" else MIN_BUCKET, int(SHARE * shard / token))
 
 
-def default_local_bucket(q: torch.Tensor, bucket: int) -> int:
+def default_local_bucket(q: torch.Tensor, value_dim: int, bucket: int) -> int:
     """Local key tokens, of several segments, per kernel call for `bucket=None`. q: (B, N, H, D).
 
     GPUs allow more than a bucket: local keys need no receive buffer, results are kept until the merge in any case, and
     a single result for the whole shard needs no merge.
     """
     batch, _, heads, dim = q.shape
-    return max(bucket, MAX_ELEMENTS // (batch * heads * dim)) if q.is_cuda else bucket
+    return max(bucket, MAX_ELEMENTS // (batch * heads * max(dim, value_dim))) if q.is_cuda else bucket

@@ -13,37 +13,37 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 _numbers = itertools.count()
 _prepared: dict[int, Forward] = {}
 
 
-def as_one_operator(run: Forward, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return run(q, k, v). Operators take only tensors and numbers, so `run` is passed by a number."""
+def as_one_operator(run: Forward, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return run(q, k, v, sinks). Operators take only tensors and numbers, so `run` is passed by a number."""
     number = next(_numbers)
     _prepared[number] = run
     try:
-        out, lse = torch.ops.ring.attention.default(q, k, v, number)
+        out, lse = torch.ops.ring.attention.default(q, k, v, sinks, number)
     finally:
         del _prepared[number]
     return out, lse
 
 
-def run_prepared(q: Tensor, k: Tensor, v: Tensor, prepared: int) -> tuple[Tensor, Tensor]:
-    """Run the operator's forward, visible to dispatch modes: q (B, N, H, D), k and v (B, N, Hk, D) -> out like q,
-    lse (B, H, N). prepared: the number of a forward.
+def run_prepared(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, prepared: int) -> tuple[Tensor, Tensor]:
+    """Run the operator's forward, visible to dispatch modes: q (B, N, H, D), k (B, N, Hk, D), v (B, N, Hk, Dv) and
+    sinks (H,) -> out (B, N, H, Dv), lse (B, H, N). prepared: the number of a forward.
 
     Raises ValueError for any other number: call `ring_attention`, not the operator.
     """
     if prepared not in _prepared:
         raise ValueError(f"prepared must be the number of a forward that ring_attention has begun, got {prepared}")
-    return _prepared[prepared](q, k, v)
+    return _prepared[prepared](q, k, v, sinks)
 
 
-def _run_latest(q: Tensor, k: Tensor, v: Tensor, prepared: int) -> tuple[Tensor, Tensor]:
+def _run_latest(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, prepared: int) -> tuple[Tensor, Tensor]:
     """Delegate to the latest import of this module, since a process registers an operator only once."""
-    results: tuple[Tensor, Tensor] = sys.modules[__name__].run_prepared(q, k, v, prepared)
+    results: tuple[Tensor, Tensor] = sys.modules[__name__].run_prepared(q, k, v, sinks, prepared)
     return results
 
 
@@ -51,6 +51,6 @@ def _run_latest(q: Tensor, k: Tensor, v: Tensor, prepared: int) -> tuple[Tensor,
 # compiled graphs have operators of their own (`ring.torch_compile`).
 if not hasattr(torch.ops.ring, "attention"):
     _library = torch.library.Library("ring", "FRAGMENT")
-    _library.define("attention(Tensor q, Tensor k, Tensor v, int prepared) -> (Tensor, Tensor)")
+    _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, int prepared) -> (Tensor, Tensor)")
     _library.impl("attention", _run_latest, "CompositeExplicitAutograd")
     vars(_run_latest)["library"] = _library  # keep it: its deletion would delete the operator

@@ -24,7 +24,7 @@ from ring.comm.exchange import Arrival, Exchange
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import can_be_captured, transport_of
 from ring.comm.transport import Transport
-from ring.compute import kernel_counts, kernels
+from ring.compute import kernel_choice, kernel_counts, kernels
 from ring.compute.accumulator import Accumulator, OutputMerge, Sum, TensorSum, lse_view
 from ring.compute.gpu import graph_replay
 from ring.compute.math_kernel import SavedRows
@@ -39,6 +39,8 @@ from ring.validation import Call
 _NO_GUARD = nullcontext()
 # Limit on query rows times heads: `ring.compute.gpu.merge_kernel` counts them in 32 bits.
 _MAX_COUNTED = 2**30
+# Products of dout and out in memory at a time: as a whole, in fp32, they would be the largest tensors of a backward.
+_PRODUCTS = 2**24
 _programs: BoundedCache[CallSetting, Programs] = BoundedCache(128, most_bytes=MAX_BYTES)
 
 
@@ -58,33 +60,40 @@ def execution_of(
     """Return the execution of a validated call. Its programs are cached on its setting, which determines them."""
     programs = _programs.get_or_make(
         setting,
-        lambda: Programs(_plan(call, transport.rank), call.q, call.kernel, call.factor),
+        lambda: _programs_of(call, transport.rank),
         lambda programs: programs.plan.nbytes,
     )
     return Execution(programs, transport, numbered, check)
 
 
-def _plan(call: Call, rank: int) -> Plan:
+def _programs_of(call: Call, rank: int) -> Programs:
+    kernels_of = kernel_choice.setting_of(call.kernel, call.q, call.k, call.v, call.scoring)
+    return Programs(_plan(call, rank, kernel_choice.max_varlen_tokens(kernels_of)), call.q, kernels_of)
+
+
+def _plan(call: Call, rank: int, varlen: int) -> Plan:
     pattern, layout, q, exchange, bucket = call.pattern, call.layout, call.q, call.exchange, call.bucket
     heads, kv_heads, own = q.shape[2], call.k.shape[2], None
-    varlen = kernels.max_varlen_tokens(call.kernel, q.device, q.dtype, q.shape[3], call.factor)
     if bucket is None:
         bucket = default_bucket(layout, heads, kv_heads, q.dtype, q.device.type)
-        own = default_local_bucket(q, bucket)
+        own = default_local_bucket(q, call.v.shape[3], bucket)
     return plan_of(pattern, layout, rank, heads, kv_heads, exchange, bucket, own, varlen)
 
 
-def forward(run: Execution, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse): out like q, lse (B, H, N) in the accumulator's dtype."""
+def forward(
+    run: Execution, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse): out like q with the head dim of v, lse (B, H, N) in the accumulator's dtype."""
     batch, tokens, heads, _ = q.shape
     program = run.programs.forward
     guard = _NO_GUARD if run.transport.world_size == 1 else run.numbered.calls.guard(run.numbered.forward)
     if not (q.is_cuda and _is_replayed(run, program, q)):
-        return _forward(run, program, guard, q, k, v)
-    results = ((q.shape, q.dtype), ((batch, heads, tokens), accumulator_dtype(q.dtype)))
+        return _forward(run, program, guard, q, k, v, sinks)
+    results = (((batch, tokens, heads, v.shape[3]), q.dtype), ((batch, heads, tokens), accumulator_dtype(q.dtype)))
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     compute = partial(_forward, run, program, _NO_GUARD)
     with guard:
-        out, lse = graph_replay.replayed(_graph_key(run, program), (q, k, v), results, compute)
+        out, lse = graph_replay.replayed(_graph_key(run, program, inputs), inputs, results, compute)
     return out, lse
 
 
@@ -95,8 +104,10 @@ def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    accumulator, queries, scale = accumulator_for(q), StridedView(q), run.programs.scale
+    like = q if q.shape[3] == v.shape[3] else _output_like(q, v)
+    accumulator, queries, scoring = accumulator_for(like, sinks), StridedView(q), run.programs.scoring
     with guard:
         exchange = Exchange(run.programs.plan, run.transport, k, v)
         for arrival, calls in zip(exchange.arrivals(), program.arrivals, strict=True):
@@ -105,7 +116,7 @@ def _forward(
                 query = view(queries, tile.query_rows, tile.query_heads)
                 key = view(arrival.key, tile.key_rows, tile.key_heads)
                 value = view(arrival.value, tile.key_rows, tile.key_heads)
-                out, lse = kernels.forward(call.kernel, query, key, value, tile, scale)
+                out, lse = kernels.forward(call.kernel, query, key, value, tile, scoring)
                 accumulator.merge(tile.query_rows, tile.query_heads, out, lse)
     return accumulator.result(q.dtype)
 
@@ -119,28 +130,32 @@ def backward(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> Sequence[torch.Tensor]:
-    """Return (dq, dk, dv), like q, k, v."""
+    """Return (dq, dk, dv), like q, k, v, and with sinks their gradient: the sum over the own rows."""
     repeatable = q.is_cuda and torch.are_deterministic_algorithms_enabled()  # on CPUs every kernel is
     program = run.programs.backward(q, dlse is not None, repeatable)
-    tensors = (q, k, v, out, lse, dout)
+    through_lse, given_sinks = dlse is not None, () if sinks is None else (sinks,)
+    tensors = (q, k, v, out, lse, dout, *(() if dlse is None else (dlse,)), *given_sinks)
     guard = _NO_GUARD if run.transport.world_size == 1 else run.numbered.calls.guard(run.numbered.current_backward)
     if not (q.is_cuda and _is_replayed(run, program, q)):
-        return _backward(run, program, guard, dlse, *tensors)
-    results = tuple((x.shape, q.dtype) for x in (q, k, v))
-    compute = partial(_backward, run, program, _NO_GUARD, dlse)
+        return _backward(run, program, guard, through_lse, *tensors)
+    results = tuple((x.shape, x.dtype) for x in (q, k, v, *given_sinks))
+    compute = partial(_backward, run, program, _NO_GUARD, through_lse)
     with guard:
-        return graph_replay.replayed(_graph_key(run, program), tensors, results, compute)
+        return graph_replay.replayed(_graph_key(run, program, tensors), tensors, results, compute)
 
 
 def _backward(
     run: Execution,
     program: Program,
     guard: AbstractContextManager[object],
-    dlse: torch.Tensor | None,
+    through_lse: bool,
     *tensors: torch.Tensor,
 ) -> list[torch.Tensor]:
-    q, k, v, out, lse, dout = tensors
+    """tensors: q, k, v, out, lse, dout; with `through_lse` dlse; and sinks, if their gradient is wanted."""
+    q, k, v, out, lse, dout, *sinks = tensors
+    dlse = sinks.pop(0) if through_lse else None
     sums = sum_class_for(q)
     dq, dk, dv = sums(q), sums(k), sums(v)
     rows = _QueryRows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq)
@@ -150,10 +165,11 @@ def _backward(
             for call in calls:
                 _add_gradients(run, call, arrival, rows)
         grads = sums.results([dq], q.dtype)  # while the last gradients of keys are in flight
+        dsinks = [_sink_gradient(sinks[0], lse, rows.delta)] if sinks else []
         exchange.last_returned(dk, dv)
         grads += sums.results([dk, dv], q.dtype)
         exchange.finish()
-    return grads
+    return grads + dsinks
 
 
 @dataclass(eq=False)
@@ -169,10 +185,30 @@ class _QueryRows:
 
     @cached_property
     def delta(self) -> StridedView:
-        """rowsum(dout out) - dlse, for the math kernel: fused kernels compute it themselves."""
-        work = accumulator_dtype(self.q.x.dtype)
-        delta = (self.dout.x.to(work) * self.out.x.to(work)).sum(-1).transpose(1, 2)  # (B, H, N)
+        """rowsum(dout out) - dlse, for sinks and the math kernel: fused kernels compute it themselves."""
+        work, dout, out = accumulator_dtype(self.q.x.dtype), self.dout.x, self.out.x
+        if dout.numel() <= _PRODUCTS:
+            products = _row_products(dout, out, work)
+        else:
+            tokens = max(1, _PRODUCTS // dout[:, :1].numel())
+            pairs = zip(dout.split(tokens, 1), out.split(tokens, 1), strict=True)
+            products = torch.cat([_row_products(*pair, work) for pair in pairs], 1)
+        delta = products.transpose(1, 2)  # (B, H, N)
         return lse_view(delta if self.dlse is None else delta - self.dlse)
+
+
+def _row_products(dout: torch.Tensor, out: torch.Tensor, work: torch.dtype) -> torch.Tensor:
+    return (dout.to(work) * out.to(work)).sum(-1)
+
+
+def _sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: StridedView) -> torch.Tensor:
+    """Return the sum of e^(sink - lse) (dlse - rowsum(dout out)) over the own rows of each head, (H,). lse: (B, H, N).
+
+    The value of a sink is 0, so its score's gradient P (dO V^T - delta) is -P delta.
+    """
+    weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    grad = -(weights * delta.x.squeeze(3).transpose(1, 2)).sum((0, 2))
+    return grad.masked_fill_(sinks == -torch.inf, 0.0).to(sinks.dtype)  # lse may be -inf too
 
 
 def _add_gradients(run: Execution, call: KernelCall, arrival: Arrival, rows: _QueryRows) -> None:
@@ -183,11 +219,12 @@ def _add_gradients(run: Execution, call: KernelCall, arrival: Arrival, rows: _Qu
     query, dout, out = view(rows.q, *queries), view(rows.dout, *queries), view(rows.out, *queries)
     key, value = view(arrival.key, *keys), view(arrival.value, *keys)
     if call.batched:
-        saved = SavedRows(dout, out, rows.lse.batched(*queries, aligned=False), None)
+        dlse = None if rows.dlse is None else lse_view(rows.dlse).batched(*queries, aligned=False)
+        saved = SavedRows(dout, out, rows.lse.batched(*queries, aligned=False), None, dlse)
     else:
         lse = rows.lse.view(*queries).squeeze(-1)
         saved = SavedRows(dout, out, lse, rows.delta.view(*queries).squeeze(-1) if call.kernel == "math" else None)
-    dq, dk, dv = kernels.backward(call.kernel, query, key, value, saved, tile, run.programs.scale)
+    dq, dk, dv = kernels.backward(call.kernel, query, key, value, saved, tile, run.programs.scoring)
     rows.dq.add(*queries, dq)
     arrival.key_grad.add(*keys, dk)
     arrival.value_grad.add(*keys, dv)
@@ -198,9 +235,11 @@ def select_transport(q: torch.Tensor, transport: Transport) -> Transport:
     return transport_of(transport.group) if q.is_cuda and isinstance(transport, ProcessGroupTransport) else transport
 
 
-def _graph_key(run: Execution, program: Program) -> Hashable:
-    """The key of a captured graph: everything but the tensors. Transports of one rank are interchangeable."""
-    return program, run.transport if run.transport.world_size > 1 else None
+def _graph_key(run: Execution, program: Program, tensors: Sequence[torch.Tensor]) -> Hashable:
+    """The key of a captured graph: everything but the tensors. Transports of one rank are interchangeable. A backward
+    takes sinks only where their gradient is wanted.
+    """
+    return program, run.transport if run.transport.world_size > 1 else None, len(tensors)
 
 
 def _is_replayed(run: Execution, program: Program, q: torch.Tensor) -> bool:
@@ -212,12 +251,18 @@ def _is_replayed(run: Execution, program: Program, q: torch.Tensor) -> bool:
     return not (kernel_counts.counting() or buffer_meter.measuring() or torch.cuda.is_current_stream_capturing())
 
 
-def accumulator_for(query: torch.Tensor) -> OutputMerge:
-    if not _merges_in_one_pass(query):
-        return Accumulator(query)
+def _output_like(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the shape, dtype and device of the output, without memory of its own."""
+    return q[..., :1].expand(*q.shape[:3], v.shape[3])
+
+
+def accumulator_for(like: torch.Tensor, sinks: torch.Tensor | None) -> OutputMerge:
+    """Return an accumulator for an output of this kind."""
+    if not _merges_in_one_pass(like):
+        return Accumulator(like, sinks)
     from ring.compute.gpu.gpu_accumulator import CombinedAccumulator  # not at the top: torch for CPUs has no Triton
 
-    return CombinedAccumulator(query)
+    return CombinedAccumulator(like, sinks)
 
 
 def sum_class_for(x: torch.Tensor) -> type[TensorSum]:

@@ -23,14 +23,15 @@ from functools import cached_property
 
 import torch
 
-from ring.compute import kernels
+from ring.compute import kernel_choice, kernels
+from ring.compute.kernel_choice import KernelSetting
 from ring.plan.plan import Plan
 from ring.plan.tile import Tile
 
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
-    """A tile and its kernel: "math", "flash" or "cudnn". batched: it takes tiles of `StridedView.batched`."""
+    """A tile and its kernel: "math", "flash", "cudnn" or "fa4". batched: it takes tiles of `StridedView.batched`."""
 
     kernel: str
     tile: Tile
@@ -63,25 +64,26 @@ class Program:
 
 
 class Programs:
-    """The plan of a setting and its programs. q: (B, N, H, D), with the shape and dtype of the setting's queries;
-    kernel: the argument of `ring_attention`.
-    """
+    """The plan of a setting and its programs. q: (B, N, H, D), with the shape and dtype of the setting's queries."""
 
-    def __init__(self, plan: Plan, q: torch.Tensor, kernel: str, scale: float) -> None:
-        self.plan, self.scale, self._kernel = plan, scale, kernel
-        self.forward = self._lower(q, lambda name, tile: [tile])
+    def __init__(self, plan: Plan, q: torch.Tensor, setting: KernelSetting) -> None:
+        self.plan, self.scoring, self._setting = plan, setting.scoring, setting
+        self.forward = self._lower(q, lambda name, tile: [tile], False)
         self._backward: dict[tuple[bool, bool], Program] = {}
 
     def backward(self, q: torch.Tensor, dlse: bool, repeatable: bool) -> Program:
-        """Program of a backward. dlse: True if lse has a gradient. repeatable: see `ring.compute.kernels.choose`."""
+        """Program of a backward. dlse, repeatable: see `ring.compute.kernel_choice.choose`."""
         key = dlse, repeatable
         if key not in self._backward:
-            self._backward[key] = self._lower(q, lambda name, tile: kernels.portions(name, tile, q), *key)
+            value_dim = self._setting.dims[1]
+            self._backward[key] = self._lower(
+                q, lambda name, tile: kernels.portions(name, tile, q, value_dim), True, *key
+            )
         return self._backward[key]
 
     def _lower(self, q: torch.Tensor, portions: Callable[[str, Tile], list[Tile]], *how: bool) -> Program:
         def calls(tile: Tile) -> list[KernelCall]:
-            name = kernels.choose(self._kernel, q.device, q.dtype, q.shape[3], tile, self.scale, *how)
+            name = kernel_choice.choose(self._setting, tile, *how)
             batched = q.is_cuda and name != "math"
             return [KernelCall(name, portion, batched) for portion in portions(name, tile)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
@@ -15,11 +15,23 @@ from ring.plan.rows import Rows
 _WORD = torch.complex128
 
 
+class Slot(NamedTuple):
+    """The sizes of a slot of a buffer: the key, (B, Dk), then the value, (B, Dv), of one row and key/value head."""
+
+    batch: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def numbers(self) -> int:
+        return self.batch * (self.key_dim + self.value_dim)
+
+
 class StridedView:
     """A (B, N, H, D) tensor whose tiles are (folds, B, groups, per_group, length, D).
 
-    `StridedView(x)` views a shard: rows are tokens. `StridedView.of_slots(buffer, half)` views the keys (half 0) or
-    values (half 1) of a buffer, (slots, 2, B, D): row and head together address a slot.
+    `StridedView(x)` views a shard: rows are tokens. `StridedView.of_slots(buffer, slot)` views the keys and the values
+    of a buffer, (slots, numbers of a slot): row and head together address a slot.
     """
 
     def __init__(self, x: torch.Tensor) -> None:
@@ -28,12 +40,18 @@ class StridedView:
         self._batch, _, _, self._dim = x.shape
 
     @classmethod
-    def of_slots(cls, buffer: torch.Tensor, half: int) -> StridedView:
+    def of_slots(cls, buffer: torch.Tensor, slot: Slot) -> tuple[Self, Self]:
+        batch, key_dim, value_dim = slot
+        return cls._of_slots(buffer, 0, batch, key_dim), cls._of_slots(buffer, batch * key_dim, batch, value_dim)
+
+    @classmethod
+    def _of_slots(cls, buffer: torch.Tensor, first: int, batch: int, dim: int) -> Self:
+        """View (batch, dim) of every slot, from its number `first` on."""
         view = cls.__new__(cls)
-        slot, side, batch, dim = buffer.stride()
-        view._whole, view._strides, view._slots = buffer, (batch, slot, slot, dim), True
-        view._begin, view._skip = buffer.storage_offset() + half * side, half * side * buffer.itemsize
-        _, _, view._batch, view._dim = buffer.shape
+        slot, _ = buffer.stride()
+        view._whole, view._strides, view._slots = buffer, (dim, slot, slot, 1), True
+        view._begin, view._skip = buffer.storage_offset() + first, first * buffer.itemsize
+        view._batch, view._dim = batch, dim
         return view
 
     @cached_property

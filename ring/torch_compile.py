@@ -37,7 +37,7 @@ NO_GROUP = ""
 def traced(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, layout: Layout, *,
     group: dist.ProcessGroup | DeviceMesh | Transport | None, kernel: str, return_lse: bool, packed: int | None = None,
-    **settings: Any,
+    sinks: Tensor | None = None, **settings: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`ring_attention` in a graph. packed: number of the pattern whose documents to use; None: those of `pattern`.
     settings: the other arguments.
@@ -45,9 +45,9 @@ def traced(
     Raises ValueError while traced if the group has no name. Other errors are raised when the graph runs.
     """
     out, lse, _ = torch.ops.ring.attention_forward(
-        q, k, v, layout=layout.number, pattern=pattern_to_text(pattern), group=group_name(group),
+        q, k, v, sinks, layout=layout.number, pattern=pattern_to_text(pattern), group=group_name(group),
         packed=pattern.number if packed is None else packed, return_lse=return_lse, kernel_name=kernel,
-        differentiated=wants_gradients(q, k, v), **settings,
+        differentiated=wants_gradients(q, k, v, sinks), sinks_differentiated=wants_gradients(sinks), **settings,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -129,11 +129,12 @@ def named_transport(group: str) -> Transport:
 
 @torch.library.custom_op("ring::attention_forward", mutates_args=())
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, layout: int, pattern: str, group: str, exchange: str, bucket: int | None,
-    kernel_name: str, scale: float | None, return_lse: bool, check: bool, name: str | None, differentiated: bool,
-    packed: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, layout: int, pattern: str, group: str, exchange: str,
+    bucket: int | None, kernel_name: str, scale: float | None, return_lse: bool, check: bool, name: str | None,
+    differentiated: bool, packed: int = 0, softcap: float | None = None, sinks_differentiated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """q (B, N, H, D), k and v (B, N, Hk, D) -> out like q, lse (B, H, N), and the number of the call, (1,) int64.
+    """q (B, N, H, D), k (B, N, Hk, D), v (B, N, Hk, Dv), sinks (H,) -> out (B, N, H, Dv), lse (B, H, N), and the number
+    of the call, (1,) int64.
 
     packed: the number of the pattern whose documents to use; 0: none. differentiated: True if the graph is.
     """
@@ -141,47 +142,53 @@ def attention_forward(
     with torch.cuda.device_of(q), transport.calls.lock(), torch.autocast(q.device.type, enabled=False):
         numbered = transport.calls.begin(name)
         call = Call(
-            q, k, v, _pattern(pattern, packed), numbered_layout(layout), exchange, bucket, kernel_name, scale,
-            return_lse, differentiated,
+            q, k, v, _pattern(pattern, packed), numbered_layout(layout), exchange, bucket, kernel_name, scale, softcap,
+            sinks, return_lse, differentiated, sinks_differentiated,
         )  # fmt: skip
         setting = agree(call, numbered, transport, check)
         execution = execution_of(call, setting, numbered, select_transport(q, transport), check)
-        out, lse = forward(execution, q, k, v)
+        out, lse = forward(execution, q, k, v, sinks)
     return out.contiguous(), lse, torch.tensor([numbered.number], device="cpu")
 
 
 @attention_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **settings: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, tokens, heads, _ = q.shape
     lse = q.new_empty((batch, heads, tokens), dtype=accumulator_dtype(q.dtype))
-    return q.new_empty(q.shape), lse, torch.empty(1, dtype=torch.int64, device="cpu")
+    return q.new_empty((batch, tokens, heads, v.shape[3])), lse, torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("ring::attention_backward", mutates_args=())
 def attention_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, number: Tensor, *,
-    layout: int, pattern: str, group: str, exchange: str, bucket: int | None, kernel_name: str, scale: float | None,
-    return_lse: bool, check: bool, name: str | None, packed: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dq, dk, dv, like q, k, v. number: of the call, as returned by the forward."""
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
+    number: Tensor, *, layout: int, pattern: str, group: str, exchange: str, bucket: int | None, kernel_name: str,
+    scale: float | None, return_lse: bool, check: bool, name: str | None, packed: int = 0,
+    softcap: float | None = None, sinks_differentiated: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dq, dk, dv, dsinks, like q, k, v, sinks; an empty dsinks if they have no gradient. number: of the call, as
+    returned by the forward.
+    """
     transport = named_transport(group)
     with torch.cuda.device_of(q), transport.calls.lock(), torch.autocast(q.device.type, enabled=False):
         numbered = transport.calls.get(int(number), name)
         call = Call(
-            q, k, v, _pattern(pattern, packed), numbered_layout(layout), exchange, bucket, kernel_name, scale,
-            return_lse, differentiated=True,
+            q, k, v, _pattern(pattern, packed), numbered_layout(layout), exchange, bucket, kernel_name, scale, softcap,
+            sinks, return_lse, differentiated=True, sinks_differentiated=sinks_differentiated,
         )  # fmt: skip
         execution = execution_of(call, setting_of(call, transport), numbered, select_transport(q, transport), check)
         agree_backward(numbered, execution.transport, check)
-        dq, dk, dv = backward(execution, q, k, v, out, lse, dout, dlse)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+        grads = backward(execution, q, k, v, out, lse, dout, dlse, sinks if sinks_differentiated else None)
+    dq, dk, dv, *dsinks = (grad.contiguous() for grad in grads)
+    return dq, dk, dv, dsinks[0] if dsinks else q.new_empty(0)
 
 
 @attention_backward.register_fake
 def _(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **__: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Tensor,
+    sinks_differentiated: bool = False, **__: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dsinks = q.new_empty(0) if sinks is None or not sinks_differentiated else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _setup_context(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
@@ -190,11 +197,11 @@ def _setup_context(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], o
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor, ...]:
-    out = ctx.saved_tensors[3]
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    out = ctx.saved_tensors[4]
     dout = torch.zeros_like(out) if dout is None else dout
-    grads: tuple[Tensor, ...] = torch.ops.ring.attention_backward(dout, dlse, *ctx.saved_tensors, **ctx.settings)
-    return grads
+    dq, dk, dv, dsinks = torch.ops.ring.attention_backward(dout, dlse, *ctx.saved_tensors, **ctx.settings)
+    return dq, dk, dv, dsinks if ctx.settings["sinks_differentiated"] else None
 
 
 attention_forward.register_autograd(_differentiate, setup_context=_setup_context)

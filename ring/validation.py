@@ -11,13 +11,17 @@ import torch
 from reference.documents import describe
 from reference.pattern import Pattern, check_pattern
 from ring.comm.transport import Transport
-from ring.compute.kernels import KERNELS, fused
+from ring.compute.kernel_choice import KERNELS, fused_kernels, setting_of
+from ring.compute.kernel_limits import describe_limits, fa4_missing
+from ring.compute.scores import Scores
 from ring.layout import Layout
 from ring.plan.plan import EXCHANGES
+from ring.precision import accumulator_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MAX = 2**40  # tokens: plans count in 64 bits
 _LARGEST = sys.float_info.max
+_LARGEST_SOFTCAP = 1e30  # scores are divided by it, and multiplied, in fp32
 _REPLACEMENTS = {  # for arguments of other attention functions
     "attn_mask": "masks are patterns, as Pattern.dense(causal=True) or Pattern.dense(documents=lengths)",
     "is_causal": "write Pattern.dense(causal=True)",
@@ -27,6 +31,7 @@ _REPLACEMENTS = {  # for arguments of other attention functions
     "window": "write Pattern.dense(causal=True, window=w)",
     "documents": "write Pattern.dense(causal=True, documents=lengths)",
     "enable_gqa": "leave it out, k and v may have fewer heads than q",
+    "s_aux": "write sinks=s_aux",
 }
 
 
@@ -43,27 +48,34 @@ class Call:
     bucket: int | None
     kernel: str
     scale: float | None
+    softcap: float | None
+    sinks: torch.Tensor | None
     return_lse: bool
     differentiated: bool  # see `wants_gradients`
+    sinks_differentiated: bool
     unknown: tuple[str, ...] = ()  # names of unsupported arguments
 
     def key(self) -> tuple[object, ...]:
         """Key of a call's validity and plan. It has types beside values, because 1, 1.0 and True are equal."""
-        options = (self.exchange, self.bucket, self.kernel, self.scale, self.return_lse, self.differentiated)
-        kinds = (type(self.bucket), type(self.scale), type(self.return_lse))
-        return _kind(self.q), _kind(self.k), _kind(self.v), self.pattern, self.layout, options, kinds
+        options = (
+            self.exchange, self.bucket, self.kernel, self.scale, self.softcap, self.return_lse, self.differentiated,
+            self.sinks_differentiated,
+        )  # fmt: skip
+        kinds = (type(self.bucket), type(self.scale), type(self.softcap), type(self.return_lse))
+        sinks = None if self.sinks is None else _kind(self.sinks)
+        return _kind(self.q), _kind(self.k), _kind(self.v), sinks, self.pattern, self.layout, options, kinds
 
     @property
-    def factor(self) -> float:
-        """Factor of the scores."""
-        return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
+    def scoring(self) -> Scores:
+        scale = self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
+        return Scores(scale, None if self.softcap is None else float(self.softcap))
 
 
 def _kind(x: object) -> tuple[object, ...]:
     return (type(x), x.shape, x.dtype, x.device, x.layout) if isinstance(x, torch.Tensor) else (type(x),)
 
 
-def wants_gradients(*tensors: torch.Tensor) -> bool:
+def wants_gradients(*tensors: torch.Tensor | None) -> bool:
     """Return True if autograd records operations on these tensors. Inside an operator this cannot be seen."""
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors)
 
@@ -88,6 +100,8 @@ def validate(call: Call, transport: Transport) -> None:
     call.pattern.validate_tokens(call.layout.n)
     _validate_tensors(call, call.layout.counts[transport.rank])
     call.pattern.validate(call.q.shape[2])
+    if call.sinks is not None:
+        _validate_sinks(call.sinks, call.q)
 
 
 def _validate_options(call: Call) -> None:
@@ -102,6 +116,11 @@ def _validate_options(call: Call) -> None:
     if scale is not None:
         if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not abs(scale) <= _LARGEST:
             raise ValueError(f"scale must be None or a finite number, got {describe(scale)}")
+    softcap = call.softcap
+    if softcap is not None:
+        real = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
+        if not real or not 1 / _LARGEST_SOFTCAP <= softcap <= _LARGEST_SOFTCAP:
+            raise ValueError(f"softcap must be None or a number from 1e-30 to 1e30, got {describe(softcap)}")
     if not isinstance(call.return_lse, bool):
         raise ValueError(f"return_lse must be True or False, got {call.return_lse!r}")
 
@@ -116,8 +135,9 @@ def _validate_tensors(call: Call, tokens: int) -> None:
         if x.layout is not torch.strided or x.is_complex() or x.is_quantized:
             raise NotImplementedError(f"{name} must be a dense real tensor, got {x.layout}, {x.dtype}")
     q, k, v = call.q, call.k, call.v
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[:3] != v.shape[:3]:
+        shapes = f"{tuple(k.shape)} and {tuple(v.shape)}"
+        raise ValueError(f"k and v must have one shape, except for the head dim of v, got {shapes}")
     if q.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {[str(d) for d in DTYPES]}, got {q.dtype}")
     for name, x in (("k", k), ("v", v)):
@@ -125,20 +145,35 @@ def _validate_tensors(call: Call, tokens: int) -> None:
             raise ValueError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
         if x.device != q.device:
             raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
-        if (x.shape[0], x.shape[3]) != (q.shape[0], q.shape[3]):
-            raise ValueError(
-                f"{name} must have q's batch and head dim {(q.shape[0], q.shape[3])}, got {(x.shape[0], x.shape[3])}"
-            )
-    if min(q.shape[0], q.shape[2], q.shape[3], k.shape[2]) < 1:
-        raise ValueError(f"batch, heads and head dim must be >= 1, got q {tuple(q.shape)}, k {tuple(k.shape)}")
+    if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
+        raise ValueError(
+            f"k must have q's batch and head dim {(q.shape[0], q.shape[3])}, got {(k.shape[0], k.shape[3])}"
+        )
+    if min(q.shape[0], q.shape[2], q.shape[3], k.shape[2], v.shape[3]) < 1:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise ValueError(f"batch, heads and head dim must be >= 1, got {shapes}")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"query heads must be a multiple of key/value heads, got {q.shape[2]} and {k.shape[2]}")
     for name, x in tensors.items():
         if x.shape[1] != tokens:
             got = f"{x.shape[1]}: heads first? Write {name}.transpose(1, 2)" if x.shape[2] == tokens else x.shape[1]
             raise ValueError(f"{name} must have the {tokens} tokens that the layout gives this rank, got {got}")
-    if call.kernel in ("flash", "cudnn"):
+    if call.kernel in ("flash", "cudnn", "fa4"):
         _validate_fused(call)
+
+
+def _validate_sinks(sinks: Any, q: torch.Tensor) -> None:
+    """Raise ValueError or NotImplementedError unless sinks are one number for each query head. Values are no matter."""
+    refuse_dtensor("sinks", sinks)
+    heads, dtypes = q.shape[2], {q.dtype, accumulator_dtype(q.dtype)}
+    if not isinstance(sinks, torch.Tensor) or sinks.shape != (heads,) or sinks.layout is not torch.strided:
+        got = f"{sinks.layout}, shape {tuple(sinks.shape)}" if isinstance(sinks, torch.Tensor) else repr(type(sinks))
+        raise ValueError(f"sinks must be None or a dense ({heads},) tensor, a number for each query head, got {got}")
+    if sinks.dtype not in dtypes:
+        allowed = " or ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"sinks must have dtype {allowed} beside q of {q.dtype}, got {sinks.dtype}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")
 
 
 def is_dtensor(x: object) -> bool:
@@ -159,16 +194,24 @@ def refuse_dtensor(name: str, x: Any) -> None:
 def _validate_fused(call: Call) -> None:
     """Refuse a fused kernel, requested by name, that supports no tile of the call."""
     name, q = call.kernel, call.q
-    devices = ("cuda",) if name == "cudnn" else ("cpu", "cuda")
+    devices = ("cpu", "cuda") if name == "flash" else ("cuda",)
     if q.device.type not in devices:
         kinds = " and ".join(devices)
         raise NotImplementedError(f"kernel {name!r} takes {kinds} tensors, got {q.device}; 'auto' and 'math' take any")
-    if fused(name, q.device, q.dtype, q.shape[3]) != name:
+    if name == "fa4" and (missing := fa4_missing()) is not None:
+        raise NotImplementedError(f"kernel 'fa4' is FlashAttention-4: {missing}; 'auto' takes other kernels")
+    if call.softcap is not None and name != "fa4":
         raise NotImplementedError(
-            f"on GPUs kernel {name!r} takes dtype float16 or bfloat16 and head dims up to 128 that are multiples of 8, "
-            f"got dtype {q.dtype} and head dim {q.shape[3]}; 'auto' and 'math' take any"
+            f"kernel {name!r} has no softcap, got softcap={call.softcap}: use kernel 'auto', 'math' or, on GPUs, 'fa4'"
         )
-    if call.return_lse and call.differentiated:
+    setting = setting_of(name, q, call.k, call.v, call.scoring)
+    if name not in fused_kernels(setting._replace(scoring=call.scoring._replace(scale=1.0))):
+        dims = f"head dim {q.shape[3]}, of values {call.v.shape[3]}, and {setting.share} query heads per key/value head"
+        raise NotImplementedError(
+            f"kernel {name!r} takes {describe_limits(name, q.device.type)}, got dtype {q.dtype}, {dims}; 'auto' and "
+            "'math' take any"
+        )
+    if call.return_lse and call.differentiated and name != "fa4":
         raise NotImplementedError(
             f"kernel {name!r} has no gradient through lse: with return_lse=True use kernel 'auto' or 'math', or no_grad"
         )

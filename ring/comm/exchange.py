@@ -3,7 +3,7 @@ computation. It knows nothing of attention.
 
 The exchange owns the buffers: a send buffer for local rows and two alternating receive buffers (`gather`: one). In
 backward it has two more alternating buffers for gradients, and one for returned gradients. They are allocated once for
-a call and reused at every step. A slot is the key and the value of one row and head: (2, B, D).
+a call and reused at every step. A slot is the key, then the value, of one row and head: `ring.strided_view.Slot`.
 
 Gradients travel in the accumulator's dtype, except with `direct` between GPUs. There a slot's gradient is complete when
 it is sent, and most kernels return it in 16 bits anyway. The owner sums it in fp32.
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -22,7 +23,7 @@ from ring.comm.transport import Message, Outgoing, Pending, Transport
 from ring.plan.plan import Plan, SlotMap, Step
 from ring.plan.schedule import Transfer
 from ring.precision import accumulator_dtype
-from ring.strided_view import GradientSum, OverwritingView, StridedView
+from ring.strided_view import GradientSum, OverwritingView, Slot, StridedView
 
 # Limit on a shard's rows and a buffer's slots: `ring.comm.packing` has them, and twice the slots, in 32-bit integers.
 _MAX_COUNTED = 2**30
@@ -39,13 +40,17 @@ class Arrival:
 
 
 class Exchange:
-    """The messages of one call. k, v: (B, local tokens, Hk, D), any strides."""
+    """The messages of one call. k, v: (B, local tokens, Hk, head dim), any strides; their head dims may differ."""
 
     def __init__(self, plan: Plan, transport: Transport, k: torch.Tensor, v: torch.Tensor) -> None:
         assert (plan.rank, plan.tokens) == (transport.rank, k.shape[1])
         self.plan, self.transport, self.k, self.v = plan, transport, k, v
         self._allocated = 0
         self._last: tuple[tuple[Step, Pending], torch.Tensor] | None = None  # the last return, and its buffer
+
+    @cached_property
+    def _slot(self) -> Slot:
+        return Slot(self.k.shape[0], self.k.shape[3], self.v.shape[3])
 
     def arrivals(self) -> Iterator[Arrival]:
         """Yield the arrivals of a forward: the local keys, then the received ones."""
@@ -76,7 +81,7 @@ class Exchange:
                 yield Arrival(arrival.key, arrival.value, dk, dv)
                 continue
             step, grad = plan.steps[number - 1], grads[(number - 1) % len(grads)]
-            with _gradient_views(step, grad) as (key_grad, value_grad):
+            with _gradient_views(step, grad, self._slot) as (key_grad, value_grad):
                 yield Arrival(arrival.key, arrival.value, key_grad, value_grad)
             if due is not None:  # from the previous step: partial sums to carry on, and gradients of local keys
                 grad[: due[0].carried] += self._add_returned(due, returned, dk, dv)
@@ -110,7 +115,7 @@ class Exchange:
         """Wait for returned gradients, add those of local keys, and return those to carry on."""
         step, pending = due
         pending.arrive()
-        key, value = StridedView.of_slots(returned, 0), StridedView.of_slots(returned, 1)
+        key, value = StridedView.of_slots(returned, self._slot)
         for scatter in step.scatters:
             dk.add(scatter.rows, scatter.heads, key.view(scatter.slots, scatter.columns))
             dv.add(scatter.rows, scatter.heads, value.view(scatter.slots, scatter.columns))
@@ -134,7 +139,7 @@ class Exchange:
             )
             yield arrival, number - 1
             pending.arrive()
-            arrival = Arrival(StridedView.of_slots(into, 0), StridedView.of_slots(into, 1))
+            arrival = Arrival(*StridedView.of_slots(into, self._slot))
         yield arrival, len(plan.steps)
         if pending is not None:
             pending.wait()
@@ -148,7 +153,7 @@ class Exchange:
 
             pack(gathers, self.k, self.v, send_buffer)
             return
-        key, value = StridedView.of_slots(send_buffer, 0), StridedView.of_slots(send_buffer, 1)
+        key, value = StridedView.of_slots(send_buffer, self._slot)
         k, v = StridedView(self.k), StridedView(self.v)
         for gather in gathers:
             key.put(gather.slots, gather.columns, k.view(gather.rows, gather.heads))
@@ -161,9 +166,8 @@ class Exchange:
         return self.k.dtype if complete else accumulator_dtype(self.k.dtype)
 
     def _allocate(self, name: str, slots: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a buffer, (slots, 2, B, D)."""
-        batch, _, _, dim = self.k.shape
-        buffer = self.transport.empty(name, (slots, 2, batch, dim), dtype, self.k.device)
+        """Allocate a buffer, (slots, numbers of a slot)."""
+        buffer = self.transport.empty(name, (slots, self._slot.numbers), dtype, self.k.device)
         size = buffer.numel() * buffer.element_size()
         self._allocated += size
         buffer_meter.count(self.transport, size)
@@ -186,12 +190,12 @@ class Exchange:
         return outgoing
 
     def _sent(self, buffer: str, slots: int, dtype: torch.dtype, label: str, transfer: Transfer) -> Outgoing:
-        slot = 2 * self.k.shape[0] * self.k.shape[3] * dtype.itemsize  # bytes
+        slot = self._slot.numbers * dtype.itemsize  # bytes
         return Outgoing(buffer, slots * slot, label, transfer.peer, transfer.start * slot, transfer.stop * slot)
 
     @contextmanager
     def _buffers(self, direction: str) -> Iterator[None]:
-        key = (self.plan.setting, direction, self.k.dtype, self.k.shape[0], self.k.shape[3])
+        key = (self.plan.setting, direction, self.k.dtype, self._slot)
         self.transport.prepare(key, lambda: self._outgoing(direction))
         try:
             yield
@@ -206,14 +210,14 @@ def _packs_in_one_pass(k: torch.Tensor, send_buffer: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _gradient_views(step: Step, grad: torch.Tensor) -> Iterator[tuple[StridedView, StridedView]]:
-    """Views to which a step's tiles add gradients of keys and values; on exit `grad`, (slots, 2, B, D), has them."""
+def _gradient_views(step: Step, grad: torch.Tensor, slot: Slot) -> Iterator[tuple[StridedView, StridedView]]:
+    """Views to which a step's tiles add gradients of keys and values; on exit `grad`, a buffer, has them."""
     if step.once:
-        yield OverwritingView.of_slots(grad, 0), OverwritingView.of_slots(grad, 1)
+        yield OverwritingView.of_slots(grad, slot)
         return
     work = accumulator_dtype(grad.dtype)
     sums = grad.zero_() if grad.dtype == work else torch.zeros_like(grad, dtype=work)
-    yield StridedView.of_slots(sums, 0), StridedView.of_slots(sums, 1)
+    yield StridedView.of_slots(sums, slot)
     if sums is not grad:
         grad.copy_(sums)
 

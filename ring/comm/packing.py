@@ -19,51 +19,61 @@ from ring.caching.graph_keepalive import keep_alive_in_graph
 from ring.caching.triton_launcher import Launcher
 from ring.plan.plan import SlotMap
 from ring.plan.ranges import Ints
+from ring.strided_view import Slot
 
 _SLOTS, _WARPS = 32, 4  # per program
+
+
+@triton.jit
+def _copy(source, step, to, valid, DIM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy DIM numbers, `step` apart, from each address of `source` to each of `to`."""
+    column = tl.arange(0, BLOCK)
+    mask = valid[:, None] & (column < DIM)[None, :]
+    tl.store(to[:, None] + column[None, :], tl.load(source[:, None] + column[None, :] * step, mask), mask)
 
 
 @triton.jit
 def _pack(  # type: ignore[no-untyped-def]
     table, k, v, send_buffer, count,
     k_batch, k_row, k_head, k_dim, v_batch, v_row, v_head, v_dim, slot_step, value_step,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """send_buffer (slots, 2, B, D), contiguous; table (2, slots) int32: row and head of each."""
+    """send_buffer (slots, numbers of a slot), contiguous; table (2, slots) int32: row and head of each."""
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     batch = tl.program_id(1).to(tl.int64)
-    column = tl.arange(0, BLOCK)
     valid = slot < count
     row, head = tl.load(table + slot, valid, other=0).to(tl.int64), tl.load(table + count + slot, valid, other=0)
-    mask = valid[:, None] & (column < DIM)[None, :]
-    key = k + (batch * k_batch + row * k_row + head * k_head)[:, None] + column[None, :] * k_dim
-    value = v + (batch * v_batch + row * v_row + head * v_head)[:, None] + column[None, :] * v_dim
-    to = send_buffer + (slot.to(tl.int64) * slot_step + batch * DIM)[:, None] + column[None, :]
-    tl.store(to, tl.load(key, mask), mask)
-    tl.store(to + value_step, tl.load(value, mask), mask)
+    to = slot.to(tl.int64) * slot_step
+    key, to_key = k + batch * k_batch + row * k_row + head * k_head, send_buffer + to + batch * KEY_DIM
+    _copy(key, k_dim, to_key, valid, KEY_DIM, KEY_BLOCK)
+    value, to_value = v + batch * v_batch + row * v_row + head * v_head, send_buffer + to + batch * VALUE_DIM
+    _copy(value, v_dim, to_value + value_step, valid, VALUE_DIM, VALUE_BLOCK)
 
 
 def pack(gathers: tuple[SlotMap, ...], k: torch.Tensor, v: torch.Tensor, send_buffer: torch.Tensor) -> None:
-    """Fill the front of the send buffer, (slots, 2, B, D), contiguous. k, v: (B, tokens, Hk, D), any strides."""
+    """Fill the front of the send buffer, (slots, numbers of a slot), contiguous. k, v: (B, tokens, Hk, head dim), any
+    strides.
+    """
     begins = k.data_ptr() % 16, v.data_ptr() % 16, send_buffer.data_ptr() % 16
-    table = _table(gathers, k.device)
-    launch = _launcher(table.shape[1], k.device, k.dtype, k.shape, k.stride(), v.stride(), begins)
+    table, slot = _table(gathers, k.device), Slot(k.shape[0], k.shape[3], v.shape[3])
+    launch = _launcher(table.shape[1], k.device, k.dtype, slot, k.stride(), v.stride(), begins)
     keep_alive_in_graph(table)
     launch(table, k, v, send_buffer)
 
 
 @lru_cache(maxsize=1024)
 def _launcher(
-    count: int, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], k_strides: tuple[int, ...],
+    count: int, device: torch.device, dtype: torch.dtype, slot: Slot, k_strides: tuple[int, ...],
     v_strides: tuple[int, ...], begins: tuple[int, ...],
 ) -> Launcher:  # fmt: skip
     """Return the launcher for `count` slots, and keys and values of this kind. begins: addresses modulo 16 of k, v and
     the send buffer.
     """
-    batch, _, _, dim = shape
-    numbers = count, *k_strides, *v_strides, 2 * batch * dim, batch * dim
-    constants = {"DIM": dim, "BLOCK": triton.next_power_of_2(dim), "SLOTS": _SLOTS}
-    return Launcher(_pack, (triton.cdiv(count, _SLOTS), batch, 1), _WARPS, numbers, constants)
+    numbers = count, *k_strides, *v_strides, slot.numbers, slot.batch * slot.key_dim
+    blocks = {"KEY_BLOCK": triton.next_power_of_2(slot.key_dim), "VALUE_BLOCK": triton.next_power_of_2(slot.value_dim)}
+    constants = {"KEY_DIM": slot.key_dim, "VALUE_DIM": slot.value_dim, **blocks, "SLOTS": _SLOTS}
+    return Launcher(_pack, (triton.cdiv(count, _SLOTS), slot.batch, 1), _WARPS, numbers, constants)
 
 
 # Tables in GPU memory; with documents every training step has new ones.

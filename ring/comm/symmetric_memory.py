@@ -141,7 +141,7 @@ class SymmetricTransport(ProcessGroupTransport):
         if capturing:  # ranks that do not capture would wait for a collective that a graph does not run
             raise RuntimeError(
                 "a call that a CUDA graph captures must have run before with the same setting, dtype, batch and head "
-                f"dim, and fewer than {_ROUTES} other kinds of calls since: its ranks must know each other's buffers"
+                f"dims, and fewer than {_ROUTES} other kinds of calls since: its ranks must know each other's buffers"
             )
         sizes: dict[str, int] = {}
         for message in outgoing:

@@ -55,15 +55,18 @@ class TensorSum(GradientSum, Protocol):
 
 
 class Accumulator:
-    """Output (B, N, H, D) and lse (B, H, N) of the own query rows, initially 0 and -inf: no key seen. A first partial
-    result that covers everything is not copied until the next one.
+    """Output (B, N, H, D) and lse (B, H, N) of the own query rows, initially 0 and -inf: no key seen. With sinks, (H,),
+    lse is initially that of the head: every row has seen one key of this score and value 0. Without, a first partial
+    result that covers everything is not copied until the next one. like: a tensor with the output's shape.
     """
 
-    def __init__(self, query: torch.Tensor) -> None:
-        self._like = query
-        self._dtype = accumulator_dtype(query.dtype)
+    def __init__(self, like: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
+        self._like = like
+        self._dtype = accumulator_dtype(like.dtype)
         self._only: tuple[torch.Tensor, torch.Tensor] | None = None
         self._begun = False
+        if sinks is not None:
+            self.lse.copy_(sinks[:, None])
 
     def _begin(self) -> None:
         batch, tokens, heads, dim = self._like.shape

@@ -12,34 +12,39 @@ from collections.abc import Sequence
 import torch
 
 from ring.compute import kernel_counts, math_kernel
-from ring.compute.gpu import varlen_kernel
+from ring.compute.gpu import fa4_kernel, varlen_kernel
 from ring.compute.gpu.varlen_kernel import no_dropout
 from ring.compute.math_kernel import SavedRows, Tensors3
+from ring.compute.scores import Scores
 from ring.plan.tile import Mask, Tile
 from ring.precision import accumulator_dtype
 from ring.strided_view import tile_shape
 
 
 def forward(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scoring: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of the tile by kernel "flash" or, on GPUs, "cudnn"; lse in the accumulator's type."""
+    """Return (out, lse) of the tile by kernel "flash" or, on GPUs, "cudnn" or "fa4"; lse in the accumulator's type."""
+    if name == "fa4":
+        return fa4_kernel.forward(q, k, v, tile, scoring)
     if q.device.type == "cpu":
-        return _cpu_forward(q, k, v, tile, scale)
+        return _cpu_forward(q, k, v, tile, scoring)
     if tile.sequences is not None:
-        return varlen_kernel.forward(q, k, v, tile, scale)
-    return _gpu_forward(name, q, k, v, tile, scale)
+        return varlen_kernel.forward(q, k, v, tile, scoring.scale)
+    return _gpu_forward(name, q, k, v, tile, scoring.scale)
 
 
 def backward(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scoring: Scores
 ) -> Tensors3:
     """Return the tile's summands of dq, dk, dv, shaped like q, k, v."""
+    if name == "fa4":
+        return fa4_kernel.backward(q, k, v, saved, tile, scoring)
     if q.device.type == "cpu":
-        return _cpu_backward(q, k, v, saved, tile, scale)
+        return _cpu_backward(q, k, v, saved, tile, scoring.scale)
     if tile.sequences is not None:
-        return varlen_kernel.backward(q, k, v, saved, tile, scale)
-    return _gpu_backward(name, q, k, v, saved, tile, scale)
+        return varlen_kernel.backward(q, k, v, saved, tile, scoring.scale)
+    return _gpu_backward(name, q, k, v, saved, tile, scoring.scale)
 
 
 def _batched(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -55,18 +60,18 @@ def _batched(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def _cpu_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scoring: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # In the accumulator's type: on 16-bit operands this kernel rounds probabilities, and sums gradients, in 16 bits.
     work = accumulator_dtype(q.dtype)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        _batched(q, work), _batched(k, work), _batched(v, work), 0.0, tile.mask is Mask.CAUSAL, scale=scale
+        _batched(q, work), _batched(k, work), _batched(v, work), 0.0, tile.mask is Mask.CAUSAL, scale=scoring.scale
     )
     out, lse = out.view(q.shape), lse.view(q.shape[:-1])
     ambiguous = lse == 0  # of a row whose scores are all -inf, or of one with a single score of 0
     if ambiguous.any():
         kernel_counts.count("math")
-        math_out, math_lse = math_kernel.forward(q, k, v, tile, scale)
+        math_out, math_lse = math_kernel.forward(q, k, v, tile, scoring)
         # Replace these rows only: a row's bits must not depend on the scores of other rows.
         out[ambiguous], lse[ambiguous] = math_out[ambiguous], math_lse[ambiguous]
     return out, lse
@@ -98,7 +103,7 @@ def _gpu_forward(
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     if lse.numel() > q.shape[0] * q.shape[1] * q.shape[2]:  # rows may be padded
         lse = lse.reshape(q.shape[0], q.shape[1], -1)[..., : q.shape[2]]
-    shape = tile_shape(tile.query_rows, tile.query_heads, q)
+    shape = tile_shape(tile.query_rows, tile.query_heads, out)
     return out.view(shape), lse.view(shape[:-1])
 
 
@@ -140,5 +145,5 @@ def _gpu_backward(
             none,
             scale=scale,
         )
-    key_shape = tile_shape(tile.key_rows, tile.key_heads, k)
-    return dq.view(tile_shape(tile.query_rows, tile.query_heads, q)), dk.view(key_shape), dv.view(key_shape)
+    dk, dv = (x.view(tile_shape(tile.key_rows, tile.key_heads, x)) for x in (dk, dv))
+    return dq.view(tile_shape(tile.query_rows, tile.query_heads, q)), dk, dv

@@ -1,11 +1,12 @@
 """The math kernel: partial attention of one tile by matrix products. It takes every tile, type and device, and
 computes in the accumulator's type.
 
-Tiles: q, out, dout (F, B, G, P, Lq, D): folds, batch, key/value heads, query heads of each, rows, head dim;
-k, v (F, B, G, 1, Lk, D); lse, delta (F, B, G, P, Lq).
+Tiles: q (F, B, G, P, Lq, D): folds, batch, key/value heads, query heads of each, rows, head dim; k (F, B, G, 1, Lk, D);
+v (F, B, G, 1, Lk, Dv), with a head dim of its own; out, dout (F, B, G, P, Lq, Dv); lse, delta (F, B, G, P, Lq).
 
 The backward of a partial takes the *global* out and lse of its rows: dS = P (dO V^T - delta), P = exp(S - lse),
 delta = rowsum(dO out) - dlse, and its dQ, dK, dV are summands (FlashAttention-2, arXiv 2307.08691, algorithm 2).
+A softcap t gives dS one more factor, 1 - (S / t)^2.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from ring.caching.graph_keepalive import keep_alive_in_graph
 from ring.caching.weak_cache import cached_on
+from ring.compute.scores import Scores
 from ring.plan.tile import Mask, Tile
 from ring.precision import accumulator_dtype
 
@@ -27,14 +29,15 @@ _MIN_ROWS = 8  # least query rows of a block
 
 @dataclass(frozen=True)
 class SavedRows:
-    """Arguments of a tile's backward besides q, k, v: its rows of dout, out, lse and delta. For fused kernels on GPUs
-    they are batched (`ring.strided_view`), lse with a last dim of 1.
+    """Arguments of a tile's backward besides q, k, v: its rows of dout, out, lse, delta and the gradient of lse. For
+    fused kernels on GPUs they are batched (`ring.strided_view`), lse and its gradient with a last dim of 1.
     """
 
     dout: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
     delta: torch.Tensor | None  # None for other kernels
+    dlse: torch.Tensor | None = None  # None if lse has no gradient; for other kernels it is a part of delta
 
 
 def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
@@ -51,9 +54,11 @@ def _positions(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Te
     return tile.query_positions.to(device), tile.key_positions.to(device)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scale: float, rows: slice) -> torch.Tensor:
-    """Return scale * q k^T, -inf where hidden: (F, B, G, P * L, Lk). q (F, B, G, P, L, D), k (F, B, G, Lk, D)."""
-    scores = (q.flatten(3, 4) @ k.mT).mul_(scale)
+def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scoring: Scores, rows: slice) -> torch.Tensor:
+    """Return the scores of q k^T, -inf where hidden: (F, B, G, P * L, Lk). q (F, B, G, P, L, D), k (F, B, G, Lk, D)."""
+    scores = (q.flatten(3, 4) @ k.mT).mul_(scoring.scale)
+    if scoring.softcap is not None:
+        scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
     if tile.mask is Mask.FULL:
         return scores
     if tile.mask is Mask.CAUSAL:
@@ -68,21 +73,21 @@ def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scale: float, rows: sl
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scoring: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of the tile. A row that sees no key of the tile has out 0, lse -inf."""
     work = accumulator_dtype(q.dtype)
-    out = torch.empty(q.shape, dtype=work, device=q.device)
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=work, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=work, device=q.device)
     if tile.sequences is not None:
         sequence = replace(tile, sequences=None)
         for rows, keys in tile.sequences.slices():
             part = q[..., rows, :], k[..., keys, :], v[..., keys, :]
-            out[..., rows, :], lse[..., rows] = forward(*part, sequence, scale)
+            out[..., rows, :], lse[..., rows] = forward(*part, sequence, scoring)
         return out, lse
     k, v = k.squeeze(3).to(work), v.squeeze(3).to(work)  # (F, B, G, Lk, D)
     for rows in _row_blocks(q, k):
-        scores = _scores(q[..., rows, :].to(work), k, tile, scale, rows)
+        scores = _scores(q[..., rows, :].to(work), k, tile, scoring, rows)
         top = scores.amax(-1, keepdim=True)
         top = top.masked_fill(top == -torch.inf, 0.0)  # a row that sees nothing: exp(-inf - 0) is 0
         weights = scores.sub_(top).exp_()
@@ -93,11 +98,13 @@ def forward(
     return out, lse
 
 
-def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float) -> Tensors3:
+def backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scoring: Scores
+) -> Tensors3:
     """Return the tile's summands of dq, dk, dv, shaped like q, k, v."""
     if tile.sequences is not None:
-        return _varlen_backward(q, k, v, saved, tile, scale)
-    work = accumulator_dtype(q.dtype)
+        return _varlen_backward(q, k, v, saved, tile, scoring)
+    work, (scale, softcap) = accumulator_dtype(q.dtype), scoring
     k, v = k.squeeze(3).to(work), v.squeeze(3).to(work)  # (F, B, G, Lk, D)
     dq = torch.empty(q.shape, dtype=work, device=q.device)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
@@ -106,16 +113,22 @@ def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows
     for rows in _row_blocks(q, k):
         query, dout = q[..., rows, :].to(work), saved.dout[..., rows, :].to(work).flatten(3, 4)  # (F, B, G, P * L, D)
         lse, delta = safe_lse[..., rows].flatten(3, 4), saved.delta[..., rows].flatten(3, 4)  # (F, B, G, P * L)
-        weights = _scores(query, k, tile, scale, rows).sub_(lse.unsqueeze(-1)).exp_()  # (F, B, G, P * L, Lk)
+        scores = _scores(query, k, tile, scoring, rows)  # (F, B, G, P * L, Lk)
+        slope = (
+            None if softcap is None else (scores / softcap).clamp_(min=-1).square_().neg_().add_(1)
+        )  # 0 where hidden
+        weights = scores.sub_(lse.unsqueeze(-1)).exp_()
         dv += weights.mT @ dout
         dscores = (dout @ v.mT).sub_(delta.unsqueeze(-1)).mul_(weights).mul_(scale)
+        if slope is not None:
+            dscores.mul_(slope)
         dq[..., rows, :] = (dscores @ k).view(query.shape)
         dk += dscores.mT @ query.flatten(3, 4)
     return dq, dk.unsqueeze(3), dv.unsqueeze(3)
 
 
 def _varlen_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scoring: Scores
 ) -> Tensors3:
     """Compute the backward of a tile with sequences, one by one."""
     assert tile.sequences is not None and saved.delta is not None
@@ -125,6 +138,6 @@ def _varlen_backward(
         part = SavedRows(
             saved.dout[..., rows, :], saved.out[..., rows, :], saved.lse[..., rows], saved.delta[..., rows]
         )
-        grads = backward(q[..., rows, :], k[..., keys, :], v[..., keys, :], part, sequence, scale)
+        grads = backward(q[..., rows, :], k[..., keys, :], v[..., keys, :], part, sequence, scoring)
         dq[..., rows, :], dk[..., keys, :], dv[..., keys, :] = grads
     return dq, dk, dv

@@ -46,7 +46,7 @@ class ContextParallel:
         group: a process group, a `DeviceMesh` of one dimension, a `Transport`, or None: the default group, if any.
         exchange: "direct" (needed rows, from their owner), "ring" (neighbour to neighbour) or "gather" (all rows).
         bucket: maximum key/value tokens per receive buffer and kernel call; None: chosen by a memory budget.
-        kernel: "auto", "math", "flash" or, on GPUs, "cudnn".
+        kernel: "auto", "math", "flash" or, on GPUs, "cudnn" or "fa4".
         check: compare the ranks' arguments before any tensor moves. Without it a wrong call may cause a hang.
         documents: lengths of the documents that the sequence is packed from, which replace those of modules' patterns;
             None: those of the patterns. `with_documents` makes a handle for each packed batch.
@@ -194,15 +194,27 @@ class ContextParallel:
         return self.layout.shard(x, self.rank, dim)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, name: str | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pattern: Pattern,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        name: str | None = None,
     ) -> Tensor:
-        """Return `ring.ring_attention` of this rank's shards under this handle's settings, with q's shape and dtype.
+        """Return `ring.ring_attention` of this rank's shards under this handle's settings: (B, N, H, Dv) in q's dtype.
 
         Args:
             q: (B, N, H, D) with this rank's N tokens, in fp64, fp32, bf16 or fp16.
-            k, v: (B, N, Hk, D); query head h reads head h // (H / Hk).
+            k: (B, N, Hk, D); query head h reads head h // (H / Hk).
+            v: (B, N, Hk, Dv).
             pattern: the attention mask. Its documents are replaced by the handle's, if that has any.
             scale: factor of the scores; None: D ** -0.5.
+            softcap: bound t of the scores, t tanh(score / t); None: no bound.
+            sinks: (H,), a score of each head that every row sees, with value 0; None: none.
             name: label of this call in errors, as "layer 3"; the ranks compare it.
 
         Raises:
@@ -215,7 +227,8 @@ class ContextParallel:
             group = self.transport.group
         settings: dict[str, Any] = {
             "layout": self.layout, "group": group, "exchange": self.exchange,
-            "bucket": self.bucket, "kernel": self.kernel, "scale": scale, "check": self.check, "name": name,
+            "bucket": self.bucket, "kernel": self.kernel, "scale": scale, "softcap": softcap, "sinks": sinks,
+            "check": self.check, "name": name,
         }  # fmt: skip
         return attend_packed(self._packed, q, k, v, pattern, **settings)
 

@@ -43,17 +43,22 @@ class RingAttention(nn.Module):
         scale: float | None = None,
         enable_gqa: bool = False,
         *,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
         context: ContextParallel | None = None,
     ) -> Tensor:
-        """Return the attention of this rank's queries to all keys that they see: (B, H, N, D), in query's dtype.
+        """Return the attention of this rank's queries to all keys that they see: (B, H, N, Dv), in query's dtype.
 
         Args:
             query: (B, H, N, D) with this rank's N tokens, in fp64, fp32, bf16 or fp16.
-            key, value: (B, Hk, N, D), in query's dtype.
+            key: (B, Hk, N, D), in query's dtype.
+            value: (B, Hk, N, Dv), in query's dtype.
             attn_mask, dropout_p: must be None and 0; they exist for the signature.
             is_causal: None, or the pattern's.
             scale: factor of the scores; None: D ** -0.5.
             enable_gqa: True if H may be a multiple of Hk.
+            softcap: bound t of the scores, t tanh(score / t); None: no bound.
+            sinks: (H,), a score of each head that every row sees, with value 0; None: none.
             context: handle of the sharded sequence; None: the module's.
 
         Raises:
@@ -68,7 +73,8 @@ class RingAttention(nn.Module):
         except Exception as error:  # of any type: the other ranks must raise it too
             context.raise_everywhere(error, self.name)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, N, H, D)
-        return context.attention(q, k, v, self.pattern, scale=scale, name=self.name).transpose(1, 2)
+        out = context.attention(q, k, v, self.pattern, scale=scale, softcap=softcap, sinks=sinks, name=self.name)
+        return out.transpose(1, 2)
 
     def _check(self, attn_mask: Tensor | None, dropout_p: float, is_causal: bool | None) -> None:
         if attn_mask is not None:

@@ -28,11 +28,15 @@ class SelfAttention(nn.Module):
         pattern: the attention mask.
         kv_heads: number of key/value heads; query head h reads head h // (heads / kv_heads). None: as many as heads.
         head_dim: None: dim / heads.
+        value_head_dim: head dim of the values; None: head_dim.
         bias: True for biases of the four projections.
         rotary_theta: base of the rotary positions; None: no positions.
         qk_norm: RMSNorm of each head's queries and keys before the rotation.
         inner_norm_eps: epsilon of a LayerNorm of all heads' outputs before o_proj (torchscale's subln, arXiv
             2210.06423); None: no LayerNorm.
+        softcap: bound t of the scores, t tanh(score / t); None: no bound.
+        sinks: True for a parameter `sinks`, (heads,), initially 0: for each head the score of one more key, of value 0,
+            that every token sees.
         name: of this module in errors, as "layer 3"; the ranks compare it.
         device, dtype: of the parameters; None: torch's defaults.
 
@@ -48,10 +52,13 @@ class SelfAttention(nn.Module):
         *,
         kv_heads: int | None = None,
         head_dim: int | None = None,
+        value_head_dim: int | None = None,
         bias: bool = False,
         rotary_theta: float | None = THETA,
         qk_norm: bool = False,
         inner_norm_eps: float | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
         name: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -62,7 +69,8 @@ class SelfAttention(nn.Module):
         if head_dim is None and dim % heads:
             raise ValueError(f"dim must be a multiple of heads unless head_dim is given, got {dim} and {heads}")
         head_dim = dim // heads if head_dim is None else head_dim
-        check_sizes(head_dim=head_dim)
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        check_sizes(head_dim=head_dim, value_head_dim=value_head_dim)
         if heads % kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
         check_pattern(pattern)
@@ -70,14 +78,16 @@ class SelfAttention(nn.Module):
         if rotary_theta is not None:
             check_rotation(head_dim, rotary_theta)
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
+        self.value_head_dim, self.softcap = value_head_dim, softcap
         self.pattern, self.rotary_theta, self.name = pattern, rotary_theta, name
-        inner = heads * head_dim
-        self.q_proj = nn.Linear(dim, inner, bias, device, dtype)
+        inner = heads * value_head_dim
+        self.q_proj = nn.Linear(dim, heads * head_dim, bias, device, dtype)
         self.k_proj = nn.Linear(dim, kv_heads * head_dim, bias, device, dtype)
-        self.v_proj = nn.Linear(dim, kv_heads * head_dim, bias, device, dtype)
+        self.v_proj = nn.Linear(dim, kv_heads * value_head_dim, bias, device, dtype)
         self.o_proj = nn.Linear(inner, dim, bias, device, dtype)
         self.q_norm = nn.RMSNorm(head_dim, 1e-6, device=device, dtype=dtype) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, 1e-6, device=device, dtype=dtype) if qk_norm else None
+        self.sinks = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sinks else None
         self.inner_norm = None
         if inner_norm_eps is not None:
             self.inner_norm = nn.LayerNorm(inner, inner_norm_eps, device=device, dtype=dtype)
@@ -95,15 +105,17 @@ class SelfAttention(nn.Module):
         """
         check_input(x, self.dim, context, positions, self.name)
         q, k, v = self._project(x, context)
-        out = context.attention(q, k, v, self.pattern, name=self.name).flatten(2)  # (B, N, H D)
+        out = context.attention(q, k, v, self.pattern, softcap=self.softcap, sinks=self.sinks, name=self.name).flatten(
+            2
+        )  # (B, N, H Dv)
         return self.o_proj(out if self.inner_norm is None else self.inner_norm(out))
 
     def _project(self, x: Tensor, context: ContextParallel) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, N, H, D), k and v (B, N, Hk, D)."""
+        """Return q (B, N, H, D), k (B, N, Hk, D) and v (B, N, Hk, Dv)."""
         with errors_on_every_rank(x, context, self.name):
             q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
             k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-            v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+            v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.value_head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary_theta is not None:

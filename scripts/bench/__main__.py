@@ -4,6 +4,7 @@
 torchrun --nproc-per-node=P scripts/bench attention ...    ring_attention, its kernels alone, and other methods
 torchrun --nproc-per-node=P scripts/bench model ...        training steps of whole models, by attention method
 torchrun --nproc-per-node=P scripts/bench patterns ...     training losses over time, dense and dilated
+python scripts/bench kernels ...                         times of the fused kernels, for the choice of "auto"
 python scripts/bench verification ...                      examples per second of the verification on gloo
 python scripts/bench simulation ...                        the same with simulated ranks
 """
@@ -18,6 +19,7 @@ SCRIPTS = Path(__file__).resolve().parents[1]
 MODULES = {
     "attention": "attention",
     "model": "model",
+    "kernels": "kernels",
     "patterns": "patterns",
     "verification": "suite",
     "simulation": "suite",

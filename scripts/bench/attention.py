@@ -18,13 +18,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
+from bench import fused
 from bench.command import BenchRecord, Parser, check_place, columns, measured_on_ranks, positive, stop, tokens
 from bench.rank_group import RankGroup
 from bench.sections import SECTIONS, Bench
 from bench.timing import Repeats
 from bench.workload import DTYPES, PATTERNS, RATES, SEGMENTS, AttentionShape, named
 from reference.cost import EXCHANGES
-from ring.compute.kernels import KERNELS
+from ring.compute.kernel_choice import KERNELS
 
 # Defaults by device: tokens per rank, heads, longest shards.
 TOKENS = {"cuda": tuple(2**n for n in range(10, 18)), "cpu": (32, 64)}
@@ -40,6 +41,7 @@ COLUMNS = {
     "multiple": "divisor of all lengths of documents",
     "window": "positions before its own that a query sees",
     "method": "the method that is timed",
+    "kernel": "of the other methods: torch (cuDNN, or FlashAttention-2 for several lengths) or fa4",
     "exchange": "of ring_attention: transport of keys and values",
     "pass": "forward, or forward+backward",
     "graph": "True: replayed from a CUDA graph",
@@ -76,6 +78,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "(1Ki ... 128Ki)")  # fmt: skip
     add("--exchange", nargs="+", choices=EXCHANGES, default=list(EXCHANGES)[::-1], help="(default: all)")
     add("--kernel", choices=KERNELS, default="auto", help="of ring_attention (default: auto)")
+    add("--baseline-kernels", nargs="+", choices=fused.KERNELS, default=["torch"], help="of the other methods, each "
+        "timed with all of these (default: torch)")  # fmt: skip
     add("--bucket", type=tokens, metavar="N", help="of ring_attention (default: its own choice)")
     add("--graph", action="store_true", help="also time CUDA graphs of methods that can be captured")
     add("--peers", action="store_true", help="also time ring-flash-attn, context_parallel, Ulysses, LongNet as "

@@ -27,7 +27,7 @@ def whole_by_flash(workload: Workload, device: torch.device, seed: int) -> Conte
     return Contender.of(
         lambda q, k, v: fused.packed(q, k, v, workload.scale, workload.documents, workload.window), inputs,
         local=True, capturable=True,
-        note="torch's FlashAttention-2 for variable lengths" if device.type == "cuda" else "",
+        note="for variable lengths" if device.type == "cuda" else "",
     )  # fmt: skip
 
 

@@ -1,12 +1,14 @@
-"""One attention call on torch's kernels, forward and backward, with lse, for baselines and peers. It uses no `ring`.
+"""One attention call on a fused kernel, forward and backward, with lse, for baselines and peers. It uses no `ring`.
 
-On a GPU it calls cuDNN, for bf16 and fp16 and any number of key/value heads, or FlashAttention-2 for several lengths.
-On the CPU it is the substitute for flash_attn, by matrix products and a softmax.
+On a GPU it calls torch's kernels, for bf16 and fp16 and any number of key/value heads: cuDNN, or FlashAttention-2 for
+several lengths. Within `kernel("fa4")` it calls FlashAttention-4 for both. On the CPU it is the substitute for
+flash_attn, by matrix products and a softmax.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -17,6 +19,24 @@ from torch import Tensor
 
 from verification.peers.adapters import flash_attn_shim
 
+KERNELS = ("torch", "fa4")
+_chosen = [KERNELS[0]]  # no context variable: autograd runs backwards in threads of its own
+
+
+@contextmanager
+def kernel(name: str) -> Iterator[None]:
+    """Return a context in which calls on a GPU use this kernel, one of KERNELS."""
+    _chosen.append(name)
+    try:
+        yield
+    finally:
+        _chosen.pop()
+
+
+def current() -> str:
+    """Return the kernel of calls on a GPU."""
+    return _chosen[-1]
+
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Attend q (B, Nq, H, D) to k, v (B, Nk, Hk, D), contiguous in D -> out (B, Nq, H, D), lse (B, H, Nq) in fp32.
@@ -26,6 +46,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
     assert not causal or q.shape[1] == k.shape[1]
     if q.device.type != "cuda":
         return flash_attn_shim.forward(q, k, v, 0.0, scale, causal)[:2]
+    if current() == "fa4":
+        return _fa4_forward(q, k, v, softmax_scale=scale, causal=causal)
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, causal, False, scale=scale
@@ -41,6 +63,8 @@ def backward(
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         flash_attn_shim.backward(dout, q, k, v, out, lse, dq, dk, dv, 0.0, scale, causal)
         return dq, dk, dv
+    if current() == "fa4":
+        return _fa4_backward(q, k, v, out, dout, lse, softmax_scale=scale, causal=causal)
     d, query, key, value, o = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     if not query.stride() == o.stride() == d.stride():  # torch (2.11) caches a backward by the strides of q, k, v alone
         d, query, o = (x.contiguous() for x in (d, query, o))
@@ -50,6 +74,22 @@ def backward(
         q.shape[1], k.shape[1], 0.0, causal, scale=scale,
     )  # fmt: skip
     dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    return dq, dk, dv
+
+
+def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **options)
+    return out, lse
+
+
+def _fa4_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, dout, lse, **options)
     return dq, dk, dv
 
 
@@ -102,6 +142,8 @@ class Varlen:
         """Attend q (Nq, H, D) to k, v (Nk, Hk, D) -> out (Nq, H, D), lse (H, Nq) in fp32."""
         if q.device.type != "cuda":
             return flash_attn_shim.varlen_forward(q, k, v, *self._lengths, 0.0, self.scale, self.causal, self._left)[:2]
+        if current() == "fa4":
+            return _fa4_forward(q, k, v, **self._fa4_options)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *self._lengths, 0.0, self.causal, False, **self._options
         )
@@ -117,6 +159,8 @@ class Varlen:
                 dout, q, k, v, out, lse, dq, dk, dv, *self._lengths, 0.0, self.scale, self.causal, self._left
             )
             return dq, dk, dv
+        if current() == "fa4":
+            return _fa4_backward(q, k, v, out, dout, lse, **self._fa4_options)
         unused = _no_dropout(q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             dout, q, k, v, out, lse, *self._lengths, 0.0, self.causal, unused, unused, **self._options
@@ -126,6 +170,14 @@ class Varlen:
     @property
     def _lengths(self) -> tuple[Tensor, Tensor, int, int]:
         return self.query_edges, self.key_edges, self.longest_query, self.longest_key
+
+    @property
+    def _fa4_options(self) -> dict[str, Any]:
+        window = {} if self.window is None else {"window_size_left": self.window, "window_size_right": 0}
+        return {
+            "softmax_scale": self.scale, "causal": self.causal, "cu_seqlens_q": self.query_edges,
+            "cu_seqlens_k": self.key_edges, "max_seqlen_q": self.longest_query, "max_seqlen_k": self.longest_key,
+        } | window  # fmt: skip
 
     @property
     def _left(self) -> int:

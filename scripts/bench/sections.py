@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bench import baselines, ours, peers, published
+from bench import baselines, fused, ours, peers, published
 from bench.command import BenchRecord
 from bench.longest import Search, longest
 from bench.rank_group import Failed, Lost, RankGroup
@@ -97,14 +97,21 @@ class Bench:
 
     def _measure(self, section: Section) -> None:
         self.ranks.connect()
-        section.whole = self._timed(section, section.row(WHOLE), self._whole(section))
-        if section.name in self.make:
-            section.kernels = self._timed(section, section.row(KERNELS), self._kernels(section))
+        for kernel in self.options.baseline_kernels:
+            with fused.kernel(kernel):
+                row = {"kernel": kernel}
+                whole = self._timed(section, section.row(WHOLE) | row, self._whole(section))
+                section.whole = _faster(section.whole, whole)
+                if section.name in self.make:
+                    alone = self._timed(section, section.row(KERNELS) | row, self._kernels(section))
+                    section.kernels = _faster(section.kernels, alone)
         for exchange in self.options.exchange:
             self._ours(section, exchange)
-        if self.options.peers:
-            for method, contender in self._others(section):
-                self._timed(section, section.row(method), contender)
+        for kernel in self.options.baseline_kernels if self.options.peers else ():
+            with fused.kernel(kernel):
+                for method, contender in self._others(section):
+                    if kernel == fused.KERNELS[0] or "context_parallel" not in method:  # it has torch's kernels only
+                        self._timed(section, section.row(method) | {"kernel": kernel}, contender)
 
     # --- contenders ---------------------------------------------------------------------------------------------------
 
@@ -242,6 +249,11 @@ class Bench:
             "sent_bytes": workload.sent(exchange, on_gpus)[number],
             "closed_form_bytes": workload.memory(exchange, bucket, on_gpus)[number],
         }
+
+
+def _faster(first: Times, second: Times) -> Times:
+    """Return the shorter time of each pass."""
+    return {timed: min(times[timed] for times in (first, second) if timed in times) for timed in first | second}
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +52,7 @@ def arguments_with(**changes: Any) -> dict[str, Any]:
 
 Q, K, *_ = inputs()
 TWO = Layout.contiguous(17, 2)
+SINKS = torch.zeros(4, dtype=torch.float64)
 Bad = tuple[str, dict[str, Any]]
 BAD: list[Bad] = [
     ("pattern must be a Pattern", {"pattern": "dense"}),
@@ -63,6 +65,19 @@ BAD: list[Bad] = [
     ("kernel must be one of", {"kernel": "cutlass"}),
     *(("bucket must be", {"bucket": bucket}) for bucket in (0, 1.5, True)),
     *(("scale must be", {"scale": scale}) for scale in ("1", True, torch.tensor(1.0))),
+    *(("softcap must be None or a number from", {"softcap": t}) for t in ("1", True, torch.tensor(1.0), 0, -2.0, 1e31)),
+    *((r"sinks must be None or a dense \(4,\) tensor, .* got", {"sinks": x}) for x in (0.5, [0.0] * 4, SINKS[:2])),
+    (r"sinks must be None or a dense \(4,\) tensor.*got torch.sparse_coo, shape \(4,\)", {"sinks": SINKS.to_sparse()}),
+    ("sinks must have dtype torch.float64 beside q of torch.float64, got torch.float32", {"sinks": SINKS.float()}),
+    (
+        "sinks must have dtype torch.bfloat16 or torch.float32 beside q of torch.bfloat16, got torch.float16",
+        {"q": Q.bfloat16(), "k": K.bfloat16(), "v": K.bfloat16(), "sinks": SINKS.half()},
+    ),
+    ("sinks must be on q's device cpu, got meta", {"sinks": SINKS.to("meta")}),
+    *(
+        (f"sinks must be finite, .* got {x} for query head 3", {"sinks": SINKS.new_tensor([0, 0, 0, x])})
+        for x in (math.inf, math.nan)
+    ),
     ("return_lse must be", {"return_lse": 1}),
     *(("q must be", {"q": q}) for q in ([1.0], Q[0])),
     ("k must be", {"k": K[None]}),
@@ -78,6 +93,7 @@ BAD: list[Bad] = [
     ("batch, heads and head dim must be >= 1", {"q": Q[:, :, :0]}),
     ("must be >= 1", {"q": Q[..., :0], "k": K[..., :0], "v": K[..., :0]}),
     ("must be >= 1", {"q": Q[:0], "k": K[:0], "v": K[:0]}),
+    ("must be >= 1", {"v": K[..., :0]}),
     ("q must have the 17 tokens", {"q": Q[:, :16]}),
     ("k must have the 17 tokens", {"k": K[:, :16], "v": K[:, :16]}),
     (
@@ -90,6 +106,7 @@ BAD: list[Bad] = [
     (r"window_size is no .*: write Pattern.dense\(window=w\)", {"window_size": (4, 0)}),
     (r"window is no .*: write Pattern.dense\(causal=True, window=w\)", {"window": -1}),
     (r"documents is no .*: write Pattern.dense\(causal=True, documents=lengths\)", {"documents": (8, 8)}),
+    ("s_aux is no .*: write sinks=s_aux", {"s_aux": SINKS}),
     (r"buket is no .*: help\(ring_attention\) lists the arguments", {"buket": 4}),
 ]
 MISSING: list[Bad] = [  # what is right, and not there

@@ -8,7 +8,7 @@ import torch
 from reference import Pattern
 from reference.oracle import attention_and_gradients
 from ring import Layout
-from ring.compute import kernels
+from ring.compute import kernel_choice
 from tests.support.attention_cases import call, inputs, plain
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
@@ -75,6 +75,6 @@ def test_a_group_can_be_used_after_wrong_documents() -> None:
 @pytest.mark.parametrize("order", ("contiguous", "zigzag", "striped", "hilbert"))
 def test_documents_of_several_lengths_in_one_call(order: str, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the calls of GPUs with the math kernel in place of that for variable lengths."""
-    monkeypatch.setattr(kernels, "max_varlen_tokens", lambda *_: 6)
+    monkeypatch.setattr(kernel_choice, "max_varlen_tokens", lambda *_: 6)
     for lengths in DOCUMENTS:
         test_the_oracle_agrees(lengths, order, 2, exchange)

@@ -19,6 +19,10 @@ import torch
 from reference.pattern import Branch, Pattern
 from ring import Layout, ring_attention, validation
 from ring.comm.transport import SoloTransport
+from ring.compute import kernel_choice
+from ring.compute.kernel_choice import KernelSetting
+from ring.compute.kernel_limits import HOPPER
+from ring.compute.scores import Scores
 from tests.support.attention_cases import inputs
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
@@ -61,6 +65,8 @@ def together(*changes: Arguments, before: Arguments | None = None) -> list[str]:
     "pair",
     [
         ({"scale": 1}, {"scale": 1.0}), ({"scale": 0.0}, {"scale": -0.0}), ({"bucket": 1},) * 2,
+        ({"softcap": 1}, {"softcap": 1.0}), ({"softcap": 1e30},) * 2, ({"sinks": -torch.full((2,), math.inf)},) * 2,
+        ({"sinks": torch.zeros(2)}, {"sinks": torch.nn.Parameter(torch.zeros(2), requires_grad=False)}),
         ({"bucket": 2**40},) * 2, ({"scale": sys.float_info.max},) * 2, ({"scale": -sys.float_info.max},) * 2,
     ],
 )  # fmt: skip
@@ -70,6 +76,8 @@ def test_calls_that_mean_the_same_agree(pair: tuple[Arguments, Arguments]) -> No
 
 BUCKET = "ValueError: rank 1: bucket must be None or a number of tokens from 1 to 2**40, got "
 SCALE = "ValueError: rank 1: scale must be None or a finite number, got "
+SOFTCAP = "ValueError: rank 1: softcap must be None or a number from 1e-30 to 1e30, got "
+SINKS = "ValueError: rank 1: sinks must be finite"
 LAYOUT = "ValueError: rank 1: layout must be for the 2 ranks of the group, got one for "
 TOO_MANY = "an integer of too many digits"
 WRONG: list[tuple[Arguments, str]] = [
@@ -78,6 +86,10 @@ WRONG: list[tuple[Arguments, str]] = [
     ({"scale": 10**5000}, f"{SCALE}{TOO_MANY}"),
     ({"bucket": 2**40 + 1}, f"{BUCKET}1099511627777"),
     ({"bucket": 10**100 + 1}, f"{BUCKET}{TOO_MANY}"),
+    *(({"softcap": t}, f"{SOFTCAP}{t}") for t in (0.0, -1.0, math.nan, math.inf, 1e31)),
+    ({"softcap": 10**5000}, f"{SOFTCAP}{TOO_MANY}"),
+    ({"sinks": torch.tensor([0.0, math.nan])}, f"{SINKS}, or -inf for no sink, got nan for query head 1"),
+    ({"sinks": torch.tensor([math.inf, 0.0])}, f"{SINKS}, or -inf for no sink, got inf for query head 0"),
     ({"exchange": ["ring"]}, "ValueError: rank 1: exchange must be one of"),
     ({"kernel": None}, "ValueError: rank 1: kernel must be one of"),
     ({"name": b"layer"}, "ValueError: rank 1: name must be None or a string, got <class 'bytes'>"),
@@ -103,6 +115,8 @@ def test_whatever_is_wrong_on_one_rank_is_said_on_all(arguments: Arguments, said
 
 TYPES: list[tuple[str, Any, Any]] = [  # what a right call had before, and what equals it but is of another type
     ("bucket", 1, True), ("bucket", 2, 2.0), ("bucket", 2, np.int64(2)), ("scale", 1.0, True), ("scale", 0, False),
+    ("sinks", torch.zeros(2), torch.zeros(2).double()), ("sinks", torch.zeros(2), torch.zeros(3)),
+    ("softcap", 1.0, True), ("softcap", 0.5, torch.tensor(0.5)), ("softcap", 0.5, np.float32(0.5)),
     ("scale", 0.5, np.float32(0.5)), ("scale", 0.5, complex(0.5)), ("scale", 0.5, torch.tensor(0.5)),
     ("return_lse", True, 1), ("return_lse", True, np.bool_(True)),
 ]  # fmt: skip
@@ -112,7 +126,7 @@ TYPES: list[tuple[str, Any, Any]] = [  # what a right call had before, and what 
 def test_what_equals_the_argument_of_the_call_before_is_no_such_argument(name: str, right: Any, wrong: Any) -> None:
     """Settings of calls are cached by their arguments, so an equal one of another type would find them."""
     for said in together({name: wrong}, {name: wrong}, before={name: right}):
-        assert said.startswith(f"ValueError: rank 0: {name} must be"), said
+        assert said.startswith(f"ValueError: rank 0: {name} must"), said
 
 
 @pytest.mark.parametrize(
@@ -145,12 +159,21 @@ def documents(*lengths: int) -> Arguments:
 
 ORDER = "calls on a group must come in the same order on every rank"
 DOCUMENTS = "documents must be the same on every rank: "
+VALUES = "sinks must be the same on every rank: "
 DIFFERENT: list[tuple[tuple[Arguments, ...], str]] = [
     (({"bucket": 3}, {"bucket": 4}), "bucket must be the same on every rank: rank 0 has 3, rank 1 4"),
     (({}, {}, {"bucket": 5}), "bucket must be the same on every rank: rank 0 has None, rank 2 5"),
     (({"scale": 0.0}, {}), "scale must be the same on every rank: rank 0 has 0.0, rank 1 None"),
     # Which a sum would drop.
     (({"scale": 1e-20}, {"scale": 2e-20}), "scale must be the same on every rank: rank 0 has 1e-20, rank 1 2e-20"),
+    (({"softcap": 1.5}, {}), "softcap must be the same on every rank: rank 0 has 1.5, rank 1 None"),
+    (({}, {"v": torch.ones(1, 2, 2, 3)}), "head dim of v must be the same on every rank: rank 0 has 4, rank 1 3"),
+    (({}, {"sinks": torch.ones(2)}),
+     "dtype of sinks must be the same on every rank: rank 0 has None, rank 1 torch.float32"),
+    (({"sinks": torch.zeros(2)}, {"sinks": torch.zeros(2)}, {"sinks": torch.tensor([0.0, 1e-9])}),
+     f"{VALUES}rank 0 has 0.0 as number 1 of 2, rank 2 {float(torch.tensor(1e-9))} as number 1 of 2"),
+    (({"sinks": torch.zeros(2)}, {"sinks": -torch.full((2,), math.inf)}),
+     f"{VALUES}rank 0 has 0.0 as number 0 of 2, rank 1 -inf as number 0 of 2"),
     (({"name": "größte ∞"}, {}),
      f"{ORDER}: rank 0 is in the forward of call 1 ('größte ∞'), rank 1 in the forward of call 1"),
     ((documents(4), {}), f"{DOCUMENTS}rank 0 has (4), rank 1 None"),
@@ -173,6 +196,13 @@ def test_one_tensor_that_requires_gradients_makes_a_difference(name: str) -> Non
     wanted = {name: torch.ones(1, 2, 2, 4, requires_grad=True)}
     said = "ValueError: requires_grad must be the same on every rank: rank 0 has False, rank 1 True"
     assert together({}, wanted) == [said] * 2
+
+
+def test_sinks_that_require_gradients_make_a_difference_beside_others_that_do() -> None:
+    q = torch.ones(1, 2, 2, 4, requires_grad=True)
+    first, second = ({"q": q, "sinks": torch.zeros(2).requires_grad_(x)} for x in (False, True))
+    said = "ValueError: requires_grad of sinks must be the same on every rank: rank 0 has False, rank 1 True"
+    assert together(first, second) == [said] * 2
 
 
 class OneRankMore(SoloTransport):
@@ -233,19 +263,45 @@ def test_layouts_that_differ_in_anything_are_refused(layouts: tuple[Layout, ...]
     assert first.startswith("ValueError: layout must be the same on every rank: rank 0 has")
 
 
-@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
 @pytest.mark.parametrize(
-    ("dtype", "dim", "taken"),
+    ("kernel", "dtype", "dims", "refused"),
     [
-        (torch.bfloat16, 64, True), (torch.float16, 128, True), (torch.float16, 12, False),
-        (torch.bfloat16, 136, False), (torch.float32, 64, False),
+        ("flash", torch.bfloat16, (64, 64), None), ("flash", torch.float16, (256, 256), None),
+        ("flash", torch.float16, (12, 12), "head dims up to 256 that are multiples of 8"),
+        ("flash", torch.bfloat16, (192, 128), "the same for keys and values"),
+        ("cudnn", torch.bfloat16, (192, 128), None),
+        ("cudnn", torch.bfloat16, (264, 264), "of compute capability 9.0 also up to 256"),
+        ("cudnn", torch.float32, (64, 64), "got dtype torch.float32, head dim 64, of values 64"),
+        ("fa4", torch.bfloat16, (128, 128), None), ("fa4", torch.bfloat16, (40, 40), "head dims 32, 64, 96, 128, 160"),
+        ("fa4", torch.float32, (64, 64), "takes dtype float16 or bfloat16 and"),
     ],
 )  # fmt: skip
 def test_a_fused_kernel_of_gpus_is_refused_where_it_takes_no_tile(
-    kernel: str, dtype: torch.dtype, dim: int, taken: bool
+    kernel: str, dtype: torch.dtype, dims: tuple[int, int], refused: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Needs no GPU: nothing is computed."""
-    q: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 8, 3, dim))
-    call: Any = SimpleNamespace(kernel=kernel, q=q, return_lse=False, differentiated=True)
-    with nullcontext() if taken else pytest.raises(NotImplementedError, match=f"{dtype} and head dim {dim}"):
+    q, v = (SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 8, 3, dim)) for dim in dims)
+    call: Any = SimpleNamespace(
+        kernel=kernel, q=q, k=q, v=v, return_lse=False, differentiated=True, softcap=None, scoring=Scores(1.0)
+    )
+    monkeypatch.setattr(validation, "fa4_missing", lambda: None)
+    monkeypatch.setattr(kernel_choice, "fa4_missing", lambda: None)
+    setting = KernelSetting(kernel, "cuda", HOPPER, dtype, dims, 1, 1, call.scoring)
+    monkeypatch.setattr(validation, "setting_of", lambda *_: setting)
+    with nullcontext() if refused is None else pytest.raises(NotImplementedError, match=refused):
+        validation._validate_fused(call)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", "fa4"])
+def test_what_a_kernel_lacks_is_named(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A softcap, or the package of FlashAttention-4. Needs no GPU."""
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 8, 3, 64))
+    call: Any = SimpleNamespace(
+        kernel=kernel, q=q, k=q, v=q, return_lse=False, differentiated=True, softcap=30.0, scoring=Scores(1.0, 30.0)
+    )
+    monkeypatch.setattr(validation, "fa4_missing", lambda: "flash-attn-4 is not installed: pip install")
+    said = (
+        "FlashAttention-4: flash-attn-4 is not" if kernel == "fa4" else f"{kernel!r} has no softcap, got softcap=30.0"
+    )
+    with pytest.raises(NotImplementedError, match=said):
         validation._validate_fused(call)

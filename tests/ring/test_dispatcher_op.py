@@ -56,7 +56,7 @@ def test_the_operator_is_no_way_to_call(number: int) -> None:
     q, k, v, *_ = inputs()
     plain(q, k, v, Pattern.dense(), LAYOUT)  # whose number was there, and is no more
     with pytest.raises(ValueError, match=f"prepared must be the number of a forward .* begun.* got {number}"):
-        torch.ops.ring.attention(q, k, v, number)
+        torch.ops.ring.attention(q, k, v, None, number)
 
 
 @given(patterns(3), patterns(3))

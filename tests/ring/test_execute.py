@@ -28,4 +28,4 @@ def test_which_partial_results_are_combined_in_one_pass(
     x: Any = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, tokens, heads, 8))
     assert _merges_in_one_pass(x) is combined
     if not combined:
-        assert isinstance(accumulator_for(x), Accumulator) and sum_class_for(x) is Sum
+        assert isinstance(accumulator_for(x, None), Accumulator) and sum_class_for(x) is Sum

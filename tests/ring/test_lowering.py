@@ -14,6 +14,8 @@ import ring.execute
 import ring.lowering
 from ring import Layout, Pattern, ring_attention
 from ring.caching.bounded_cache import BoundedCache
+from ring.compute.kernel_choice import setting_of
+from ring.compute.scores import Scores
 from ring.lowering import Programs
 from ring.plan.plan import plan_of
 from tests.support.attention_cases import PATTERNS, inputs
@@ -24,7 +26,8 @@ MAX_CALLS = 310  # Python calls of a forward and a backward: 308, and a little f
 def test_the_page_shows_the_program_of_the_example() -> None:
     pattern = Pattern.longnet(segment_lengths=(8,), dilation_rates=(2,), heads=2, causal=True)
     plan = plan_of(pattern, Layout.zigzag(16, 2), 0, heads=2, kv_heads=2, exchange="direct", bucket=8)
-    shown = str(Programs(plan, torch.empty(1, 8, 2, 4), "auto", 0.5).forward)
+    q = torch.empty(1, 8, 2, 4)
+    shown = str(Programs(plan, q, setting_of("auto", q, q, q, Scores(0.5))).forward)
     assert textwrap.indent(shown, "    ") in str(ring.lowering.__doc__)
 
 

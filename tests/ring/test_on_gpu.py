@@ -19,67 +19,35 @@ from reference import Branch, Pattern
 from ring import Layout
 from ring.caching.bounded_cache import BoundedCache
 from ring.comm.symmetric_memory import SymmetricTransport, transport_of
-from ring.compute import kernels
+from ring.compute import kernel_choice, kernels
 from ring.compute.accumulator import Accumulator, Sum
 from ring.compute.kernel_counts import count_kernels
-from ring.compute.math_kernel import SavedRows
 from ring.plan.blocks import Heads
 from ring.plan.plan import plan_of
 from ring.plan.rows import Rows
-from ring.plan.tile import Mask, Tile
-from ring.strided_view import StridedView, batched
+from ring.plan.tile import Mask
+from ring.strided_view import Slot, StridedView
 from tests.support.attention_cases import plain
+from tests.support.gpu_tiles import UNIT, check_kernel, close, tensors, tile_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SHAPES = tuple(itertools.product((1, 2, 7, 16, 129), (1, 5, 16, 130)))
 
 
-def tile_of(mask: Mask, queries: int, keys: int, folds: int = 1, groups: int = 1, share: int = 1) -> Tile:
-    rows, key_rows = Rows(0, 1, queries, queries, folds), Rows(0, 1, keys, keys, folds)
-    return Tile(rows, key_rows, Heads(groups, share, 0, share, 1), Heads(groups, 1, 0, 1, 1), mask)
-
-
-def tensors(
-    dtype: torch.dtype, folds: int, batch: int, groups: int, share: int, queries: int, keys: int, dim: int
-) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator("cuda").manual_seed(queries * 1000 + keys)
-    shapes = [(folds, batch, groups, share, queries, dim), *[(folds, batch, groups, 1, keys, dim)] * 2]
-    shapes.append(shapes[0])
-    return tuple(torch.randn(s, device="cuda", generator=generator).to(dtype) for s in shapes)
-
-
-def check_kernel(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, tile: Tile, what: Any
-) -> None:
-    """Hold both ways of a fused kernel to the math kernel in fp64."""
-    unit, scale = UNIT[q.dtype], q.shape[-1] ** -0.5
-    doubles, fused = [x.double() for x in (q, k, v)], [batched(x) for x in (q, k, v)]
-    out, lse = kernels.forward(name, fused[0], fused[1], fused[2], tile, scale)
-    exact, exact_lse = kernels.forward("math", doubles[0], doubles[1], doubles[2], tile, scale)
-    close(out, exact, 4 * unit, what)
-    close(lse, exact_lse, 1e-4, "lse")
-    # The global lse and out of a larger whole, half of which is elsewhere.
-    whole, whole_lse = exact.to(q.dtype), exact_lse.float() + 0.7
-    beside = torch.empty(whole_lse.numel() + 1, device="cuda")[1:].view(whole_lse.shape)  # begins anywhere
-    rows = beside.copy_(whole_lse).flatten(2, 3).flatten(0, 1).unsqueeze(-1)
-    saved = SavedRows(batched(dout), batched(whole), rows, None)
-    found = kernels.backward(name, fused[0], fused[1], fused[2], saved, tile, scale)
-    delta = (dout.float() * whole.float()).sum(-1)
-    double = SavedRows(dout.double(), whole.double(), whole_lse.double(), delta.double())
-    wanted = kernels.backward("math", doubles[0], doubles[1], doubles[2], double, tile, scale)
-    for x, y, which in zip(found, wanted, ("dq", "dk", "dv"), strict=True):
-        close(x, y, 8 * unit, (which, what))
+@pytest.fixture(autouse=True)
+def _without_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "auto" chooses among torch's kernels, if FlashAttention-4 is installed or not."""
+    monkeypatch.setattr(kernel_choice, "fa4_missing", lambda: "left out of these tests")
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash"])
 @pytest.mark.parametrize("dtype", list(UNIT), ids=str)
-@pytest.mark.parametrize("dim", [8, 16, 40, 64, 128])
+@pytest.mark.parametrize("dim", [8, 16, 40, 64, 128, 256])
 def test_fused_kernels_are_the_math_kernel_to_within_rounding(name: str, dtype: torch.dtype, dim: int) -> None:
     for mask, (folds, groups, share) in itertools.product((Mask.FULL, Mask.CAUSAL), ((1, 1, 1), (3, 2, 1), (2, 2, 4))):
         for queries, keys in SHAPES if mask is Mask.FULL else [(n, n) for n, _ in SHAPES[::4]]:
             if queries == keys == 1:
-                continue  # never given to a fused kernel: see `kernels.choose`
+                continue  # never given to a fused kernel: see `kernel_choice.choose`
             q, k, v, dout = tensors(dtype, folds, 1, groups, share, queries, keys, dim)
             what = name, mask, folds, groups, share, queries, keys, dim
             check_kernel(name, q, k, v, dout, tile_of(mask, queries, keys, folds, groups, share), what)
@@ -98,12 +66,6 @@ def test_strides_of_single_heads_and_rows_do_not_matter(name: str, strides: tupl
             for x, length in zip(memory, (queries, queries, keys, keys), strict=True)
         )
         check_kernel(name, q, k, v, dout, tile_of(mask, queries, keys), (strides, queries, keys))
-
-
-def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float, what: Any) -> None:
-    assert found.shape == exact.shape, what
-    error = (found.double() - exact).abs().max() / exact.abs().max().clamp(min=1.0)
-    assert error <= tolerance, (what, float(error))
 
 
 Leaves = list[torch.Tensor]
@@ -140,14 +102,18 @@ def held_to_math(
     return kernels_of
 
 
+SINKS = torch.tensor([0.5, -torch.inf, 30.0, -2.0, 0.0, 1e4])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("dim", [8, 20, 128])
-def test_the_one_pass_merge_is_the_plain_one(dtype: torch.dtype, dim: int) -> None:
+@pytest.mark.parametrize(("dim", "sinks"), [(8, None), (20, None), (128, None), (20, SINKS), (128, SINKS)])
+def test_the_one_pass_merge_is_the_plain_one(dtype: torch.dtype, dim: int, sinks: torch.Tensor | None) -> None:
     from ring.compute.gpu.gpu_accumulator import CombinedAccumulator, CombinedSum
 
     torch.manual_seed(1)
-    like = torch.empty(2, 150, 6, dim, dtype=dtype, device="cuda")
-    step_by_step, one_pass = Accumulator(like), CombinedAccumulator(like)
+    like = torch.empty(2, 150, 6, 1, dtype=dtype, device="cuda").expand(-1, -1, -1, dim)
+    sinks = None if sinks is None else sinks.to(dtype).cuda()
+    step_by_step, one_pass = Accumulator(like, sinks), CombinedAccumulator(like, sinks)
     plain_sum, one_sum = Sum(like), CombinedSum(like)
     parts = [
         (Rows(0, 1, 150), Heads(6, 1, 0, 1, 1)),
@@ -175,7 +141,8 @@ def test_the_one_pass_merge_is_the_plain_one(dtype: torch.dtype, dim: int) -> No
 
 @pytest.mark.parametrize("folds", [1, 3], ids="{} folds".format)
 @pytest.mark.parametrize("others", [0, 1, 3], ids="{} others".format)
-def test_a_part_that_covers_everything_becomes_the_output(others: int, folds: int) -> None:
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["no sinks", "sinks"])
+def test_a_part_that_covers_everything_becomes_the_output(sinks: torch.Tensor | None, others: int, folds: int) -> None:
     from ring.compute.gpu.gpu_accumulator import CombinedAccumulator, CombinedSum
 
     torch.manual_seed(2)
@@ -192,7 +159,8 @@ def test_a_part_that_covers_everything_becomes_the_output(others: int, folds: in
     for rows, these in small:
         shape = (rows.folds, batch, these.groups, these.per_group, rows.length, dim)
         parts.insert(0, (rows, these, torch.randn(shape, device="cuda").to(torch.bfloat16)))
-    step_by_step, one_pass = Accumulator(like), CombinedAccumulator(like)
+    sinks = None if sinks is None else sinks.cuda()
+    step_by_step, one_pass = Accumulator(like, sinks), CombinedAccumulator(like, sinks)
     for rows, these, out in parts:
         lse = 3 * torch.randn(out.shape[:-1], device="cuda")
         step_by_step.merge(rows, these, out.clone(), lse)
@@ -213,13 +181,14 @@ def test_a_part_that_covers_everything_becomes_the_output(others: int, folds: in
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("exchange", ["direct", "ring", "gather"])
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "shuffled"])
-@pytest.mark.parametrize("documents", [None, (5, 2) * 13 + (0, 5)], ids=["one", "many"])
+@pytest.mark.parametrize(("documents", "value_dim"), [(None, 20), (None, 36), ((5, 2) * 13 + (0, 5), 20)])
 def test_packing_in_one_pass_is_the_plain_one(
-    documents: tuple[int, ...] | None, order: str, exchange: str, dtype: torch.dtype
+    documents: tuple[int, ...] | None, value_dim: int, order: str, exchange: str, dtype: torch.dtype
 ) -> None:
     from ring.comm.packing import pack
 
     n, p, heads, kv_heads, dim = 96, 3, 6, 2, 20
+    slot = Slot(2, dim, value_dim)
     shuffled = Layout.from_cuts(torch.randperm(n, generator=torch.Generator().manual_seed(1)), (0, 20, 61, n))
     layout = shuffled if order == "shuffled" else getattr(Layout, order)(n, p)
     branches = (Branch(16, 1), Branch(None, 3, (0, 1, 2, 0, 1, 2)), Branch(50, 2, 0, range(2, 4)))
@@ -228,12 +197,12 @@ def test_packing_in_one_pass_is_the_plain_one(
     for rank in range(p):
         plan = plan_of(pattern, layout, rank, heads, kv_heads, exchange, 8)
         k = torch.randn(2, plan.tokens, kv_heads, dim, device="cuda").to(dtype)
-        v = torch.randn(2, kv_heads, dim, plan.tokens, device="cuda").to(dtype).permute(0, 3, 1, 2)  # any strides
+        v = torch.randn(2, kv_heads, value_dim, plan.tokens, device="cuda").to(dtype).permute(0, 3, 1, 2)  # any strides
         for packs in (step.gathers for step in plan.steps if step.gathers):
             steps += 1
-            found, exact = torch.full((2, plan.sizes.send, 2, 2, dim), 7.0, device="cuda", dtype=dtype)
+            found, exact = torch.full((2, plan.sizes.send, slot.numbers), 7.0, device="cuda", dtype=dtype)
             pack(packs, k, v, found)
-            for x, slots in ((k, StridedView.of_slots(exact, 0)), (v, StridedView.of_slots(exact, 1))):
+            for x, slots in zip((k, v), StridedView.of_slots(exact, slot), strict=True):
                 for one in packs:
                     slots.put(one.slots, one.columns, StridedView(x).view(one.rows, one.heads))
             assert torch.equal(found, exact)
@@ -244,8 +213,10 @@ def test_nothing_merged_is_zero_and_minus_infinity() -> None:
     from ring.compute.gpu.gpu_accumulator import CombinedAccumulator, CombinedSum
 
     like = torch.empty(1, 40, 2, 16, dtype=torch.bfloat16, device="cuda")
-    out, lse = CombinedAccumulator(like).result(torch.bfloat16)
-    assert not out.any() and bool((lse == -torch.inf).all())
+    for sinks in (None, torch.tensor([-torch.inf, 2.5], device="cuda")):
+        out, lse = CombinedAccumulator(like, sinks).result(torch.bfloat16)
+        wanted = torch.full_like(lse, -torch.inf) if sinks is None else sinks[:, None].expand_as(lse)
+        assert not out.any() and lse.equal(wanted)
     assert not CombinedSum(like).result(torch.bfloat16).any()
 
 
@@ -262,6 +233,40 @@ WHOLE = {
 def test_whole_calls_are_the_math_kernel_s(pattern: Pattern, kernel: str, picked: str) -> None:
     leaves, dout = drawn(1024, 8, 8)
     assert held_to_math(leaves, dout, pattern, Layout.contiguous(1024, 1), kernel) == [{picked}, {"math"}]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("in_16_bits", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "softcap", "kernel", "picked"),
+    [
+        ((64, 64), None, "auto", "cudnn"), ((64, 64), None, "flash", "flash"), ((64, 128), None, "auto", "cudnn"),
+        ((128, 64), None, "auto", "cudnn"), ((64, 64), 1.5, "auto", "math"), ((192, 128), 1.5, "auto", "math"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("pattern", WHOLE.values(), ids=WHOLE)
+def test_whole_calls_with_sinks_are_the_math_kernel_s(
+    pattern: Pattern, dims: tuple[int, int], softcap: float | None, kernel: str, picked: str, in_16_bits: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Values may have a head dim of their own."""
+    torch.manual_seed(3)
+    shapes = ((1, 1024, 8, dim) for dim in (dims[0], *dims, dims[1]))
+    *inputs, dout = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
+    inputs.append(torch.randn(8, device="cuda").to(dtype if in_16_bits else torch.float32))
+    inputs[3][1] = -torch.inf
+    results, kernels_of = [], []
+    for name, kind in ((kernel, dtype), ("math", torch.float64)):
+        leaves = [x.to(kind if x.dim() == 4 or in_16_bits or kind is torch.float64 else x.dtype) for x in inputs]
+        *leaves, sinks = (x.detach().requires_grad_() for x in leaves)
+        with count_kernels() as counted:
+            out = plain(*leaves, pattern, Layout.contiguous(1024, 1), kernel=name, sinks=sinks, softcap=softcap)
+            results.append([out, *torch.autograd.grad(out, (*leaves, sinks), dout.to(kind))])
+        kernels_of.append(set(counted))
+    assert kernels_of == [{picked}, {"math"}]
+    for found, exact in zip(*results, strict=True):
+        close(found, exact, 8 * UNIT[dtype], (pattern, found.shape))
+    assert results[0][4][1] == 0.0
 
 
 @pytest.mark.parametrize("most", [1, 3 * 2**19])

@@ -100,9 +100,9 @@ def test_the_operators_are_as_torch_wants_them(pattern: Pattern) -> None:
     settings |= {"group": NO_GROUP, "kernel_name": "auto", "return_lse": True}
     forward, backward = torch.ops.ring.attention_forward, torch.ops.ring.attention_backward
     leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
-    torch.library.opcheck(forward.default, leaves, settings | {"differentiated": True})
-    out, lse, number = forward(q, k, v, **settings, differentiated=True)
-    torch.library.opcheck(backward.default, (dout, dlse, q, k, v, out, lse, number), settings)
+    torch.library.opcheck(forward.default, (*leaves, None), settings | {"differentiated": True})
+    out, lse, number = forward(q, k, v, None, **settings, differentiated=True)
+    torch.library.opcheck(backward.default, (dout, dlse, q, k, v, None, out, lse, number), settings)
 
 
 @pytest.mark.parametrize("backward", (False, True))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear, rms_norm
 
 from reference import Pattern
+from tests.support import dense_scores
 from tests.support.nn_ranks import TOKENS, context_of, drawn, far, grad_of
 from verification.training.dense.oracle_attention import oracle_attention
 
@@ -24,16 +25,25 @@ def llama_rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat((turned.real, turned.imag), -1)
 
 
-def self_attention(x: Tensor, w: Weights, pattern: Pattern, head_dim: int, theta: float | None = 10000.0) -> Tensor:
-    """x (B, n, dim) of the whole sequence; the options are read off the weights' names."""
+def self_attention(
+    x: Tensor, w: Weights, pattern: Pattern, head_dim: int, theta: float | None = 10000.0, *,
+    value_head_dim: int | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """x (B, n, dim) of the whole sequence; the other options are read off the weights' names."""
+    dims = head_dim, head_dim, head_dim if value_head_dim is None else value_head_dim
     q, k, v = (
-        linear(x, w[f"{name}_proj.weight"], w.get(f"{name}_proj.bias")).unflatten(-1, (-1, head_dim)) for name in "qkv"
+        linear(x, w[f"{name}_proj.weight"], w.get(f"{name}_proj.bias")).unflatten(-1, (-1, dim))
+        for name, dim in zip("qkv", dims, strict=True)
     )
     if "q_norm.weight" in w:
         q, k = (rms_norm(y, (head_dim,), w[f"{name}_norm.weight"], 1e-6) for name, y in (("q", q), ("k", k)))
     if theta is not None:
         q, k = (llama_rotary(y, torch.arange(x.shape[1]), theta) for y in (q, k))
-    out = _normed(oracle_attention(q, k, v, pattern).flatten(2), w, "inner_norm")
+    if "sinks" in w or softcap is not None or value_head_dim is not None:
+        attended, _ = dense_scores.dense(q, k, v, pattern, softcap=softcap, sinks=w.get("sinks"))
+    else:
+        attended = oracle_attention(q, k, v, pattern)
+    out = _normed(attended.flatten(2), w, "inner_norm")
     return linear(out, w["o_proj.weight"], w.get("o_proj.bias"))
 
 

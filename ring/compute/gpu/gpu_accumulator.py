@@ -24,12 +24,14 @@ MAX_PENDING = 2.0
 
 class _PendingParts:
     """Partial results of a (B, N, H, D) tensor that are not combined yet. weighted: average them by lse; else sum.
+    sinks, (H,): lse of one more partial result, of output 0, that the final job merges.
 
     Results that the kernel does not take go to `_plain`, the reference, whose tensors become one more partial result.
     """
 
-    def __init__(self, like: torch.Tensor, weighted: bool) -> None:
+    def __init__(self, like: torch.Tensor, weighted: bool, sinks: torch.Tensor | None = None) -> None:
         self._like, self._weighted = like, weighted
+        self._sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         self._parts: list[Part] = []
         self._bytes = 0
         self._plain: Accumulator | Sum | None = None
@@ -66,23 +68,23 @@ class _PendingParts:
             out = as_output(part, like, dtype)
             if out is not None:
                 self._parts.insert(0, self._parts.pop(number))
-                return self._job(out, lse)
-        return self._job(torch.empty(like.shape, dtype=dtype, device=like.device), lse)
+                return self._job(out, lse, self._sinks)
+        return self._job(torch.empty(like.shape, dtype=dtype, device=like.device), lse, self._sinks)
 
-    def _job(self, out: torch.Tensor, lse: torch.Tensor | None) -> Job:
+    def _job(self, out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None) -> Job:
         """Return a job that combines all parts and the plain accumulator, and forget the parts. `out` may be the plain
         accumulator or the first part: a program reads its rows before it writes them.
         """
         parts, plain = self._parts, self._plain
         self._parts, self._bytes = [], 0
-        return Job(parts if plain is None else [*parts, whole(plain)], out, lse, self._like.dtype)
+        return Job(parts if plain is None else [*parts, whole(plain)], out, lse, self._like.dtype, sinks)
 
 
 class CombinedAccumulator:
     """Output and lse of the own query rows, like `Accumulator`, from partial results in 16 bits or fp32."""
 
-    def __init__(self, query: torch.Tensor) -> None:
-        self._pending = _PendingParts(query, weighted=True)
+    def __init__(self, like: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
+        self._pending = _PendingParts(like, weighted=True, sinks=sinks)
 
     def merge(self, rows: Rows, heads: Heads, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge a partial result. out: (F, B, groups, per_group, L, D); lse the same without D."""

@@ -68,14 +68,15 @@ def _may_hold(entry, begin, span):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _combine(  # type: ignore[no-untyped-def]
-    entries, first, out, lse, twin,
+    entries, first, out, lse, twin, sinks,
     out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, apart, twin_entries,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr,
-    WEIGHTED: tl.constexpr, WIDE: tl.constexpr, BASED: tl.constexpr, LISTED: tl.constexpr,
+    WEIGHTED: tl.constexpr, WIDE: tl.constexpr, BASED: tl.constexpr, LISTED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge every `apart`-th row of one head and batch. WEIGHTED: average by lse; else sum. KIND: the 16-bit type.
-    WIDE: 0: no part is fp32; 1: all are; 2: some are. BASED: `out` holds the first part. twin: a second output like
-    `out`, with entries `twin_entries` further on. LISTED: some parts list their rows.
+    WIDE: 0: no part is fp32; 1: all are; 2: some are. BASED: rows of the first part alone are in `out` already. twin: a
+    second output like `out`, with entries `twin_entries` further on. LISTED: some parts list their rows. SINKS: every
+    row begins with output 0 and the head's number of `sinks` as lse.
     """
     if tl.program_id(2) == 1:
         out = twin
@@ -98,6 +99,9 @@ def _combine(  # type: ignore[no-untyped-def]
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
+    if SINKS:
+        top = weight + tl.load(sinks + head)
+        weight = tl.where(top == float("-inf"), 0.0, 1.0)
     for number in range(begins, ends):
         entry = entries + number * _FIELDS
         if _may_hold(entry, begin, ROWS * apart):
@@ -159,12 +163,15 @@ def _combine(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A pass over an output: its parts, out (B, N, H, D), lse (B, H, N) if weighted, and the 16-bit type."""
+    """A pass over an output: its parts, out (B, N, H, D), lse (B, H, N) if weighted, the 16-bit type, and lse of one
+    more part, of output 0, for each head: fp32 (H,), or None.
+    """
 
     parts: list[Part]
     out: torch.Tensor
     lse: torch.Tensor | None
     kind: torch.dtype
+    sinks: torch.Tensor | None = None
 
     @property
     def based(self) -> bool:
@@ -190,7 +197,8 @@ class Job:
             for x in self.parts
         )
         where = out.device, out.shape, out.stride(), out.dtype, out.data_ptr() % 16
-        return where, None if lse is None else lse.stride(), self.kind, self.based, parts
+        sinks = None if self.sinks is None else self.sinks.data_ptr() % 16
+        return where, None if lse is None else lse.stride(), self.kind, self.based, sinks, parts
 
     def addresses(self) -> list[int]:
         """Return the address of each part, followed by that of its lse if the job is weighted."""
@@ -229,7 +237,7 @@ class _Launch:
             "KIND": _KINDS.get(job.kind, tl.bfloat16),
             "ALIGNED": dim % 8 == 0 and all(is_aligned(x) for x in (out, *(part.out for part in parts))),
             "WEIGHTED": lse is not None, "WIDE": 0 if not fp32 else 1 if fp32 == len(parts) else 2,
-            "BASED": job.based, "LISTED": bool(self.places),
+            "BASED": job.based and job.sinks is None, "LISTED": bool(self.places), "SINKS": job.sinks is not None,
         }  # fmt: skip
         # One launch can write two outputs of equal form.
         self.form = out.shape, out.stride(), out.dtype, self.numbers, self.constants
@@ -257,11 +265,11 @@ class _Launch:
 
     def __call__(self, job: Job, table: _Table, twin: torch.Tensor | None) -> None:
         """Launch the job. twin: the output of another job of equal form, whose entries follow."""
-        out, lse = job.out, job.out if job.lse is None else job.lse
+        out, lse, sinks = job.out, job.out if job.lse is None else job.lse, job.out if job.sinks is None else job.sinks
         if twin is None:
-            self._alone(table.entries, table.first, out, lse, out)
+            self._alone(table.entries, table.first, out, lse, out, sinks)
         else:
-            self._with_twin(table.entries, table.first, out, lse, twin)
+            self._with_twin(table.entries, table.first, out, lse, twin, sinks)
 
 
 class _Merge:

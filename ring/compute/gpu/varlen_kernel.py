@@ -51,42 +51,42 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a tile with sequences; lse in fp32."""
-    edges = _edges_of(tile, q)
+    edges = edges_of(tile, q)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        _by_token(q), _by_token(k), _by_token(v), edges.query, edges.key, *edges.longest, 0.0,
+        by_token(q), by_token(k), by_token(v), edges.query, edges.key, *edges.longest, 0.0,
         tile.mask is Mask.CAUSAL, False, scale=scale,
     )  # fmt: skip
     batch, heads, rows, _ = q.shape
     shape = tile_shape(tile.query_rows, tile.query_heads, q)
-    out, lse = _by_head(out, batch), lse.view(heads, batch, rows).transpose(0, 1)
+    out, lse = by_head(out, batch), lse.view(heads, batch, rows).transpose(0, 1)
     return out.view(shape), lse.view(shape[:-1])
 
 
 def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scale: float) -> Tensors3:
     """Return the tile's summands of dq, dk, dv, shaped like q, k, v."""
-    edges, none, batch = _edges_of(tile, q), no_dropout(q.device), q.shape[0]
+    edges, none, batch = edges_of(tile, q), no_dropout(q.device), q.shape[0]
     lse = saved.lse.squeeze(3).transpose(0, 1).reshape(q.shape[1], -1)  # (H, B L)
     grads = torch.ops.aten._flash_attention_backward(
-        _by_token(saved.dout), _by_token(q), _by_token(k), _by_token(v), _by_token(saved.out), lse.contiguous(),
+        by_token(saved.dout), by_token(q), by_token(k), by_token(v), by_token(saved.out), lse.contiguous(),
         edges.query, edges.key, *edges.longest, 0.0, tile.mask is Mask.CAUSAL, none, none, scale=scale,
     )  # fmt: skip
     key_shape = tile_shape(tile.key_rows, tile.key_heads, k)
-    dq, dk, dv = (_by_head(x, batch) for x in grads)
+    dq, dk, dv = (by_head(x, batch) for x in grads)
     return dq.view(tile_shape(tile.query_rows, tile.query_heads, q)), dk.view(key_shape), dv.view(key_shape)
 
 
-def _edges_of(tile: Tile, q: torch.Tensor) -> _CuSeqlens:
+def edges_of(tile: Tile, q: torch.Tensor) -> _CuSeqlens:
     assert tile.sequences is not None
     edges = _cu_seqlens(tile.sequences, q.shape[0], q.device)
     keep_alive_in_graph(edges.query, edges.key)
     return edges
 
 
-def _by_token(x: torch.Tensor) -> torch.Tensor:
+def by_token(x: torch.Tensor) -> torch.Tensor:
     """Return (B, H, L, D) as (B L, H, D): a view if the rows of the batch follow each other."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _by_head(x: torch.Tensor, batch: int) -> torch.Tensor:
+def by_head(x: torch.Tensor, batch: int) -> torch.Tensor:
     """Return (B L, H, D) as a view (B, H, L, D)."""
     return x.view(batch, -1, *x.shape[1:]).transpose(1, 2)

@@ -15,6 +15,7 @@ from ring.comm.buffer_meter import measure
 from ring.comm.exchange import Exchange, _gradient_views, _packs_in_one_pass
 from ring.comm.transport import Outgoing
 from ring.plan.plan import Plan, plan_of
+from ring.strided_view import Slot
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
 
@@ -24,10 +25,13 @@ LAYOUT, DENSE = Layout.from_cuts(range(6), (0, 2, 6)), Pattern.dense()
 EXCHANGES = ("ring", "direct", "gather")
 
 
-def attend(transport: SimulatedTransport, heads: int = 1, batch: int = 1, dim: int = 4, exchange: str = "ring") -> None:
+def attend(
+    transport: SimulatedTransport, heads: int = 1, batch: int = 1, dim: int = 4, value_dim: int = 4,
+    exchange: str = "ring",
+) -> None:  # fmt: skip
     """Forward and backward of one call on a rank of two."""
-    shape = batch, LAYOUT.counts[transport.rank], heads, dim
-    q, k, v = (torch.randn(shape).requires_grad_() for _ in range(3))
+    tokens = LAYOUT.counts[transport.rank]
+    q, k, v = (torch.randn(batch, tokens, heads, d).requires_grad_() for d in (dim, dim, value_dim))
     out = ring_attention(q, k, v, DENSE, LAYOUT, group=transport, exchange=exchange)
     assert isinstance(out, torch.Tensor)
     torch.autograd.grad(out.sum(), (q, k, v))
@@ -37,7 +41,7 @@ def test_what_cannot_be_counted_in_32_bits_is_packed_by_views() -> None:
     found = []
     for rows, slots, on_gpu in ((2**30, 2**30, True), (2**30 + 1, 1, True), (1, 2**30 + 1, True), (1, 1, False)):
         k: Any = SimpleNamespace(is_cuda=on_gpu, shape=(1, rows, 1, 1))
-        found.append(_packs_in_one_pass(k, torch.empty((slots, 2, 1, 1), device="meta")))
+        found.append(_packs_in_one_pass(k, torch.empty((slots, 2), device="meta")))
     assert found == [True, False, False, False]
 
 
@@ -63,7 +67,7 @@ def test_buffers_are_counted_for_each_rank_and_given_back_after_each_call() -> N
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("changes", ({"heads": 2}, {"batch": 3}, {"dim": 8}))
+@pytest.mark.parametrize("changes", ({"heads": 2}, {"batch": 3}, {"dim": 8}, {"value_dim": 6}))
 def test_calls_of_other_sizes_are_of_other_kinds(exchange: str, changes: dict[str, int]) -> None:
     """The simulation holds a call against what the first of its kind told; a kind without the batch would be wrong."""
 
@@ -104,8 +108,8 @@ def test_gradients_travel_in_the_accumulators_type_but_for_complete_ones_between
 def test_gradients_of_slots_are_summed_in_the_accumulators_type(dtype: torch.dtype) -> None:
     """1 and 256 times 2**-9: in bf16, of which 1 has a last place of 2**-7, nothing would be added."""
     step: Any = SimpleNamespace(once=False)
-    grad = torch.full((1, 2, 1, 1), 7.0, dtype=dtype)
-    with _gradient_views(step, grad) as sums:
+    grad = torch.full((1, 2), 7.0, dtype=dtype)
+    with _gradient_views(step, grad, Slot(1, 1, 1)) as sums:
         for one in sums:
             one.x += 1.0
             for _ in range(256):

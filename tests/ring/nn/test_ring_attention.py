@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from reference import Pattern, attention, gradients
 from ring import Layout
 from ring.nn import ContextParallel, RingAttention
+from tests.support.dense_scores import results
 from tests.support.nn_ranks import drawn
 
 
@@ -38,6 +39,22 @@ def test_it_is_torchs(causal: bool, kv_heads: int, options: dict[str, Any]) -> N
     module = RingAttention(Pattern.dense(causal), ContextParallel(Layout.contiguous(9, 1)))
     wanted = scaled_dot_product_attention(q, k, v, **(given | {"is_causal": causal}))
     torch.testing.assert_close(module(q, k, v, None, 0.0, **given), wanted, rtol=0.0, atol=1e-13)
+
+
+def test_sinks_softcap_and_values_of_another_head_dim_are_passed_on() -> None:
+    q, k, v, dout = (
+        drawn(seed, 2, heads, 9, dim) for seed, (heads, dim) in enumerate(((4, 6), (2, 6), (2, 3), (4, 3)))
+    )
+    sinks = torch.tensor([0.5, -torch.inf, 2.0, -1.0], dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks)]
+    module = RingAttention(Pattern.dense(True), ContextParallel(Layout.contiguous(9, 1)))
+    out = module(*leaves[:3], enable_gqa=True, sinks=sinks, softcap=0.8)
+    by_token = [x.detach().transpose(1, 2) for x in (q, k, v)]
+    exact = results([*by_token, sinks, dout.transpose(1, 2), None], Pattern.dense(True), softcap=0.8)
+    del exact["lse"]
+    found = [out, *torch.autograd.grad(out, leaves, dout)]
+    for x, (name, y) in zip(found, exact.items(), strict=True):
+        torch.testing.assert_close(x, y if name == "dsinks" else y.transpose(1, 2), rtol=0.0, atol=1e-12)
 
 
 def test_a_context_is_needed() -> None:

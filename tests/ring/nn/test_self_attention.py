@@ -36,7 +36,10 @@ def torchscale_pattern(segment_length: list[int], dilated_ratio: list[int], head
 def _self_attention_error(shards: str, options: dict[str, Any]) -> float:
     module = in_fp64(lambda: SelfAttention(DIM, HEADS, GROUPS, **options))
     theta, head_dim = module.rotary_theta, module.head_dim
-    return nn_dense.module_error(module, shards, lambda x, w: nn_dense.self_attention(x, w, GROUPS, head_dim, theta))
+    others = {name: options[name] for name in ("value_head_dim", "softcap") if name in options}
+    return nn_dense.module_error(
+        module, shards, lambda x, w: nn_dense.self_attention(x, w, GROUPS, head_dim, theta, **others)
+    )
 
 
 def _longnet_error(shards: str, options: dict[str, Any]) -> float:
@@ -54,6 +57,9 @@ def _longnet_error(shards: str, options: dict[str, Any]) -> float:
         (_self_attention_error, "uneven", {"kv_heads": 1, "qk_norm": True}),
         (_self_attention_error, "one", {"head_dim": 6, "rotary_theta": None}),
         (_self_attention_error, "uneven", {"rotary_theta": 500.0, "inner_norm_eps": 1e-5, "bias": True}),
+        (_self_attention_error, "empty", {"kv_heads": 2, "sinks": True}),
+        (_self_attention_error, "uneven", {"softcap": 0.5, "value_head_dim": 6, "inner_norm_eps": 1e-5, "bias": True}),
+        (_self_attention_error, "uneven", {"softcap": 0.5, "value_head_dim": 3, "sinks": True}),
         (_longnet_error, "even", {}),
         (_longnet_error, "uneven", {"segment_length": [5], "dilated_ratio": [3], "causal": False}),
         (_longnet_error, "empty", {"kv_heads": 2, "ffn_dim": 10}),
@@ -91,6 +97,9 @@ def test_a_layer_is_not_disturbed_by_another_on_its_handle(differs: str, first: 
 MODULES: dict[str, Callable[..., nn.Module]] = {
     "self-attention": lambda **made: SelfAttention(
         DIM, HEADS, GROUPS, kv_heads=2, qk_norm=True, inner_norm_eps=1e-3, bias=True, **made
+    ),
+    "self-attention with sinks": lambda **made: SelfAttention(
+        DIM, HEADS, GROUPS, value_head_dim=6, softcap=2.0, sinks=True, **made
     ),
     "longnet": lambda **made: LongNetBlock(DIM, HEADS, "[2,4]", (1, 2), **made),
     "longnet without subln": lambda **made: LongNetBlock(DIM, HEADS, [4], [2], subln=False, causal=False, **made),

@@ -12,7 +12,7 @@ import torch
 
 import ring.execute
 from ring.caching.bounded_cache import BoundedCache
-from ring.compute import kernels
+from ring.compute import kernel_choice
 from ring.plan.plan import EXCHANGES
 from verification.case import DTYPES
 from verification.cli import doctor
@@ -60,11 +60,13 @@ def test_gpus_and_what_is_the_same_in_80_columns() -> None:
 
 
 def test_kernels_are_those_that_were_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = kernels.choose
+    real = kernel_choice.choose
     picked = {(x["dtype"], x["what"]): x["kernel"] for x in doctor.kernel_choices() if x["device"] == "cpu"}
     assert picked["float32", "full"] == "flash" and "math" in picked["float32", "by position"]
     assert picked["float32", "full, gradient through lse"] == "flash, backward math"
-    monkeypatch.setattr(kernels, "choose", lambda kernel, *arguments, **options: real("math", *arguments, **options))
+    monkeypatch.setattr(
+        kernel_choice, "choose", lambda setting, *arguments: real(setting._replace(kernel="math"), *arguments)
+    )
     monkeypatch.setattr(ring.execute, "_programs", BoundedCache(8))  # what was chosen before is kept
     assert {x["kernel"] for x in doctor.kernel_choices()} == {"math"}
 

@@ -14,12 +14,19 @@ import torch.distributed as dist
 
 from reference import Pattern
 from ring import Layout, ring_attention
+from ring.compute import kernel_choice
 from ring.compute.gpu import graph_replay
 from ring.compute.gpu.graph_replay import WARMUP_CALLS
 from ring.compute.kernel_counts import count_kernels
 from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.fixture(autouse=True)
+def _without_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep to torch's kernels, if FlashAttention-4 is installed or not."""
+    monkeypatch.setattr(kernel_choice, "fa4_missing", lambda: "left out of these tests")
 
 
 LONGNET = Pattern.longnet([64, 256], [1, 4], 8, True)
@@ -102,6 +109,22 @@ def test_what_is_replayed_is_what_was_asked_for(graphs: dict[Any, Any]) -> None:
             found = attended(tensors, **one)
             assert turn < WARMUP_CALLS or equal(found, plainly(tensors, **one)), (tokens, one)
     assert len(graphs) == len(sizes) * (1 + 2 * len(settings))
+
+
+def test_sinks_are_inputs_of_a_graph_and_their_gradient_is_an_output_where_it_is_wanted(graphs: dict[Any, Any]) -> None:
+    layout, numbers = Layout.contiguous(512, 1), (torch.randn(8, device="cuda") for _ in range(WARMUP_CALLS + 3))
+    for turn, sinks in enumerate(numbers):
+        *inputs, dout = drawn(512)
+        q, k, v, _ = leaves = [x.requires_grad_() for x in (*inputs, sinks)]
+        runs = []
+        for counts in (nullcontext, count_kernels):  # whoever counts kernels sees plain calls
+            with counts():
+                out = ring_attention(q, k, v, LONGNET, layout, sinks=sinks)
+                assert isinstance(out, torch.Tensor)
+                grads = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+                runs.append((out, *grads, *torch.autograd.grad(out, leaves[:3], dout)))
+        assert equal(*runs), turn
+    assert len(graphs) == 3  # the forward, and the backward with and without the gradient of sinks
 
 
 def test_long_calls_and_calls_of_changing_settings_are_not_captured(

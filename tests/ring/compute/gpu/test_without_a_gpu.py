@@ -29,7 +29,7 @@ def portioned(tile: Tile, most: int, monkeypatch: pytest.MonkeyPatch, gpu: bool 
     """In portions of so many bytes, of a call with batch 3 and head dim 8."""
     monkeypatch.setattr(kernels, "MAX_WORKSPACE", most)
     whole: Any = SimpleNamespace(is_cuda=gpu, shape=(3, 1000, 1000, 8))
-    return kernels.portions(name, tile, whole)
+    return kernels.portions(name, tile, whole, 8)
 
 
 @pytest.mark.parametrize(

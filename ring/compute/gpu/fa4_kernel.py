@@ -1,0 +1,130 @@
+"""FlashAttention-4 on GPUs, forward and backward, for tiles of one length or of several sequences.
+
+It takes (batch, tokens, heads, head dim), or (tokens, heads, head dim) with cumulative lengths. Operands are batched
+(`ring.strided_view`), results are shaped as in `ring.compute.math_kernel`. The package's own functions are called,
+because torch's switch does not take its version. `ring.compute.kernel_limits` has what it was found right for.
+
+The first call of a kind compiles for some seconds: forward or backward, dtype, head dims, query heads per key/value
+head, mask, softcap, one or several sequences. The logger "ring" says so, at level INFO. The package keeps compiled
+kernels on disk if FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ring.compute.gpu.varlen_kernel import by_head, by_token, edges_of
+from ring.compute.math_kernel import SavedRows, Tensors3
+from ring.compute.scores import Scores
+from ring.plan.tile import Mask, Tile
+from ring.strided_view import tile_shape
+
+_logger = logging.getLogger("ring")
+_SLOW = 0.5  # seconds on the host: a call that took so long has compiled
+_called: set[Hashable] = set()
+
+
+@lru_cache(maxsize=1)
+def _functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the package's forward and backward."""
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    return _flash_attn_fwd, _flash_attn_bwd
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scoring: Scores
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of a full or causal tile; lse in fp32."""
+    query, key, value = _operands(tile, q, k, v)
+    attend, _ = _functions()
+    out, lse, *_ = _timed(
+        ("forward", *_kind(tile, q, k, v, scoring)),
+        lambda: attend(
+            query, key, value, softmax_scale=scoring.scale, softcap=scoring.softcap, causal=tile.mask is Mask.CAUSAL,
+            return_lse=True, **_lengths(tile, q),
+        ),
+    )  # fmt: skip
+    batch, heads, rows, _ = q.shape
+    shape = tile_shape(tile.query_rows, tile.query_heads, q)[:-1]
+    if tile.sequences is not None:
+        lse = lse.view(heads, batch, rows).transpose(0, 1)
+    return _heads_first(out, tile, batch).view(*shape, v.shape[3]), lse.view(shape)
+
+
+def backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scoring: Scores
+) -> Tensors3:
+    """Return the tile's summands of dq, dk, dv, shaped like q, k, v. In a fixed order under
+    `torch.use_deterministic_algorithms`."""
+    query, key, value, out, dout = _operands(tile, q, k, v, saved.out, saved.dout)
+    lse, dlse = (_by_row(tile, x) for x in (saved.lse, saved.dlse))
+    repeatable = torch.are_deterministic_algorithms_enabled()
+    _, differentiate = _functions()
+    grads = _timed(
+        ("backward", repeatable, dlse is None, *_kind(tile, q, k, v, scoring)),
+        lambda: differentiate(
+            query, key, value, out, dout, lse, softmax_scale=scoring.scale, softcap=scoring.softcap or 0.0,
+            causal=tile.mask is Mask.CAUSAL, deterministic=repeatable, dlse=dlse, **_lengths(tile, q),
+        ),
+    )[:3]  # fmt: skip
+    dq, dk, dv = (_heads_first(x, tile, q.shape[0]) for x in grads)
+    query_shape = tile_shape(tile.query_rows, tile.query_heads, q)
+    key_shape = tile_shape(tile.key_rows, tile.key_heads, k)
+    return dq.view(query_shape), dk.view(key_shape), dv.view(*key_shape[:-1], v.shape[3])
+
+
+def _operands(tile: Tile, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return (B, H, L, D) as (B, L, H, D), or for several sequences as (B L, H, D)."""
+    if tile.sequences is not None:
+        return [by_token(x) for x in tensors]
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def _heads_first(x: torch.Tensor, tile: Tile, batch: int) -> torch.Tensor:
+    """Return a result as (B, H, L, D)."""
+    return by_head(x, batch) if tile.sequences is not None else x.transpose(1, 2)
+
+
+def _by_row(tile: Tile, x: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a number for each row, (B, H, L, 1), as (B, H, L), or for several sequences as (H, B L)."""
+    if x is None:
+        return None
+    numbers = x.squeeze(3)
+    if tile.sequences is not None:
+        numbers = numbers.transpose(0, 1).reshape(numbers.shape[1], -1)
+    return numbers.contiguous()
+
+
+def _lengths(tile: Tile, q: torch.Tensor) -> dict[str, Any]:
+    if tile.sequences is None:
+        return {}
+    edges = edges_of(tile, q)
+    longest_query, longest_key = edges.longest
+    return {
+        "cu_seqlens_q": edges.query, "cu_seqlens_k": edges.key,
+        "max_seqlen_q": longest_query, "max_seqlen_k": longest_key,
+    }  # fmt: skip
+
+
+def _kind(tile: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scores) -> tuple[Hashable, ...]:
+    share = q.shape[1] // k.shape[1]
+    return str(q.dtype), q.shape[3], v.shape[3], share, tile.mask.name, scoring.softcap, tile.sequences is not None
+
+
+def _timed(kind: tuple[Hashable, ...], call: Callable[[], Any]) -> Any:
+    """Return the results of a call, and log if it has compiled."""
+    if kind in _called:
+        return call()
+    begun = time.monotonic()
+    results = call()
+    _called.add(kind)
+    if (seconds := time.monotonic() - begun) > _SLOW:
+        _logger.info("FlashAttention-4 compiled a kernel in %.1f s: %s", seconds, kind)
+    return results

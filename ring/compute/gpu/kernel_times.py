@@ -1,0 +1,77 @@
+"""Measured times of the fused kernels of GPUs, and the fastest kernel for a call.
+
+The table, `kernel_times.json`, is written by `python scripts/bench kernels`, on one GPU. A call takes the row that is
+nearest in head dims, length and number of sequences. A GPU of another compute capability than the table's has no row:
+there cuDNN comes first, then FlashAttention-2.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+FILE = Path(__file__).with_name("kernel_times.json")
+PASSES = ("forward", "backward", "repeatable backward")
+_UNMEASURED = ("cudnn", "flash", "fa4")
+
+
+class Work(NamedTuple):
+    """Sizes of a kernel call.
+
+    passed     one of PASSES
+    dim        head dim of keys
+    value_dim  head dim of values
+    causal     True for a causal mask
+    varied     True for sequences of several lengths
+    length     geometric mean of the rows and keys of a sequence
+    heads      sequences times query heads
+    """
+
+    passed: str
+    dim: int
+    value_dim: int
+    causal: bool
+    varied: bool
+    length: float
+    heads: int
+
+
+@lru_cache(maxsize=1)
+def _tables() -> dict[tuple[int, int], dict[tuple[str, bool, bool], list[tuple[Work, dict[str, float]]]]]:
+    """Return the rows by compute capability, pass, mask and kind of lengths."""
+    record = json.loads(FILE.read_text())
+    table: dict[tuple[str, bool, bool], list[tuple[Work, dict[str, float]]]] = {}
+    for row in record["rows"]:
+        work = Work(**{name: row[name] for name in Work._fields})
+        table.setdefault((work.passed, work.causal, work.varied), []).append((work, row["ms"]))
+    major, minor = record["capability"]
+    return {(major, minor): table}
+
+
+@lru_cache(maxsize=4096)
+def fastest(names: Sequence[str], capability: tuple[int, int], work: Work) -> str:
+    """Return the fastest of some kernels for a call.
+
+    Args:
+        names: at least one of "cudnn", "flash", "fa4".
+        capability: of the GPU.
+        work: sizes of the call.
+    """
+    if len(names) == 1:
+        return names[0]
+    rows = _tables().get(capability, {}).get((work.passed, work.causal, work.varied), [])
+    rows = [row for row in rows if len(row[1].keys() & set(names)) > 1]
+    if not rows:
+        return min(names, key=_UNMEASURED.index)
+    _, times = min(rows, key=lambda row: _distance(row[0], work))
+    return min((name for name in names if name in times), key=times.__getitem__)
+
+
+def _distance(row: Work, work: Work) -> float:
+    """Return how far apart two calls are; head dims count before lengths."""
+    dims = abs(math.log2(row.dim / work.dim)) + abs(math.log2(row.value_dim / work.value_dim))
+    return 100 * dims + abs(math.log2(row.length / work.length)) + abs(math.log2(row.heads / work.heads)) / 2

@@ -1,0 +1,111 @@
+"""FlashAttention-4 beside the math kernel: head dims, lengths, softcaps, gradients of lse, sequences, repeated bits."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from reference import Pattern
+from ring import Layout, count_kernels
+from ring.compute.gpu import fa4_kernel
+from ring.compute.kernel_limits import fa4_missing, takes_dims
+from ring.compute.scores import Scores
+from ring.plan.tile import Mask, Sequences
+from ring.precision import accumulator_dtype
+from tests.support.attention_cases import call, plain
+from tests.support.gpu_tiles import UNIT, check_kernel, tensors, tile_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(fa4_missing() is not None, reason=str(fa4_missing())),
+]
+DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (160, 160), (192, 192), (256, 256), (192, 128))
+LENGTHS = ((130, 130), (1, 300), (300, 1), (520, 77))
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize(("share", "mask"), [(1, Mask.FULL), (4, Mask.FULL), (1, Mask.CAUSAL), (4, Mask.CAUSAL)])
+def test_it_is_the_math_kernel_to_within_rounding(dims: tuple[int, int], share: int, mask: Mask) -> None:
+    if not takes_dims("fa4", torch.cuda.get_device_capability(), *dims, share):
+        pytest.skip(f"it does not take {dims} with {share} query heads per key/value head")
+    for queries, keys in LENGTHS if mask is Mask.FULL else ((130, 130), (1, 1), (700, 700)):
+        q, k, v, dout = tensors(torch.bfloat16, 2, 1, 2, share, queries, keys, *dims)
+        check_kernel("fa4", q, k, v, dout, tile_of(mask, queries, keys, 2, 2, share), (dims, share, queries, keys))
+
+
+@pytest.mark.parametrize("dtype", list(UNIT), ids=str)
+@pytest.mark.parametrize("softcap", [None, 2.0, 50.0])
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_softcaps_and_gradients_of_lse(dtype: torch.dtype, softcap: float | None, with_dlse: bool) -> None:
+    q, k, v, dout = tensors(dtype, 1, 2, 2, 2, 200, 200, 64)
+    tile = tile_of(Mask.CAUSAL, 200, 200, 1, 2, 2)
+    check_kernel("fa4", q, k, v, dout, tile, (softcap, with_dlse), softcap, with_dlse)
+
+
+@pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_sequences_of_several_lengths(batch: int, mask: Mask) -> None:
+    rows = np.array((1, 5, 64, 1, 130, 17))
+    keys = rows if mask is Mask.CAUSAL else np.array((3, 1, 64, 200, 129, 16))
+    tile = tile_of(mask, int(rows.sum()), int(keys.sum()), 1, 2, 2, Sequences.of(rows, keys))
+    q, k, v, dout = tensors(torch.bfloat16, 1, batch, 2, 2, int(rows.sum()), int(keys.sum()), 64)
+    check_kernel("fa4", q, k, v, dout, tile, (batch, mask), with_dlse=batch == 3)
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("pattern", [
+    Pattern.dense(True), Pattern.longnet((64, None), (1, 4), 4, True), Pattern.dense(True, documents=(100, 7, 0, 405)),
+    Pattern.dense(False, window=60),
+], ids=("dense", "longnet", "packed", "window"))  # fmt: skip
+def test_a_call_by_name_is_the_math_kernel_s(pattern: Pattern, softcap: float | None) -> None:
+    """With sinks and gradients through lse, ten times, so that the last calls are replayed graphs."""
+    torch.manual_seed(1)
+    layout = Layout.contiguous(512, 1)
+    q, k, v, dout = (torch.randn(1, 512, heads, 64, device="cuda") for heads in (4, 2, 2, 4))
+    dlse, sinks = torch.randn(1, 4, 512, device="cuda"), torch.randn(4, device="cuda")
+
+    def results(kernel: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.bfloat16().to(dtype).requires_grad_() for x in (q, k, v)]
+        leaves.append(sinks.to(accumulator_dtype(dtype)).requires_grad_())
+        out, lse = call(*leaves[:3], pattern, layout, kernel=kernel, sinks=leaves[3], softcap=softcap)
+        seen = lse.isfinite()
+        grads = torch.autograd.grad((out * dout.to(dtype)).sum() + (lse * dlse)[seen].sum(), leaves)
+        return [out, lse.masked_fill(~seen, 0.0), *grads]
+
+    exact = results("math", torch.float64)
+    with count_kernels() as count:
+        first = results("fa4", torch.bfloat16)
+    assert count["fa4"] > 0
+    for _ in range(10):
+        last = results("fa4", torch.bfloat16)
+    for found in (first, last):
+        for x, y in zip(found, exact, strict=True):
+            assert (x.double() - y).abs().max() <= 2.0**-5 * y.abs().max().clamp(min=1.0)
+
+
+def test_bits_repeat_where_they_must() -> None:
+    q, k, v, dout = (torch.randn(1, 2048, heads, 128, device="cuda").bfloat16() for heads in (8, 2, 2, 8))
+
+    def grads() -> tuple[torch.Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = plain(*leaves, Pattern.dense(True), Layout.contiguous(2048, 1), kernel="fa4")
+        return torch.autograd.grad(out, leaves, dout)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = grads()
+        assert all(torch.equal(x, y) for _ in range(5) for x, y in zip(first, grads(), strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_compilation_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    fa4_kernel._called.clear()
+    q, k, v, _ = (x.flatten(2, 3).flatten(0, 1) for x in tensors(torch.float16, 1, 1, 3, 3, 150, 150, 32))
+    with caplog.at_level(logging.INFO, "ring"):
+        fa4_kernel.forward(q, k, v, tile_of(Mask.FULL, 150, 150, 1, 3, 3), Scores(0.3, 7.0))
+    assert "FlashAttention-4 compiled a kernel" in caplog.text and "float16" in caplog.text

@@ -1,0 +1,72 @@
+"""Tiles on a GPU, and fused kernels held to the math kernel in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ring.compute import kernels
+from ring.compute.math_kernel import SavedRows
+from ring.compute.scores import Scores
+from ring.plan.blocks import Heads
+from ring.plan.rows import Rows
+from ring.plan.tile import Mask, Sequences, Tile
+from ring.strided_view import batched
+
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def tile_of(
+    mask: Mask, queries: int, keys: int, folds: int = 1, groups: int = 1, share: int = 1,
+    sequences: Sequences | None = None,
+) -> Tile:  # fmt: skip
+    rows, key_rows = Rows(0, 1, queries, queries, folds), Rows(0, 1, keys, keys, folds)
+    heads = Heads(groups, share, 0, share, 1), Heads(groups, 1, 0, 1, 1)
+    return Tile(rows, key_rows, *heads, mask, sequences=sequences)
+
+
+def tensors(
+    dtype: torch.dtype, folds: int, batch: int, groups: int, share: int, queries: int, keys: int, dim: int,
+    value_dim: int | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """q, k, v, dout of a tile, on the GPU."""
+    generator = torch.Generator("cuda").manual_seed(queries * 1000 + keys)
+    value_dim = value_dim or dim
+    sizes = ((share, queries, dim), (1, keys, dim), (1, keys, value_dim), (share, queries, value_dim))
+    return tuple(
+        torch.randn(folds, batch, groups, *size, device="cuda", generator=generator).to(dtype) for size in sizes
+    )
+
+
+def check_kernel(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, tile: Tile, what: Any,
+    softcap: float | None = None, with_dlse: bool = False,
+) -> None:  # fmt: skip
+    """Hold both ways of a fused kernel to the math kernel in fp64."""
+    unit, scoring = UNIT[q.dtype], Scores(q.shape[-1] ** -0.5, softcap)
+    doubles, fused = [x.double() for x in (q, k, v)], [batched(x) for x in (q, k, v)]
+    out, lse = kernels.forward(name, fused[0], fused[1], fused[2], tile, scoring)
+    exact, exact_lse = kernels.forward("math", doubles[0], doubles[1], doubles[2], tile, scoring)
+    assert lse.dtype == torch.float32
+    close(out, exact, 4 * unit, what)
+    close(lse, exact_lse, 1e-4 if softcap is None else 2.0**-10 * softcap, "lse")  # tanh to some 11 bits
+    # The global lse and out of a larger whole, half of which is elsewhere.
+    whole, whole_lse = exact.to(q.dtype), exact_lse.float() + 0.7
+    beside = torch.empty(whole_lse.numel() + 1, device="cuda")[1:].view(whole_lse.shape)  # begins anywhere
+    rows = beside.copy_(whole_lse).flatten(2, 3).flatten(0, 1).unsqueeze(-1)
+    dlse = torch.randn_like(whole_lse) if with_dlse else None
+    batched_dlse = None if dlse is None else dlse.flatten(2, 3).flatten(0, 1).unsqueeze(-1)
+    saved = SavedRows(batched(dout), batched(whole), rows, None, batched_dlse)
+    found = kernels.backward(name, fused[0], fused[1], fused[2], saved, tile, scoring)
+    delta = (dout.float() * whole.float()).sum(-1) - (0 if dlse is None else dlse)
+    double = SavedRows(dout.double(), whole.double(), whole_lse.double(), delta.double())
+    wanted = kernels.backward("math", doubles[0], doubles[1], doubles[2], double, tile, scoring)
+    for x, y, which in zip(found, wanted, ("dq", "dk", "dv"), strict=True):
+        close(x, y, 8 * unit, (which, what))
+
+
+def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float, what: Any) -> None:
+    assert found.shape == exact.shape, what
+    error = (found.double() - exact).abs().max() / exact.abs().max().clamp(min=1.0)
+    assert error <= tolerance, (what, float(error))
