@@ -62,7 +62,8 @@ TINY: dict[int, str] = {
     "moe_num_experts num_global_query_heads time_step_rank num_value_heads",
     2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_key_value_heads n_groups "
     "num_experts_per_tok moe_topk moe_k n_group topk_group num_experts_per_token linear_num_key_heads mamba_n_groups "
-    "num_kv_heads multi_query_group_num num_hash_layers num_nextn_predict_layers num_global_key_value_heads",
+    "num_kv_heads multi_query_group_num num_hash_layers num_nextn_predict_layers num_global_key_value_heads "
+    "no_rope_layer_interval",
     1: "first_k_dense_replace n_shared_experts num_shared_experts",
 }
 MISSING = (
