@@ -55,13 +55,15 @@ TINY: dict[int, str] = {
     16: "mamba_d_head mamba_head_dim moe_intermediate_size q_lora_rank kv_lora_rank qk_nope_head_dim v_head_dim "
     "expert_ffn_hidden_size moe_shared_expert_intermediate_size mamba_d_state state_size hidden_size_per_layer_input",
     8: "head_dim rotary_dim qk_rope_head_dim d_kv sliding_window attention_window "
-    "linear_key_head_dim linear_value_head_dim index_head_dim attention_chunk_size global_head_dim",
+    "linear_key_head_dim linear_value_head_dim index_head_dim attention_chunk_size floor_scale "
+    "global_head_dim",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts "
     "num_local_experts n_routed_experts mamba_n_heads mamba_num_heads linear_num_value_heads index_n_heads "
     "moe_num_experts num_global_query_heads time_step_rank num_value_heads",
     2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_key_value_heads n_groups "
     "num_experts_per_tok moe_topk moe_k n_group topk_group num_experts_per_token linear_num_key_heads mamba_n_groups "
-    "num_kv_heads multi_query_group_num num_hash_layers num_nextn_predict_layers num_global_key_value_heads",
+    "num_kv_heads multi_query_group_num num_hash_layers num_nextn_predict_layers num_global_key_value_heads "
+    "no_rope_layer_interval",
     1: "first_k_dense_replace n_shared_experts num_shared_experts",
 }
 MISSING = (

@@ -10,9 +10,9 @@ Shard a batch that a collator flattened to (1, N), whose position_ids restart in
 
     shard_batch(context, tokens, next_tokens(tokens), documents=documents_from_positions(position_ids))
 
-Pass the handle to the model as a keyword, and optionally `pattern` to replace the model's dense attention. Layers with
-a sliding window keep it. Unsupported features are refused by name, on every rank, before any message: dropout of
-attention, attention in chunks, sinks, softcaps, caches, attention weights as output, and rotary scaling that depends on
+Pass the handle to the model as a keyword, and optionally `pattern` to replace the model's dense attention. Models keep
+sliding windows, chunks, sinks, softcaps and head dims of values. Unsupported features are refused by name, on every
+rank, before any message: dropout of attention, caches, attention weights as output, and rotary scaling that depends on
 the rank. Missing positions are refused too, since the model would count from the start of each shard. Only text models
 are supported: masks for images are refused.
 
@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,8 +49,11 @@ from ring.nn.frameworks.transformers_call import (
     is_given,
     prepared_call,
 )
-from ring.nn.frameworks.transformers_masks import RefusedMask, WindowMask, placeholder
+from ring.nn.frameworks.transformers_masks import ChunkMask, RefusedMask, WindowMask, placeholder
+from ring.nn.frameworks.transformers_pattern import layer_pattern
 from ring.nn.frameworks.transformers_positions import checked_positions
+from ring.precision import accumulator_dtype
+from ring.validation import refuse_dtensor
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -162,24 +164,29 @@ def attention(
     position_ids: Tensor | None = None,
     context: ContextParallel | None = None,
     pattern: Pattern | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     checked: Checked | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention of a model's layer, (B, N, H, D), and None in place of weights.
+    """Return the attention of a model's layer, (B, N, H, Dv), and None in place of weights.
 
     Args:
         module: the layer's attention; its layer_idx names the call in errors.
         query: (B, H, N, D) with this rank's N tokens.
-        key, value: (B, Hk, N, D).
+        key: (B, Hk, N, D).
+        value: (B, Hk, N, Dv).
         attention_mask: None, or a placeholder from this module's mask function.
         scaling: factor of the scores; None: D ** -0.5.
         dropout: must be 0.
         is_causal: None: the module's attribute, True without one.
-        sliding_window: tokens that a query sees, with itself; None: all.
+        sliding_window: tokens that a query sees, with itself, to one side; None: those of the mask.
         position_ids: (1 or B, N), those of the layout, which are compared unless the handle has check=False, or the
             model's call was checked.
         context: handle of the sharded sequence.
         pattern: None for the model's own attention.
+        softcap: bound of the scores, as in Gemma 2; None: no bound.
+        s_aux: (H,), a sink for each query head, as in gpt-oss; None: none.
         checked: from the call of a prepared model; None without `prepare`.
         others: refused if set, unless they do not affect the attention.
 
@@ -195,12 +202,13 @@ def attention(
             checked_positions(position_ids, context, name=name)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         _check_padding(checked, causal)
-        pattern = _pattern(pattern, causal, _window(attention_mask, sliding_window, causal))
+        pattern = layer_pattern(module, attention_mask, sliding_window, causal, pattern)
+        sinks = _sinks(s_aux, query)
     except (ValueError, NotImplementedError) as error:
         context.raise_everywhere(error, name)
     empty = checked is not None and checked.stand_in
     q, k, v = (x.transpose(1, 2)[:, : 0 if empty else None] for x in (query, key, value))  # (B, N, H, D)
-    out = context.attention(q, k, v, pattern, scale=scaling, name=name)
+    out = context.attention(q, k, v, pattern, scale=scaling, softcap=softcap, sinks=sinks, name=name)
     return torch.cat((out, out.new_zeros((out.shape[0], 1, *out.shape[2:]))), 1) if empty else out, None
 
 
@@ -211,7 +219,7 @@ def _name(module: nn.Module) -> str | None:
 
 
 def _check_arguments(attention_mask: object, dropout: float, others: dict[str, Any]) -> None:
-    if attention_mask is not None and not isinstance(attention_mask, WindowMask):
+    if attention_mask is not None and not isinstance(attention_mask, WindowMask | ChunkMask):
         got = attention_mask if isinstance(attention_mask, RefusedMask) else type(attention_mask).__name__
         raise NotImplementedError(f"attention_mask must be None, got {got}: the pattern is the mask")
     if dropout:
@@ -220,6 +228,20 @@ def _check_arguments(attention_mask: object, dropout: float, others: dict[str, A
         if name not in HARMLESS and is_given(value):
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise NotImplementedError(f"{name} must be left out: ring attention does not support it, got {got}")
+
+
+def _sinks(s_aux: object, query: Tensor) -> Tensor | None:
+    """Return the sinks in the accumulator's dtype, since models keep them in one of their own."""
+    if s_aux is None:
+        return None
+    refuse_dtensor("s_aux", s_aux)
+    heads = query.shape[1]
+    if not isinstance(s_aux, Tensor) or s_aux.shape != (heads,) or not s_aux.is_floating_point():
+        got = f"{s_aux.dtype} of shape {tuple(s_aux.shape)}" if isinstance(s_aux, Tensor) else repr(s_aux)
+        raise ValueError(f"s_aux must be None or ({heads},) floating numbers, a sink for each query head, got {got}")
+    if s_aux.device != query.device:
+        raise ValueError(f"s_aux must be on the query's device {query.device}, got {s_aux.device}")
+    return s_aux.to(accumulator_dtype(query.dtype))
 
 
 def _check_padding(checked: Checked | None, causal: bool) -> None:
@@ -247,34 +269,3 @@ def _rope_types(parameters: dict[str, Any]) -> Iterator[str]:
             yield from _rope_types(value)
         elif name == "rope_type":
             yield str(value)
-
-
-def _window(attention_mask: object, sliding_window: object, causal: bool) -> int | None:
-    """Number of positions before its own that a query of the layer sees; None for all."""
-    mask_tokens = int(attention_mask) if isinstance(attention_mask, WindowMask) else None
-    if sliding_window is None and mask_tokens is None:
-        return None
-    tokens = mask_tokens if sliding_window is None else sliding_window
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1 or mask_tokens not in (None, tokens):
-        also = "" if mask_tokens is None else f" beside a mask of {mask_tokens}"
-        raise ValueError(f"sliding_window must be at least 1 token, as the model's mask has it, got {tokens!r}{also}")
-    if not causal:
-        raise NotImplementedError(f"sliding_window must be of causal attention, got {tokens} tokens and causal=False")
-    return tokens - 1
-
-
-def _pattern(pattern: object, causal: bool, window: int | None) -> Pattern:
-    if pattern is None:
-        return _dense(causal, window)
-    if window is not None:
-        raise ValueError(f"pattern must be None for a layer with a sliding window of {window + 1} tokens")
-    if not isinstance(pattern, Pattern):
-        raise ValueError(f"pattern must be a Pattern or None, got {pattern!r}")
-    if pattern.causal is not causal:
-        raise ValueError(f"pattern must be causal as the model is, causal={causal}, got causal={pattern.causal}")
-    return pattern
-
-
-@lru_cache
-def _dense(causal: bool, window: int | None) -> Pattern:
-    return Pattern.dense(causal=causal, window=window)

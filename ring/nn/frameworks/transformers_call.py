@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ring.nn.context import ContextParallel
 from ring.nn.frameworks.transformers_padding import check_mask, without_padding
 from ring.nn.frameworks.transformers_positions import checked_positions, count_from_padding, has_axes
+from ring.nn.frameworks.transformers_temperature import scale_by_position
 
 NAME = "ring"
 FIRST = "layer 0"  # the attention call that an error of the model's call replaces
@@ -26,6 +27,8 @@ LEFT_OUT = {
     "use_cache": "a cache holds the keys of one shard",
     "past_key_values": "a cache holds the keys of one shard",
     "output_attentions": "ring attention does not compute weights",
+    "softcap": "layers that have one give their own",
+    "s_aux": "layers that have sinks give their own",
     "logits_to_keep": "it would keep the last tokens of each shard",
     "output_router_logits": "the model takes its auxiliary loss over the tokens of a rank: call the model within it, "
     "which returns router logits without that loss, and take their means over all tokens by token_mean",
@@ -38,10 +41,12 @@ class Checked(NamedTuple):
 
     causal_only: True if padding is on the right, which only causal attention does not see. stand_in: True for a rank
     without tokens. Models cannot reshape an empty tensor, so this rank's model gets one token, which no attention sees.
+    positions: the model's position_ids.
     """
 
     causal_only: bool
     stand_in: bool
+    positions: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,9 +89,10 @@ class PreparedCall:
             context, causal_only = without_padding(mask, context, arguments.get("pattern") is None)
         empty = positions.shape[-1] == 0
         changes = {name: _with_token(x) for name, x in arguments.items()} if empty else {}
+        positions = positions.new_zeros((*positions.shape[:-1], 1)) if empty else positions
         return changes | {
-            "context": context, "use_cache": False, "checked": Checked(causal_only, empty), "attention_mask": None,
-            "position_ids": positions.new_zeros((*positions.shape[:-1], 1)) if empty else positions,
+            "context": context, "use_cache": False, "checked": Checked(causal_only, empty, positions),
+            "attention_mask": None, "position_ids": positions,
         }  # fmt: skip
 
 
@@ -109,6 +115,7 @@ def check_calls(model: PreTrainedModel) -> tuple[PreparedCall, list[RemovableHan
         model.register_forward_pre_hook(call, with_kwargs=True),
         model.register_forward_hook(_without_token, with_kwargs=True),
         *count_from_padding(model, NAME),
+        *scale_by_position(model, NAME),
     ]
 
 

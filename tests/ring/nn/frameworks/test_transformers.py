@@ -11,14 +11,29 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
-from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
+from transformers import (
+    DynamicCache,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from reference import Pattern, documents_from_positions
+from reference import Branch, Pattern, documents_from_positions
 from ring import Layout
 from ring.nn import ContextParallel, clip_grad_norm, gather, shard_batch
 from ring.nn.frameworks import ddp, fsdp, recompute, transformers
+from ring.nn.frameworks.transformers_masks import ChunkMask, WindowMask
 from tests.support.framework_example import EXACT, VOCABULARY, Example, Result, assert_near, dense, trained
 from tests.support.ranks import Ranks
 
@@ -44,6 +59,18 @@ def windowed() -> MistralForCausalLM:
         return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)).double()
 
 
+def with_sinks() -> GptOssForCausalLM:
+    """Make a model with sinks, which sees 5 tokens in its first layer."""
+    config = GptOssConfig(
+        **SIZES, head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"], num_local_experts=4,
+        num_experts_per_tok=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    config._attn_implementation = config._experts_implementation = "eager"
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        return GptOssForCausalLM(config).double()
+
+
 def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Compute logits in one process, by the model's own attention."""
     logits: Tensor = model(tokens).logits
@@ -56,7 +83,9 @@ def _train(example: Example, checkpointing: Any, wrapper: str, make: Callable[[]
     if checkpointing is not None:
         inner.gradient_checkpointing_enable(checkpointing)
     inner.train()
-    model: Any = ddp.wrap(inner, mesh) if wrapper == "ddp" else fsdp.shard(inner, mesh, LlamaDecoderLayer)
+    model: Any = (
+        ddp.wrap(inner, mesh) if wrapper == "ddp" else fsdp.shard(inner, mesh, (LlamaDecoderLayer, GptOssDecoderLayer))
+    )
 
     def logits(tokens: Tensor, context: ContextParallel) -> Tensor:
         out: Tensor = model(tokens, position_ids=context.positions[None], context=context).logits
@@ -79,6 +108,8 @@ KEPT = {"use_reentrant": False, "context_fn": recompute.attention_kept}
         ("line", AGAIN, "ddp", llama),
         ("apart", KEPT, "fsdp", llama),
         ("line", None, "ddp", windowed),
+        ("together", None, "ddp", with_sinks),
+        ("apart", KEPT, "fsdp", with_sinks),
         pytest.param("apart", REENTRANT, "ddp", llama, marks=pytest.mark.slow),
         pytest.param("apart", KEPT, "ddp", llama, marks=pytest.mark.slow),
         pytest.param("apart", REENTRANT, "fsdp", llama, marks=pytest.mark.slow),
@@ -120,16 +151,19 @@ def test_packed_documents_are_as_each_by_itself(ranks: Ranks) -> None:
 class CallingLayer(nn.Module):
     """The attributes of a model's attention module."""
 
-    def __init__(self, rotary: dict[str, Any] | None = None, causal: bool = True) -> None:
+    def __init__(self, rotary: dict[str, Any] | None = None, causal: bool = True, chunked: bool = False) -> None:
         super().__init__()
-        self.is_causal, self.layer_idx, self.config = causal, 3, SimpleNamespace(rope_parameters=rotary)
+        kinds = ["full_attention"] * 3 + ["chunked_attention" if chunked else "full_attention"]
+        self.is_causal, self.layer_idx = causal, 3
+        self.config = SimpleNamespace(rope_parameters=rotary, layer_types=kinds)
 
 
 def handle_and_inputs() -> tuple[ContextParallel, list[Tensor], dict[str, Any]]:
-    """A handle of one rank; q (B, H, N, D), k and v (B, Hk, N, D); what every call is given."""
+    """A handle of one rank; q (B, H, N, D), k (B, Hk, N, D), v (B, Hk, N, Dv); what every call is given."""
     context = ContextParallel(Layout.contiguous(7, 1))
     draw = torch.Generator().manual_seed(2)
-    inputs = [torch.randn(2, h, 7, 2, dtype=torch.float64, generator=draw).requires_grad_() for h in (4, 2, 2)]
+    shapes = ((2, 4, 7, 2), (2, 2, 7, 2), (2, 2, 7, 3))
+    inputs = [torch.randn(shape, dtype=torch.float64, generator=draw).requires_grad_() for shape in shapes]
     return context, inputs, {"context": context, "position_ids": context.positions.repeat(2, 1)}
 
 
@@ -143,7 +177,19 @@ def handle_and_inputs() -> tuple[ContextParallel, list[Tensor], dict[str, Any]]:
         (CallingLayer(), {"sliding_window": 3}, Pattern.dense(True, window=2)),
         (CallingLayer(), {"sliding_window": 1}, Pattern.dense(True, window=0)),
         (CallingLayer(), {"pattern": LONGNET}, LONGNET),
-        (CallingLayer(), {"softcap": 0.0, "s_aux": None, "cache_position": 1}, Pattern.dense(True)),  # they say nothing
+        (
+            CallingLayer(),
+            {"softcap": None, "s_aux": None, "cache_position": 1},
+            Pattern.dense(True),
+        ),  # they say nothing
+        (CallingLayer(), {"softcap": 0.5}, Pattern.dense(True)),
+        (CallingLayer(), {"s_aux": torch.tensor([0.5, -0.5, 0.0, -torch.inf])}, Pattern.dense(True)),
+        (CallingLayer(), {"softcap": 0.5, "s_aux": torch.ones(4), "sliding_window": 3}, Pattern.dense(True, window=2)),
+        (CallingLayer(), {"s_aux": torch.ones(4), "pattern": LONGNET}, LONGNET),
+        (CallingLayer(), {"attention_mask": ChunkMask(3)}, Pattern((Branch(3),), True)),
+        (CallingLayer(), {"attention_mask": WindowMask(3)}, Pattern.dense(True, window=2)),
+        (CallingLayer(causal=False), {"attention_mask": WindowMask(3)}, Pattern.dense(window=3)),
+        (CallingLayer(causal=False), {"attention_mask": WindowMask(3), "sliding_window": 4}, Pattern.dense(window=3)),
         (CallingLayer({"rope_type": "llama3"}), {}, Pattern.dense(True)),
     ],
 )
@@ -151,9 +197,12 @@ def test_attention_of_a_layer_is_that_of_the_handle(
     layer: CallingLayer, arguments: dict[str, Any], pattern: Pattern
 ) -> None:
     context, (q, k, v), right = handle_and_inputs()
-    out, weights = transformers.attention(layer, q, k, v, None, **right | arguments)
-    scale = arguments.get("scaling")
-    expected = context.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), pattern, scale=scale)
+    out, weights = transformers.attention(layer, q, k, v, **{"attention_mask": None} | right | arguments)
+    sinks = None if arguments.get("s_aux") is None else arguments["s_aux"].double()
+    expected = context.attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), pattern, scale=arguments.get("scaling"),
+        softcap=arguments.get("softcap"), sinks=sinks,
+    )  # fmt: skip
     assert weights is None and torch.equal(out, expected)
     grads, exact = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, expected))
     assert all(torch.equal(x, y) for x, y in zip(grads, exact, strict=True))
@@ -171,15 +220,35 @@ NOT_OF_A_LAYER: list[tuple[str, dict[str, Any]]] = [
     ),
     ("attention_mask must be None, got Tensor", {"attention_mask": torch.ones(1, 1, 7, 7)}),
     ("dropout of attention must be 0, got 0.1", {"dropout": 0.1}),
-    ("softcap must be left out", {"softcap": -1.0}),
-    ("s_aux must be left out", {"s_aux": torch.zeros(4)}),
+    *(("softcap must be None or a number from 1e-30", {"softcap": cap}) for cap in (0, -1.0, True, torch.ones(1))),
+    *(
+        (r"s_aux must be None or \(4,\) floating numbers, a sink for each query head", {"s_aux": sinks})
+        for sinks in (torch.zeros(2), torch.zeros(1, 4), torch.zeros(4, dtype=torch.int64), [0.0] * 4)
+    ),
+    ("s_aux must be on the query's device cpu, got meta", {"s_aux": torch.zeros(4, device="meta")}),
+    ("pattern must be None for a layer with attention in chunks of 3",
+     {"attention_mask": ChunkMask(3), "pattern": Pattern.dense(True)}),
+    *(
+        ("attention in chunks must be causal, without a sliding window", {"attention_mask": ChunkMask(3)} | wrong)
+        for wrong in ({"is_causal": False}, {"sliding_window": 2})
+    ),
+    *(
+        ("attention_mask must be the model's own of chunks",
+         {"layer": CallingLayer(chunked=True), "attention_mask": mask})
+        for mask in (None, WindowMask(3))
+    ),
     ("output_attentions must be left out", {"output_attentions": True}),
     *(
         ("position_ids must be", {"position_ids": ids})
         for ids in (None, torch.arange(7), torch.arange(6)[None], torch.arange(7)[None, :, None], torch.ones(1, 7))
     ),
     *(("sliding_window must be at least 1 token", {"sliding_window": window}) for window in (0, True, 2.0)),
-    ("sliding_window must be of causal attention", {"sliding_window": 2, "is_causal": False}),
+    ("sliding_window must come with the model's own mask", {"sliding_window": 2, "is_causal": False}),
+    *(
+        ("sliding_window must be at least 1 token, as the model's mask has it, got 3",
+         {"sliding_window": 3, "attention_mask": WindowMask(window), "is_causal": causal})
+        for window, causal in ((2, True), (4, True), (1, False), (3, False))
+    ),
     ("pattern must be None for a layer with a sliding", {"sliding_window": 2, "pattern": Pattern.dense(True)}),
     ("pattern must be causal as the model is", {"pattern": Pattern.dense()}),
     ("pattern must be a Pattern or None", {"pattern": "dense"}),
@@ -209,7 +278,7 @@ def test_positions_that_change_in_place_are_seen(check: bool) -> None:
 
 
 def test_masks_that_a_model_makes_by_itself_are_not_dropped() -> None:
-    """Blocks of an image, which see each other, and a function of one's own; without these there is no mask."""
+    """Blocks of an image, which see each other, a function of one's own, and zeros; without these there is no mask."""
     transformers.register()
     config = llama().config
     config._attn_implementation = transformers.NAME
@@ -217,9 +286,33 @@ def test_masks_that_a_model_makes_by_itself_are_not_dropped() -> None:
     blocks, function = {"block_sequence_ids": torch.zeros(1, 6, dtype=torch.int64)}, {"and_mask_function": max}
     masks = [create_causal_mask(config, x, None, None, positions, **extra) for extra in ({}, blocks, function)]
     assert masks == [None, "a mask function", "a mask function"]
-    config.attention_chunk_size = 4
-    chunks = create_chunked_causal_mask(config, x, None, None, positions)
-    assert chunks == "a mask of chunks or windows of 4 tokens"
+    zero = torch.tensor([[1, 1, 1, 1, 0, 1]])
+    masks = [
+        create_causal_mask(config, x, mask, None, positions) for mask in (torch.ones(1, 6), zero, zero[None, None])
+    ]
+    assert masks[:2] == [None, "a mask"] and isinstance(masks[2], Tensor)  # which the attention refuses
+
+
+@pytest.mark.parametrize(
+    ("window", "chunk", "kinds"), [(4, 8, (WindowMask, ChunkMask)), (None, 8, (ChunkMask,)), (4, None, (WindowMask,))]
+)
+def test_masks_of_windows_and_of_chunks_are_told_apart(window: Any, chunk: Any, kinds: tuple[type, ...]) -> None:
+    transformers.register()
+    config = llama().config
+    config._attn_implementation, config.sliding_window, config.attention_chunk_size = transformers.NAME, window, chunk
+    make = {WindowMask: create_sliding_window_causal_mask, ChunkMask: create_chunked_causal_mask}
+    sizes = {WindowMask: window, ChunkMask: chunk}
+    for kind in kinds:
+        mask = make[kind](config, torch.zeros(1, 6, 32), None, None, torch.arange(6)[None])
+        assert type(mask) is kind and mask == sizes[kind]
+
+
+def test_a_mask_of_a_size_that_two_kinds_have_is_refused() -> None:
+    transformers.register()
+    config = llama().config
+    config._attn_implementation, config.sliding_window, config.attention_chunk_size = transformers.NAME, 4, 4
+    mask = create_chunked_causal_mask(config, torch.zeros(1, 6, 32), None, None, torch.arange(6)[None])
+    assert mask == "a mask of chunks or windows of 4 tokens"
 
 
 Wrong = tuple[str, Callable[[], PreTrainedModel], Callable[[Tensor, Tensor], dict[str, Any]]]
@@ -236,6 +329,7 @@ WRONG: list[Wrong] = [  # the error, the model, and what is wrong in its call, m
     ("logits_to_keep must be left out", llama, lambda *_: {"logits_to_keep": 1}),
     ("cu_seq_lens_q must be left out", llama, lambda *_: {"cu_seq_lens_q": torch.tensor([0, 5, 12])}),
     ("softcap must be left out", llama, lambda *_: {"softcap": 30.0}),
+    ("s_aux must be left out", llama, lambda *_: {"s_aux": torch.zeros(4)}),
     ("pattern must be None for a layer with a sliding window of 5", windowed, lambda *_: {"pattern": LONGNET}),
 ]
 

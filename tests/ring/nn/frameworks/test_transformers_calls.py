@@ -48,6 +48,11 @@ MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "roberta": (RobertaConfig, RobertaForMaskedLM, ABSOLUTE),
     "esm": (EsmConfig, EsmForMaskedLM, ABSOLUTE | {"position_embedding_type": "rotary", "mask_token_id": 2}),
     "modernbert": (ModernBertConfig, ModernBertForMaskedLM, {"layer_types": ["full_attention"] * 2}),
+    "two-sided": (
+        ModernBertConfig,
+        ModernBertForMaskedLM,
+        {"layer_types": ["sliding_attention", "full_attention"], "local_attention": 6},
+    ),
     "qwen": (Qwen2VLTextConfig, Qwen2VLTextModel, {"num_key_value_heads": 2, "rope_parameters": AXES}),
 }
 FIRST = {"roberta": 2}  # the first position of one process, if it is not 0
@@ -99,7 +104,7 @@ def _run(
     [
         *((family, ONES) for family in MODELS),
         ("llama", RIGHT), ("window", RIGHT), ("llama", LEFT), ("window", LEFT), ("roberta", LEFT),
-        ("llama", BOTH), ("modernbert", BOTH), ("esm", BOTH),
+        ("llama", BOTH), ("modernbert", BOTH), ("two-sided", BOTH), ("esm", BOTH),
     ],
 )  # fmt: skip
 def test_tokens_do_not_see_padding(ranks: Ranks, family: str, mask: list[list[int]]) -> None:
@@ -109,7 +114,7 @@ def test_tokens_do_not_see_padding(ranks: Ranks, family: str, mask: list[list[in
         torch.testing.assert_close(out[real > 0], exact[real > 0], rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize("family", ["llama", "modernbert"])
+@pytest.mark.parametrize("family", ["llama", "modernbert", "two-sided"])
 def test_padding_within_packed_documents(ranks: Ranks, family: str) -> None:
     x, real, positions = tokens(1, N), torch.tensor(EDGES), torch.cat([torch.arange(n) for n in PACKED])[None]
     parts = zip(*(whole.split(PACKED, 1) for whole in (x, positions, real)), strict=True)
