@@ -27,7 +27,8 @@ SEEDED_ORDERS = ("shuffled", "permuted", "swapped")  # these depend on the seed,
 # Orders within each document. They are not drawn; claims of peers move Cases to them.
 ORDERS_BY_DOCUMENT = ("contiguous by document", "zigzag by document")
 EXCHANGES = ("ring", "direct", "gather")
-KERNELS = ("auto", "math", "flash", "cudnn")
+GPU_KERNELS = ("cudnn", "fa4")
+KERNELS = ("auto", "math", "flash", *GPU_KERNELS)
 DEVICES = ("cpu", "cuda")
 LSE = ("unused", "returned", "differentiated", "alone", "apart")
 AGAIN = (
@@ -36,10 +37,12 @@ AGAIN = (
 )
 _REQUIRES_GRAD = ("qkv", "q", "k", "v", "qk", "qv", "kv")
 _LOSSES = ("returned", "differentiated", "neither", "alone")
+SINKS = ("normal", "large", "some")
 
 _SMALLEST = {"world": 1, "tokens": 1, "batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "seed": 0}
 _GREATEST_SEED = 2**63 - 1  # what torch.Generator takes
 _GREATEST_SCALE = 1024.0  # beyond it every softmax is a plain maximum, or overflows
+_SOFTCAPS = (1e-30, 1e30)  # the least and the greatest one of `ring_attention`
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Case:
     seed          0 <= seed < 2**63
     exchange      "ring", "direct" or "gather"
     bucket        tokens per kernel call, or None
-    kernel        "auto", "math", "flash" or, on GPUs, "cudnn"
+    kernel        "auto", "math", "flash" or, on GPUs, "cudnn" and "fa4"
     lse           "unused"; "returned" (and compared); "differentiated" (its gradient takes part as well); "alone" (only
                   lse is differentiated, not the output); "apart" (each rank's loss takes its own choice of both:
                   see `loss_of`)
@@ -85,6 +88,11 @@ class Case:
     device        "cpu", or "cuda": on GPUs, whose fused kernels work in 16 bits
     measured      True if the first run's workspace is measured (`verification.run.memory_meter`), which takes time
     backward      False for forward alone: no gradients are computed. Not drawn: claims of peers set it
+    value_dim     head dim of v and of the output; None: head_dim
+    softcap       bound t of the scores, which become t tanh(score / t); None: none
+    sinks         None, or a score for each query head, of one more key of value 0: "normal"; "large", of sizes up to
+                  10^4; or "some", where about half of them are -inf. In the dtype of lse for odd seeds, else in that of
+                  q. They require gradients, but in half of the second runs in which not all of q, k and v do
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """
@@ -113,6 +121,9 @@ class Case:
     measured: bool = False
     device: str = "cpu"
     backward: bool = True
+    value_dim: int | None = None
+    softcap: float | None = None
+    sinks: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in _SMALLEST.items():
@@ -131,11 +142,7 @@ class Case:
             raise ValueError(f"backward is False and lse is {self.lse!r}; lse must be 'unused' or 'returned' then")
         if self.bucket is not None:
             validators.integer("bucket", self.bucket, 1)
-        object.__setattr__(self, "score_scale", validators.number("score_scale", self.score_scale, _GREATEST_SCALE))
-        if self.score_scale <= 0:
-            raise ValueError(f"score_scale is {self.score_scale}; it must be greater than 0")
-        if self.scale is not None:
-            object.__setattr__(self, "scale", validators.number("scale", self.scale, _GREATEST_SCALE))
+        self._validate_scores()
         if self.group is not None:
             group = validators.integers("group", self.group)
             if not group or list(group) != sorted(set(group)) or group[0] < 0 or group[-1] >= self.world:
@@ -147,6 +154,20 @@ class Case:
                 offsets = f"{p + 1} non-decreasing offsets from 0 to {self.tokens}"
                 raise ValueError(f"cuts is {cuts}; it must be {offsets}, for a group of {p}")
             object.__setattr__(self, "cuts", cuts)
+
+    def _validate_scores(self) -> None:
+        object.__setattr__(self, "score_scale", validators.number("score_scale", self.score_scale, _GREATEST_SCALE))
+        if self.score_scale <= 0:
+            raise ValueError(f"score_scale is {self.score_scale}; it must be greater than 0")
+        if self.scale is not None:
+            object.__setattr__(self, "scale", validators.number("scale", self.scale, _GREATEST_SCALE))
+        if self.value_dim is not None and validators.integer("value_dim", self.value_dim, 1) == self.head_dim:
+            object.__setattr__(self, "value_dim", None)  # equal Cases compare equal
+        if self.softcap is not None:
+            object.__setattr__(self, "softcap", validators.number("softcap", self.softcap, _SOFTCAPS[1]))
+            validators.at_least("softcap", self.softcap, _SOFTCAPS[0])
+        if self.sinks is not None:
+            validators.choice("sinks", self.sinks, SINKS)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -161,6 +182,15 @@ class Case:
     def accumulator_dtype(self) -> torch.dtype:
         """Dtype of lse and dlse."""
         return torch.float64 if self.dtype == "float64" else torch.float32
+
+    @property
+    def sinks_dtype(self) -> torch.dtype:
+        return self.accumulator_dtype if self.seed % 2 else self.torch_dtype
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Head dims of keys and of values."""
+        return self.head_dim, self.value_dim or self.head_dim
 
     @property
     def through_lse(self) -> bool:
@@ -217,13 +247,15 @@ class Case:
         longer = (*documents[:-1], documents[-1] + tokens - self.tokens)
         return replace(self, tokens=tokens, pattern=replace(self.pattern, documents=longer), **changes)
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return q (B, n, H, D), k and v (B, n, Hk, D), dout like q, dlse (B, H, n): the whole sequence, contiguous, on
-        the CPU. dlse is zero unless `through_lse`, dout is if lse is "alone"."""
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return q (B, n, H, D), k (B, n, Hk, D), v (B, n, Hk, Dv), dout (B, n, H, Dv), dlse (B, H, n) and, with sinks,
+        these (H,): the whole sequence, contiguous, on the CPU. dlse is zero unless `through_lse`, dout is if lse is
+        "alone"."""
         generator = torch.Generator().manual_seed(self.seed)
-        queries = (self.batch, self.tokens, self.heads, self.head_dim)
-        keys = (self.batch, self.tokens, self.kv_heads, self.head_dim)
-        shapes = (queries, keys, keys, queries, (self.batch, self.heads, self.tokens))
+        dim, value_dim = self.dims
+        queries, keys = ((self.batch, self.tokens, heads) for heads in (self.heads, self.kv_heads))
+        of_lse = self.batch, self.heads, self.tokens
+        shapes = (*queries, dim), (*keys, dim), (*keys, value_dim), (*queries, value_dim), of_lse
         sizes = [math.prod(shape) for shape in shapes]
         # Drawn in the accumulator's type: numbers of 24 bits are dense enough for all but float64, and far cheaper.
         numbers = torch.randn(sum(sizes), dtype=self.accumulator_dtype, generator=generator).split(sizes)
@@ -245,7 +277,16 @@ class Case:
         if self.dtype == "float16":
             q = q.clamp(-_GREATEST_HALF, _GREATEST_HALF)  # large values and a large score_scale may exceed it
         q, k, v, dout = (x.to(self.torch_dtype).contiguous() for x in (q, k, v, dout))
-        return q, k, v, dout, dlse
+        return (q, k, v, dout, dlse) if self.sinks is None else (q, k, v, dout, dlse, self._sinks())
+
+    def _sinks(self) -> Tensor:
+        generator = torch.Generator().manual_seed(_GREATEST_SEED - self.seed)  # other numbers than those of q
+        sinks, sizes = torch.randn(2, self.heads, dtype=self.accumulator_dtype, generator=generator)
+        if self.sinks == "large":
+            sinks = sinks.sign() * 10 ** (4 * sizes.abs().clamp(max=1.0))
+        if self.sinks == "some":
+            sinks = sinks.masked_fill(sizes > 0, -torch.inf)
+        return sinks.to(self.sinks_dtype)
 
     def to_json(self) -> str:
         """Return one line of JSON; `from_json` turns it back into an equal Case."""

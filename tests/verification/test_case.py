@@ -17,7 +17,7 @@ import torch
 
 from reference import Branch, Pattern
 from tests.support.plain_case import plain
-from verification.case import DTYPES, ORDERS, ORDERS_BY_DOCUMENT, VALUES, Case
+from verification.case import DTYPES, ORDERS, ORDERS_BY_DOCUMENT, SINKS, VALUES, Case
 from verification.run.layouts import layout_of, strided_copy
 
 case = partial(
@@ -28,11 +28,12 @@ case = partial(
 
 
 def test_json_turns_back_into_an_equal_case_without_fields_with_a_default_too() -> None:
-    for given in (case(score_scale=1), plain(3, scale=-2), case(pattern=Pattern.dense(documents=(0, 12, 1)))):
+    for given in (case(score_scale=1), plain(3, scale=-2), case(pattern=Pattern.dense(documents=(0, 12, 1))),
+                  case(value_dim=5, softcap=30, sinks="some")):  # fmt: skip
         again = Case.from_json(given.to_json())
         assert again == given and hash(again) == hash(given) and "\n" not in given.to_json()
     data = json.loads(case(again="no_grad", measured=True).to_json())
-    del data["again"], data["measured"]
+    del data["again"], data["measured"], data["value_dim"], data["softcap"], data["sinks"]
     assert data["pattern"].pop("documents") is None
     assert Case.from_json(json.dumps(data)) == case()
 
@@ -55,6 +56,7 @@ def test_json_is_strict() -> None:
         "cuts": ((0, 13), (0, 6, 5, 13), (0, 5, 5, 12), (1, 5, 5, 13)), "batch": (-1,), "heads": (3, 5),
         "kv_heads": (0,), "head_dim": (0,), "dtype": ("float8",), "scale": (float("nan"), float("inf"), "1"),
         "score_scale": (0.0, -1.0, 1e4), "values": ("other",), "seed": (-1, 2**63), "exchange": ("all",),
+        "value_dim": (0, 2.0), "softcap": (0, -1.0, 1e31, 1e-31, float("nan")), "sinks": ("other", True),
         "bucket": (0,), "kernel": ("cutlass",), "lse": (True,), "strided": (1,), "again": ("never",),
         "measured": (None,), "pattern": (None, Pattern((Branch(heads=range(3, 5)),))),
     }.items(),
@@ -101,6 +103,22 @@ def test_tensors_are_finite_and_shaped(values: str, dtype: str) -> None:
         assert all(x.isfinite().all() and x.is_contiguous() for x in (q, k, v, dout, dlse))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks_and_values_of_another_head_dim(dtype: str) -> None:
+    q, k, v, dout, _ = case(dtype=dtype, value_dim=5).tensors()
+    assert q.shape == (2, 13, 4, 3) and dout.shape == (2, 13, 4, 5)
+    assert k.shape == (2, 13, 2, 3) and v.shape == (2, 13, 2, 5)
+    assert case(value_dim=3) == case() and case(value_dim=5).dims == (3, 5) and case().dims == (3, 3)
+    many = partial(case, dtype=dtype, heads=40, pattern=Pattern.dense())
+    for seed, kind in ((7, many().accumulator_dtype), (8, DTYPES[dtype])):
+        for sinks in SINKS:
+            *tensors, drawn = many(sinks=sinks, seed=seed).tensors()
+            assert drawn.shape == (40,) and drawn.dtype == kind and not drawn.isnan().any()
+            assert bool(drawn.isneginf().any()) == (sinks == "some") and (drawn.max() > 1e3) == (sinks == "large")
+            plain_ones = many(seed=seed).tensors()
+            assert all(torch.equal(x, y) for x, y in zip(tensors, plain_ones, strict=True))
+
+
 def test_kinds_of_values_are_what_they_say() -> None:
     assert case().tensors()[4].abs().min() > 0 and case(lse="alone").tensors()[4].abs().min() > 0
     assert not case(lse="returned").tensors()[4].any(), "dlse is zero unless lse is differentiated"
@@ -143,6 +161,11 @@ def test_ranks_layouts_and_tokens_per_call() -> None:
     shuffled = order_of(order="shuffled")
     assert shuffled == order_of(order="shuffled") != order_of(order="shuffled", seed=8)
     assert sorted(shuffled) == list(range(13)) and layout_of(case(order="shuffled", cuts=None)).counts == (4, 4, 5)
+
+
+def test_strided_sinks_are_every_second_entry() -> None:
+    y = strided_copy(torch.arange(3.0))
+    assert torch.equal(y, torch.arange(3.0)) and y.stride() == (2,)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 4), (1, 5, 1, 1), (1, 1, 1, 1), (2, 0, 3, 4), (2, 3, 5)])

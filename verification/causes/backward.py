@@ -11,7 +11,7 @@ from torch import Tensor
 from verification.causes.example import Candidate, Example, Results, phrase
 from verification.causes.merges import stacked
 
-SCALED = (("dk", "dv"), ("dq", "dk"), ("dq", "dk", "dv"), ("dq",), ("dk",), ("dv",))
+SCALED = (("dk", "dv"), ("dq", "dk"), ("dq", "dk", "dv"), ("dq",), ("dk",), ("dv",), ("dsinks",))
 
 
 def factors(x: Example) -> Iterator[Candidate]:
@@ -26,7 +26,7 @@ def factors(x: Example) -> Iterator[Candidate]:
     values = {name: value for name, value in values.items() if value not in (0.0, 1.0)}
     for factor, value in (values | {"twice": 2.0, "half": 0.5, "minus": -1.0, "zero times": 0.0}).items():
         how = f"{value:.3g} times the exact ones: by {factor}" if factor in values else f"{factor} the exact ones"
-        for names in SCALED:
+        for names in SCALED if x.weights.sinks is not None else SCALED[:-1]:
             these = phrase([name for name in names if name in x.wrong] or ["dk"])
             yield Candidate(f"{', '.join(names)}: {factor}", f"{these} {how}", backward=partial(times, names, value))
 
@@ -45,6 +45,12 @@ def saved_results(x: Example) -> Iterator[Candidate]:
         backward = partial(x.by_hand, x.weights, lse, delta)
         return Candidate(name, f"{x.these} as if, in the backward, {clause}", backward=backward)
 
+    if x.weights.sinks is not None:
+        weights = (x.weights.sinks[:, None] - lse).exp().nan_to_num()
+        for name, clause, delta in (("no dlse to sinks", "no gradient came through lse", x.delta(out, 0.0)),
+                                    ("no delta to sinks", "rowsum(dout * out) were left out", -x.dlse)):  # fmt: skip
+            predicted: Results = {"dsinks": -(weights * delta).sum((0, 2))}
+            yield Candidate(name, f"dsinks is, to rounding, as if {clause}", backward=partial(dict, predicted))
     yield wrong("no delta", "rowsum(dout * out) were left out", lse, -x.dlse)
     if x.case.through_lse:
         yield wrong("no dlse", "no gradient came through lse", lse, x.delta(out, 0.0))

@@ -36,11 +36,21 @@ class Weights:
     count    how often each head's query i sees key j, (H, N, N)
     scale    factor on q . k
     kv_head  key/value head of each head, (H,)
+    softcap  t, None for none; slope: False to leave its derivative out of a hand-written backward
+    sinks    (H,), None for none
     """
 
     count: Tensor
     scale: float
     kv_head: Tensor
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    slope: bool = True
+
+    def scores(self, products: Tensor) -> Tensor:
+        """Return the scores of products q . k."""
+        scores = products * self.scale
+        return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
 
 
 class Candidate(NamedTuple):
@@ -76,7 +86,9 @@ class Example:
         self.holder, self.place = torch.tensor(self.shards.holder), torch.tensor(self.shards.place)
         self.local = self.place - torch.tensor([0, *self.shards.counts]).cumsum(0)[self.holder]
         group = case.heads // case.kv_heads
-        self.weights = Weights(self.count(), inputs.scale, torch.arange(case.heads) // group)
+        sinks = None if inputs.sinks is None else torch.tensor(inputs.sinks)
+        kv_head = torch.arange(case.heads) // group
+        self.weights = Weights(self.count(), inputs.scale, kv_head, inputs.softcap, sinks)
         self.scores = self.q @ self.k[:, self.weights.kv_head].mT  # without the scale
         returned = [x for x in compared(case) if all(getattr(seen, x, None) is not None for seen in observations)]
         self.exact = {x: heads_first(expectation.exact[x]) for x in expectation.exact}
@@ -117,13 +129,13 @@ class Example:
         return self.forward_is_wrong or not self.wrong
 
     def shown_by(self, candidate: Candidate) -> bool:
-        """Return True if the candidate predicts all observed results, wrong and right ones, to rounding. If it lets
-        queries see nothing that see something, NaN is accepted, since many rings divide by 0 then."""
+        """Return True if the candidate predicts all observed results, wrong and right ones, to rounding; dsinks only if
+        nothing else is wrong. If it lets queries see nothing that see something, NaN is accepted, since many rings
+        divide by 0 then."""
         forward = candidate.forward()
         blind = bool((forward.get("lse", self.exact["lse"]).isneginf() & ~self.exact["lse"].isneginf()).any())
-        return self._fits(("out", "lse"), forward, blind) and self._fits(
-            ("dq", "dk", "dv"), candidate.backward(), blind
-        )
+        grads = ("dq", "dk", "dv", *(("dsinks",) if self.wrong.keys() == {"dsinks"} else ()))
+        return self._fits(("out", "lse"), forward, blind) and self._fits(grads, candidate.backward(), blind)
 
     def _fits(self, names: tuple[str, ...], predicted: Results, blind: bool) -> bool:
         given = [name for name in names if name in self.observed and name in predicted]
@@ -158,8 +170,11 @@ class Example:
         (B, H, N), or (B, H, N, N) if it depends on the key; so may delta."""
         lse, delta = (x if x.dim() == 4 else x[..., None] for x in (lse, delta))
         unseen = (weights.count == 0) | lse.isneginf()
-        p = weights.count * (self.scores * weights.scale - lse).masked_fill(unseen, -math.inf).exp()
+        scores = weights.scores(self.scores)
+        p = weights.count * (scores - lse).masked_fill(unseen, -math.inf).exp()
         ds = p * (self.dout @ self.v[:, weights.kv_head].mT - delta) * weights.scale
+        if weights.softcap is not None and weights.slope:
+            ds = ds * (1 - (scores / weights.softcap) ** 2)
         return ds @ self.k[:, weights.kv_head], ds.mT @ self.q, p.mT @ self.dout
 
     def by_hand(self, weights: Weights, lse: Tensor, delta: Tensor) -> Results:
@@ -169,15 +184,18 @@ class Example:
 
     def summed(self, grads: Tensor, kv_head: Tensor) -> Tensor:
         """Sum gradients of each head over the heads of each key/value head."""
-        return torch.zeros_like(self.k).index_add_(1, kv_head, grads)
+        return grads.new_zeros(grads.shape[0], self.k.shape[1], *grads.shape[2:]).index_add_(1, kv_head, grads)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-    """Return out and lse, differentiable; 0 and -inf for queries that see nothing."""
+    """Return out and lse, differentiable; 0 and -inf for queries that see nothing, and no sink."""
     unseen = ~weights.count.any(-1)  # (H, N)
-    scores = q @ k[:, weights.kv_head].mT * weights.scale + weights.count.log()
+    scores = weights.scores(q @ k[:, weights.kv_head].mT) + weights.count.log()
+    if weights.sinks is not None:
+        sinks = weights.sinks[:, None, None].expand(*scores.shape[:-1], 1)
+        scores, unseen = torch.cat((scores, sinks), -1), unseen & weights.sinks.isneginf()[:, None]
     scores = scores.masked_fill(unseen[..., None], 0.0)  # -inf in a whole row makes NaN
-    out = scores.softmax(-1) @ v[:, weights.kv_head]
+    out = scores.softmax(-1)[..., : k.shape[2]] @ v[:, weights.kv_head]
     return out.masked_fill(unseen[..., None], 0.0), scores.logsumexp(-1).masked_fill(unseen, -math.inf)
 
 

@@ -18,8 +18,9 @@ Hypothesis = Callable[[Example], Iterator[Candidate]]
 
 # The plainest first: of mistakes that predict the same numbers, the first is named.
 HYPOTHESES: tuple[Hypothesis, ...] = (
-    places.misplaced, backward.factors, backward.swapped, weights.wrong_weights, merges.rows_that_see_nothing,
-    merges.wrong_lse, merges.axes, backward.saved_results, backward.groups, merges.merges, rounding.rounding,
+    places.misplaced, backward.factors, backward.swapped, weights.wrong_weights, weights.wrong_sinks,
+    merges.rows_that_see_nothing, merges.wrong_lse, merges.axes, backward.saved_results,
+    backward.groups, merges.merges, rounding.rounding,
 )  # fmt: skip
 
 

@@ -15,8 +15,9 @@ from verification.causes.weights import of_forward
 
 
 def partials(x: Example) -> list[Weights]:
-    """Return the weights of each rank's keys alone."""
-    return [replace(x.weights, count=x.weights.count * (x.holder == owner)) for owner in range(x.size)]
+    """Return the weights of each rank's keys alone, without sinks."""
+    counts = (x.weights.count * (x.holder == owner) for owner in range(x.size))
+    return [replace(x.weights, count=count, sinks=None) for count in counts]
 
 
 def stacked(x: Example, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +46,7 @@ def merged(x: Example, rule: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tens
     seen, lse = lses > -math.inf, attention(q, k, v, x.weights)[1]
     shares = {"mean": torch.ones_like(lses) / x.size, "mean of seen": seen / seen.sum(0).clamp(min=1)}.get(rule)
     if rule in ("denominators", "maxima"):
-        scores = q @ k[:, x.weights.kv_head].mT * x.weights.scale
+        scores = x.weights.scores(q @ k[:, x.weights.kv_head].mT)
         tops = torch.stack([scores.masked_fill(w.count == 0, -math.inf).amax(-1) for w in partials(x)])
         logits = lses.where(seen, 0.0) - tops.where(seen, 0.0) if rule == "denominators" else tops
         shares = logits.where(seen, -math.inf).where(seen.any(0), 0.0).softmax(0)
@@ -57,7 +58,7 @@ def wrong_lse(x: Example) -> Iterator[Candidate]:
     if "lse" not in x.wrong or "out" in x.wrong:
         return
     lse, delta = x.exact["lse"], x.delta(x.exact["out"], 1 / math.log(2))
-    top = (x.scores * x.weights.scale).masked_fill(x.weights.count == 0, -math.inf).amax(-1)
+    top = x.weights.scores(x.scores).masked_fill(x.weights.count == 0, -math.inf).amax(-1)
     rules = {
         "in base 2": lse / math.log(2), "in base 10": lse / math.log(10), "the maximum of the scores alone": top,
         "without the maximum of the scores": lse - top, "negated": -lse, "the sum of exponentials": lse.exp(),
@@ -127,4 +128,5 @@ def rows_that_see_nothing(x: Example) -> Iterator[Candidate]:
         gradients = {name: seen[name].where(seen[name].isnan(), x.exact[name]) for name in ("dq", "dk", "dv")}
         yield Candidate("unseen rows: NaN", f"out of {each} is NaN; it must be 0", accepted, lambda: gradients)
     elif "out" not in x.wrong and "lse" in x.wrong:
-        yield Candidate("unseen rows: lse", f"lse is wrong for {each} alone; it must be -inf", accepted)
+        right = "-inf" if x.weights.sinks is None else "their sink"
+        yield Candidate("unseen rows: lse", f"lse is wrong for {each} alone; it must be {right}", accepted)

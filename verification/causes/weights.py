@@ -1,7 +1,10 @@
-"""Wrong probabilities: masks, parts of ranks, the scale, and key/value heads; in the forward, the backward or both."""
+"""Wrong probabilities: masks, parts of ranks, scale, softcap, sinks, and key/value heads; in the forward, the backward
+or both.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,9 +27,9 @@ class Mistake(NamedTuple):
 def wrong_weights(x: Example) -> Iterator[Candidate]:
     """Yield each wrong weights in forward and backward, in one of them, or in the backward of some inputs alone."""
     right = x.weights
-    for name, clause, weights in (mistake for kind in (masks, parts, scales, groups) for mistake in kind(x)):
+    for name, clause, weights in (mistake for kind in (masks, parts, scales, softcaps, groups) for mistake in kind(x)):
         if all(torch.equal(a, b) for a, b in ((weights.count, right.count), (weights.kv_head, right.kv_head))):
-            if weights.scale == right.scale:
+            if (weights.scale, weights.softcap, weights.slope) == (right.scale, right.softcap, right.slope):
                 continue
         if x.forward_may_be_wrong:
             yield from of_forward(x, name, clause, partial(attention, weights=weights))
@@ -133,6 +136,23 @@ def scales(x: Example) -> Iterator[Mistake]:
               "halved": scale / 2, "negated": -scale, "inverted": 1 / scale if scale else 0.0}  # fmt: skip
     for name, value in others.items():
         yield Mistake(f"scale {name}", f"the scale of the scores were {name}", x.weighted(scale=value))
+
+
+def softcaps(x: Example) -> Iterator[Mistake]:
+    if x.weights.softcap is not None:
+        yield Mistake("no softcap", "there were no softcap", x.weighted(softcap=None))
+        yield Mistake("no slope", "the softcap had the derivative 1", x.weighted(slope=False))
+
+
+def wrong_sinks(x: Example) -> Iterator[Candidate]:
+    """Yield forwards with other sinks. A backward by hand, from their out and lse, has the gradients of autograd."""
+    if x.weights.sinks is None or not x.forward_may_be_wrong:
+        return
+    others: dict[str, tuple[str, Tensor | None]] = {"no sinks": ("there were no sinks", None)}
+    if x.size > 1:
+        others["sinks per rank"] = "each query counted its sink once for every rank", x.weights.sinks + math.log(x.size)
+    for name, (clause, sinks) in others.items():
+        yield next(of_forward(x, name, clause, partial(attention, weights=x.weighted(sinks=sinks))))
 
 
 def groups(x: Example) -> Iterator[Mistake]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from reference import cost
 from reference.bounds import Array
-from reference.fast_oracle import QUANTITIES, Expectation
+from reference.fast_oracle import Expectation
 from reference.roundoff import LARGEST
 from reference.shards import Ints, default_bucket
 from verification.case import Case
@@ -26,7 +26,7 @@ from verification.check.workspace_limits import limits
 from verification.check.worst_entry import worst_entry
 from verification.failures import MismatchedMessages, WrongResult
 from verification.run.memory_meter import Workspace
-from verification.run.observation import LONGER, Observations, RecordedMessage
+from verification.run.observation import LONGER, RESULTS, Observations, RecordedMessage
 from verification.wording import counted
 
 Ratios = dict[str, float]
@@ -66,15 +66,14 @@ def check_answers(case: Case, expectation: Expectation, observations: Observatio
     """One answer arrives per rank; every result has the dtype and the shape that the rank's inputs imply."""
     if len(observations) != len(case.ranks):
         raise WrongResult(f"answers: {counted(len(observations), 'rank')} answered, the group has {len(case.ranks)}")
-    accumulator = "float64" if case.dtype == "float64" else "float32"
     for index, observation in enumerate(observations):
-        for name, dtype in zip(QUANTITIES, observation.dtypes, strict=True):
+        for name, dtype in zip(RESULTS, observation.dtypes, strict=True):
             result = getattr(observation, name)
             if name not in compared(case):
                 if result is not None:
                     raise WrongResult(f"answers: {_rank(case, index)} returned {name}, which was not asked for")
                 continue
-            expected = accumulator if name == "lse" else case.dtype
+            expected = dtype_of(case, name)
             _check_shape(case, index, name, result)
             if dtype != expected:
                 raise WrongResult(f"answers: {name} of {_rank(case, index)} is {dtype}, not {expected}")
@@ -85,26 +84,34 @@ def _check_shape(case: Case, index: int, name: str, result: Array | None) -> Non
     """Raise WrongResult if one rank's result has another shape than it must, or is None."""
     length = case.shards().counts[index]
     heads = case.kv_heads if name in ("dk", "dv") else case.heads
-    shape = (case.batch, heads, length) if name == "lse" else (case.batch, length, heads, case.head_dim)
+    shape: tuple[int, ...] = (case.batch, length, heads, case.dims[name in ("out", "dv")])
+    if name in ("lse", "dsinks"):
+        shape = (case.batch, heads, length) if name == "lse" else (heads,)
     actual = None if result is None else result.shape
     if actual != shape:
         raise WrongResult(f"answers: {name} of {_rank(case, index)} has shape {actual}, not {shape}")
 
 
 def check_unseen(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """Rows that see nothing have exactly out = dq = 0 and lse = -inf; keys that no row sees, dk = dv = 0."""
+    """Rows that see nothing have exactly out = dq = 0 and lse = -inf, or their sink; keys that no row sees, dk = dv =
+    0."""
+    sinks = expectation.inputs.sinks
     for name in compared(case):
+        if name == "dsinks":
+            continue
         dead = expectation.dead_keys if name in ("dk", "dv") else expectation.dead_rows  # (H, N)
         if not dead.any():
             continue
         actual = assemble(case, observations, name)
         mask = dead[None] if name == "lse" else dead.T[None, :, :, None]
-        expected = -np.inf if name == "lse" else 0.0
+        expected = np.broadcast_to(0.0, actual.shape)
+        if name == "lse":
+            expected = np.broadcast_to(-np.inf if sinks is None else sinks[:, None], actual.shape)
         wrong = mask & (actual != expected)
         if wrong.any():
             where = _first(wrong)
             raise WrongResult(
-                f"unseen: {name} is {actual[where]} {_place(case, name, where)}, not exactly {expected}: "
+                f"unseen: {name} is {actual[where]} {_place(case, name, where)}, not exactly {expected[where]}: "
                 f"{'no query sees this key' if name in ('dk', 'dv') else 'this query sees no key'}"
             )
     return {}
@@ -131,8 +138,8 @@ def check_values(case: Case, expectation: Expectation, observations: Observation
 
 
 def check_gradients(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """|actual - exact| <= bound, in every entry of dq, dk and dv."""
-    return _within_bounds(case, expectation, observations, ("dq", "dk", "dv"))
+    """|actual - exact| <= bound, in every entry of dq, dk and dv, and of the sum of the ranks' dsinks."""
+    return _within_bounds(case, expectation, observations, ("dq", "dk", "dv", "dsinks"))
 
 
 def _within_bounds(
@@ -277,7 +284,7 @@ class Costs:
 @lru_cache(maxsize=64)
 def costs(case: Case) -> Costs:
     """Return the costs by `reference.cost`. Cached, so that it can be called while the ranks are at work."""
-    sizes = case.batch, case.heads, case.kv_heads, case.head_dim, case.torch_dtype.itemsize
+    sizes = case.batch, case.heads, case.kv_heads, case.head_dim, case.torch_dtype.itemsize, case.value_dim
     setting = cost.Setting(case.pattern, case.shards().positions, *sizes)
     sent = cost.sent(setting, case.exchange, case.narrow)
     buffers = cost.buffers(setting, case.exchange, case.tokens_per_call, case.narrow)
@@ -297,23 +304,34 @@ CHECKS: dict[str, Callable[[Case, Expectation, Observations], Ratios]] = {
 
 
 def assemble(case: Case, observations: Observations, name: str) -> Array:
-    """Return a result of the whole sequence, in global token order, in fp64. Raises WrongResult for a wrong shape."""
+    """Return a result of the whole sequence, in global token order, in fp64; of dsinks the sum over the ranks. Raises
+    WrongResult for a wrong shape."""
     axis = 2 if name == "lse" else 1
     for index, observation in enumerate(observations):
         _check_shape(case, index, name, getattr(observation, name))
     shards = [np.asarray(getattr(x, name), np.float64) for x in observations]
+    if name == "dsinks":
+        return np.asarray(sum(shards))
     return np.concatenate(shards, axis).take(case.shards().place, axis)
 
 
 def compared(case: Case) -> list[str]:
-    """Return the names of the results that the Case asks for, out of QUANTITIES."""
-    quantities = QUANTITIES if case.backward else ("out", "lse")
-    return [name for name in quantities if name != "lse" or case.lse != "unused"]
+    """Return the names of the results that the Case asks for, out of RESULTS."""
+    left_out = {"lse"} if case.lse == "unused" else set()
+    left_out |= set() if case.backward else {"dq", "dk", "dv"}
+    left_out |= set() if case.backward and case.sinks else {"dsinks"}
+    return [name for name in RESULTS if name not in left_out]
+
+
+def dtype_of(case: Case, name: str) -> str:
+    """Return the name of a result's dtype."""
+    dtype = {"lse": case.accumulator_dtype, "dsinks": case.sinks_dtype}.get(name, case.torch_dtype)
+    return str(dtype).removeprefix("torch.")
 
 
 def _overflow(case: Case, expectation: Expectation, name: str, actual: Array) -> NDArray[np.bool_]:
     """Mask of infinities that a result within its bound may round to, and of entries whose bound is infinite."""
-    dtype = case.dtype if name != "lse" or case.dtype == "float64" else "float32"
+    dtype = dtype_of(case, name)
     exact, bound = expectation.exact[name], expectation.bound[name]
     beyond = np.where(actual > 0, exact, -exact) + bound > LARGEST[dtype]
     return np.isinf(actual) & beyond & np.isfinite(exact) | np.isposinf(bound)
@@ -332,6 +350,8 @@ def _first(wrong: NDArray[np.bool_]) -> tuple[int, ...]:
 
 
 def _place(case: Case, name: str, where: tuple[Any, ...]) -> str:
+    if name == "dsinks":
+        return f"at head {where[0]}, summed over the ranks"
     batch, *rest = (int(i) for i in where)
     head, token = (rest[0], rest[1]) if name == "lse" else (rest[1], rest[0])
     dim = "" if name == "lse" else f", dim {rest[2]}"

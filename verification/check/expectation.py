@@ -13,7 +13,7 @@ from reference import roundoff
 from reference.fast_oracle import Expectation, Inputs, evaluate
 from reference.roundoff import Arithmetic, Counts
 from verification.case import Case
-from verification.check.supported import fused_on_gpus
+from verification.check.supported import FUSED, fused
 
 
 def expect(case: Case) -> Expectation:
@@ -23,15 +23,24 @@ def expect(case: Case) -> Expectation:
 
 def inputs_of(case: Case, tensors: tuple[Tensor, ...]) -> Inputs:
     """Return `tensors` (those of `case.tensors()`, or edited ones) as NumPy inputs; dlse is None unless it is used."""
-    q, k, v, dout, dlse = (x.double().numpy() for x in tensors)
-    return Inputs(q, k, v, dout, dlse if case.through_lse else None, case.pattern, case.softmax_scale)
+    q, k, v, dout, dlse, *sinks = (x.double().numpy() for x in tensors)
+    return Inputs(
+        q, k, v, dout, dlse if case.through_lse else None, case.pattern, case.softmax_scale,
+        sinks=sinks[0] if case.sinks else None, softcap=case.softcap,
+    )  # fmt: skip
 
 
 def arithmetic_of(case: Case) -> Arithmetic:
     """Return the arithmetic that a Case allows. "auto" may use either kernel, so it has the bounds of "flash"."""
     kernel = kernel_of(case)
-    arithmetic = Arithmetic.of(case.dtype, kernel, case.head_dim, case.softmax_scale, counts_of(case, kernel))
+    arithmetic = of_case(case, kernel, counts_of(case, kernel))
     return replace(arithmetic, u_returned=arithmetic.u_out) if case.narrow else arithmetic
+
+
+def of_case(case: Case, kernel: str, counts: Counts) -> Arithmetic:
+    """Return the arithmetic of that kernel of `roundoff.KERNELS`."""
+    sinks = str(case.sinks_dtype).removeprefix("torch.")
+    return Arithmetic.of(case.dtype, kernel, case.head_dim, case.softmax_scale, counts, sinks=sinks)
 
 
 def counts_of(case: Case, kernel: str) -> Counts:
@@ -52,4 +61,4 @@ def kernel_of(case: Case) -> str:
         return "math"
     if case.device == "cpu":
         return "flash"
-    return "gpu" if fused_on_gpus(case) else "math"
+    return "gpu" if any(fused(case, kernel) for kernel in FUSED) else "math"

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from reference.bounds import Array
-from reference.fast_oracle import QUANTITIES, Expectation, evaluate
+from reference.fast_oracle import Expectation, evaluate
 from reference.oracle import attention_and_gradients
 from reference.roundoff import Arithmetic, Counts, max_pairs
 from verification.case import Case
 from verification.check.worst_entry import worst_entry
 from verification.failures import WrongResult
-from verification.run.observation import Observations
+from verification.run.observation import RESULTS, Observations
 
 MAX_SCORES = 2**14
 
@@ -38,7 +38,7 @@ def check_twin(case: Case, expectation: Expectation, observations: Observations)
     if not is_compared(case):
         return {}
     oracle, allowed = oracle_results(expectation)
-    return {name: _compare(name, oracle[name], expectation.exact[name], allowed[name]) for name in QUANTITIES}
+    return {name: _compare(name, oracle[name], expectation.exact[name], allowed[name]) for name in oracle}
 
 
 @lru_cache(maxsize=1)
@@ -49,12 +49,17 @@ def oracle_results(expectation: Expectation) -> tuple[dict[str, Array], dict[str
     Rows that see nothing must pass no gradient on, whatever comes in: the oracle gets NaN and -inf there.
     """
     inputs, dead = expectation.inputs, torch.from_numpy(expectation.dead_rows)  # (H, R)
+    sinks = None if inputs.sinks is None else torch.from_numpy(inputs.sinks)
+    if sinks is not None:
+        dead = dead & sinks.isneginf()[:, None]
     q, k, v, dout = (torch.from_numpy(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
     dout = dout.masked_fill(dead.T[..., None], torch.nan)
     dlse = None if inputs.dlse is None else torch.from_numpy(inputs.dlse).masked_fill(dead, -torch.inf)
     rows = None if inputs.rows is None else torch.from_numpy(inputs.rows)
-    tensors = attention_and_gradients(q, k, v, inputs.pattern, dout, dlse, q_positions=rows, scale=inputs.scale)
-    results = {name: x.numpy() for name, x in zip(QUANTITIES, tensors, strict=True)}
+    tensors = attention_and_gradients(
+        q, k, v, inputs.pattern, dout, dlse, q_positions=rows, scale=inputs.scale, sinks=sinks, softcap=inputs.softcap
+    )
+    results = {name: x.numpy() for name, x in zip(RESULTS, tensors, strict=False)}  # dsinks only with sinks
     counts = Counts(*max_pairs(inputs.pattern, k.shape[1], inputs.heads, inputs.kv_heads))
     arithmetic = Arithmetic.of("float64", "math", q.shape[3], inputs.scale, counts)
     return results, evaluate(inputs, arithmetic).bound

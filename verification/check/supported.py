@@ -2,36 +2,55 @@
 
 from __future__ import annotations
 
-from verification.case import Case
+from verification.case import GPU_KERNELS, Case
 
 _MAX_NUMBERS = 2**28  # of a tensor
 _MAX_SCORES = 2**31  # of the oracle: the problem of real size has less than half as many
 
+# Head dims, of keys and of values, on Hopper GPUs: independent of `ring.compute.kernel_limits`.
+_FA4 = (32, 64, 96, 128, 160, 192, 256)
+FUSED = {
+    "flash": "equal head dims, multiples of 8 up to 256, and no softcap",
+    "cudnn": "head dims as of 'flash' or 192 with values of 128, and no softcap",
+    "fa4": f"equal head dims, one of {_FA4}, or 192 with values of 128 and equal heads",
+}
 
-def fused_on_gpus(case: Case) -> bool:
-    """Return True if fused kernels on GPUs take tensors of the Case's dtype and head dim."""
-    return case.dtype in ("bfloat16", "float16") and case.head_dim % 8 == 0 and case.head_dim <= 128
+
+def fused(case: Case, kernel: str) -> bool:
+    """Return True if that fused kernel takes some calls of the Case on its device, a CPU or a Hopper GPU."""
+    equal, capped = case.value_dim is None, case.softcap is not None
+    if case.device == "cpu":
+        return kernel == "flash" and equal and not capped
+    if case.dtype not in ("bfloat16", "float16") or (capped and kernel != "fa4"):
+        return False
+    if case.dims == (192, 128):
+        return kernel == "cudnn" or (kernel == "fa4" and case.heads == case.kv_heads)
+    return equal and (case.head_dim in _FA4 if kernel == "fa4" else case.head_dim % 8 == 0 and case.head_dim <= 256)
 
 
 def check_supported(case: Case) -> None:
     """Raise ValueError for a Case that is too large, or that ring_attention refuses although each field is valid."""
-    numbers = case.batch * case.tokens * case.heads * case.head_dim
+    numbers = case.batch * case.tokens * case.heads * max(case.dims)
     scores = case.batch * case.heads * case.tokens**2
     if numbers > _MAX_NUMBERS or scores > _MAX_SCORES:
         raise ValueError(
             f"batch, tokens, heads, head_dim are {case.batch}, {case.tokens}, {case.heads}, {case.head_dim}: {numbers} "
             f"numbers, {scores} scores; at most {_MAX_NUMBERS} and {_MAX_SCORES} can be checked"
         )
-    if case.kernel not in ("flash", "cudnn"):  # the others exist on every device
+    if case.kernel not in FUSED:  # the others exist on every device
         return
-    if case.kernel == "cudnn" and case.device == "cpu":
-        raise ValueError("kernel is 'cudnn' and device is 'cpu'; device must be 'cuda' then: that kernel is of GPUs")
-    if case.device == "cuda" and not fused_on_gpus(case):
+    if case.kernel in GPU_KERNELS and case.device == "cpu":
         raise ValueError(
-            f"kernel is {case.kernel!r} on device 'cuda', dtype is {case.dtype!r}, head_dim is {case.head_dim}; dtype "
-            "must be 'float16' or 'bfloat16' then, head_dim a multiple of 8 up to 128"
+            f"kernel is {case.kernel!r} and device is 'cpu'; device must be 'cuda' then: that kernel is of GPUs"
         )
-    if case.lse != "unused":
+    if not fused(case, case.kernel):
+        gpu = case.device == "cuda"
+        limits = f"dtype 'float16' or 'bfloat16', {FUSED[case.kernel]}" if gpu else "no value_dim and no softcap"
+        raise ValueError(
+            f"kernel is {case.kernel!r} on device {case.device!r}, dtype is {case.dtype!r}, head dims are {case.dims}, "
+            f"softcap is {case.softcap}; that kernel takes {limits}"
+        )
+    if case.lse != "unused" and case.kernel != "fa4":
         raise ValueError(
             f"kernel is {case.kernel!r} and lse is {case.lse!r}; lse must be 'unused' then: that kernel has no "
             "gradient through lse"

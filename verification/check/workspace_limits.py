@@ -27,18 +27,19 @@ def limits(case: Case, index: int, buffer_forward: int, buffer_backward: int) ->
     query vectors: folds and joined ranges of keys count in full. The largest tensors may be
 
         the rank's queries, their output or gradient, or a part of them          B n_r H D w
-        the keys of a call, copied or as gradients                               B min(b, n) Hk D w
+        the keys or values of a call, copied or as gradients                     B min(b, n) Hk D w
         scores of a call: no larger than its queries, or of 8 rows               B 8 H min(b, n) w
         a communication buffer                                                   at most all of them together
 
+    D is the larger one of the head dims of keys and of values.
     Softmax weights are as large as scores, masks no larger, the shard's own keys no larger than its queries. No tensor
     of n_r n, or of n_r n_r, numbers fits in this once a shard is long.
     """
     b, n, own = case.tokens_per_call, case.tokens, case.shards().counts[index]
     call = case.batch * min(b, n)  # key tokens
     most = case.accumulator_dtype.itemsize * max(
-        case.batch * own * case.heads * case.head_dim,
-        call * case.kv_heads * case.head_dim,
+        case.batch * own * case.heads * max(case.dims),
+        call * case.kv_heads * max(case.dims),
         call * case.heads * MIN_BLOCK,
     )
     queries, keys = case.batch * case.heads * max(b, MIN_ROWS), case.batch * case.kv_heads * b

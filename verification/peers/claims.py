@@ -6,11 +6,48 @@ A block changes as little as possible and never makes a small Case large, so tha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
+from reference import validators
 from reference.pattern import Pattern
 from verification.case import Case
+
+Claim = Callable[[Case], Case | None]
+SCORES = ("sinks", "softcap", "value_dim")  # fields of Case that few implementations support
+
+
+def takes(*names: str) -> Callable[[Claim], Claim]:
+    """Return a decorator of claims, which are given no Cases with sinks, a softcap or values of another head dim
+    without it.
+
+    Args:
+        names: some of "sinks", "softcap" and "value_dim".
+
+    Raises:
+        ValueError: another name.
+    """
+    for name in names:
+        validators.choice("a name of takes", name, SCORES)
+
+    def decorated(claim: Claim) -> Claim:
+        claim.takes = names  # type: ignore[attr-defined]
+        return claim
+
+    return decorated
+
+
+def applied(claim: Claim, case: Case) -> Case | None:
+    """Return `claim(case)`, of the Case without what the claim does not take.
+
+    Args:
+        claim: any.
+        case: any Case.
+    """
+    taken = getattr(claim, "takes", ())
+    left_out: dict[str, Any] = {name: None for name in SCORES if name not in taken}
+    return claim(dataclasses.replace(case, **left_out))
 
 
 def without_own_settings(case: Case) -> Case:

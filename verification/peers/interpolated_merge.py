@@ -14,6 +14,7 @@ weight and small values, the contribution of the others is lost. This is allowed
     A_O  = 13 u p max|V| (1 + u_out)          p partial results, max over the keys of the head
     A_D  = |dO| . A_O
     A_dQ = a A_D max|K|,   A_dK = a sum over rows of A_D |Q|        since no probability exceeds 1
+    A_db = sum over batch and rows of A_D                           a sink is one more partial result
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from reference.roundoff import Arithmetic
 
 
 def widen_bounds(expectation: Expectation, r: Arithmetic) -> None:
-    """Add this error to the bounds of out, dq and dk."""
+    """Add this error to the bounds of out, dq, dk and dsinks."""
+    if expectation.inputs.sinks is not None:
+        r = r.with_sink()
     q, k, v, dout = (getattr(expectation.inputs, name) for name in ("q", "k", "v", "dout"))
     heads, kv_heads = q.shape[2], k.shape[2]
     largest_k, largest_v = (
@@ -40,3 +43,5 @@ def widen_bounds(expectation: Expectation, r: Arithmetic) -> None:
     expectation.bound["out"] += out * r.sides
     expectation.bound["dq"] += r.scale * delta * largest_k * r.sides
     expectation.bound["dk"] += r.scale * dk[:, None] * visible * r.sides
+    if expectation.inputs.sinks is not None:
+        expectation.bound["dsinks"] += delta.sum((0, 1, 3)) * (expectation.inputs.sinks > -np.inf) * r.sides

@@ -12,19 +12,20 @@ from verification.peers.peer import Attend, Results, outputs_of
 
 
 def run_jax(attend: Attend, group: Any, case: Case, inputs: tuple[Tensor, ...]) -> Results:
-    """Return out, lse, dq, dk, dv of a function of JAX arrays, which must be pure, as `jax.vjp` asks."""
+    """Return out, lse, dq, dk, dv, dsinks of a function of JAX arrays, which must be pure, as `jax.vjp` asks."""
     import jax
 
-    q, k, v, dout, dlse = map(_array, inputs)
+    q, k, v, dout, dlse, *sinks = map(_array, inputs)
 
-    def forward(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        return outputs_of(attend(q, k, v, case, group), case, dout.shape, dlse.shape, jax.Array)
+    def forward(q: Any, k: Any, v: Any, *sinks: Any) -> tuple[Any, Any]:
+        result = attend(q, k, v, case, group, **({"sinks": sinks[0]} if sinks else {}))
+        return outputs_of(result, case, dout.shape, dlse.shape, jax.Array)
 
     if not case.backward:
-        return *map(_tensor, forward(q, k, v)), None, None, None
-    (out, lse), backward = jax.vjp(forward, q, k, v)
+        return *map(_tensor, forward(q, k, v, *sinks)), None, None, None, None
+    (out, lse), backward = jax.vjp(forward, q, k, v, *sinks)
     grads = backward((dout.astype(out.dtype), None if lse is None else dlse.astype(lse.dtype)))
-    return tuple(map(_tensor, (out, lse, *grads)))
+    return tuple(map(_tensor, (out, lse, *grads, *((None,) if not sinks else ()))))
 
 
 def _array(x: Tensor) -> Any:

@@ -9,18 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from reference import validators
 from verification.case import Case
 from verification.failures import Malformed
 
 Result = Tensor | tuple[Tensor, Tensor]  # out (B, L, H, D); lse (B, H, L), natural logarithm
-# (q, k, v, case, group) -> Result; with other arrays than tensors, the same in these
-Attend = Callable[[Any, Any, Any, Case, ProcessGroup | None], Any]
-Results = tuple[Tensor | None, ...]  # out, lse, dq, dk, dv
+# (q, k, v, case, group) -> Result, also with sinks=; with other arrays than tensors, the same in these
+Attend = Callable[..., Any]
+Results = tuple[Tensor | None, ...]  # out, lse, dq, dk, dv, dsinks
 MAX_RANKS = 8
-AXES = {"out": "(batch, tokens, heads, head_dim)", "lse": "(batch, heads, tokens)"}
+AXES = {"out": "(batch, tokens, heads, head dim of v)", "lse": "(batch, heads, tokens)"}
 ARRAYS = ("torch", "numpy", "jax")
 
 
@@ -34,7 +33,8 @@ class Peer:
             return its own results unchanged.
         attend: (q, k, v, case, group) -> out, or (out, lse): one rank's part, differentiable by autograd. q, out
             (B, L, H, D), k, v (B, L, Hk, D) are the rank's shard, `case.shards().positions[index in the group]`.
-            group is the process group of the Case's ranks, None if the world is 1.
+            group is the process group of the Case's ranks, None if the world is 1. Of a claim that
+            `claims.takes("sinks")`, it has the argument `sinks`, (H,), where the Case has some.
         worlds: world sizes to run it on.
         package: name of its distribution, for its version; None for a function of your own.
         arithmetic: precision for 16-bit inputs, see `reference.roundoff`. "math" computes in fp32 and rounds once at

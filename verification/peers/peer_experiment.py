@@ -17,11 +17,11 @@ from verification.case import Case
 from verification.causes.find import find_cause
 from verification.check import properties
 from verification.check.attention_on_ranks import AttentionOnRanks, Implementation, claimed
-from verification.check.expectation import counts_of
+from verification.check.expectation import counts_of, of_case
 from verification.check.laws import LAWS, Law
 from verification.experiments import law_experiment
 from verification.failures import Refused, VerificationFailure
-from verification.peers import interpolated_merge
+from verification.peers import claims, interpolated_merge
 from verification.peers.known_peers import load, ready
 from verification.peers.peer import Peer
 from verification.peers.peer_rank import RUNS, observe_peer
@@ -184,7 +184,8 @@ def must_be_claimed(attention: Implementation, case: Case) -> None:
 
 def nearest_claimed(peer: Peer, case: Case, device: str = "cpu") -> Case | None:
     """Return the nearest Case on that device that the peer claims. Raises ToolError, as `apply_claim`."""
-    nearest = apply_claim(peer.name, peer.claims, dataclasses.replace(case, device=device))
+    claim = partial(claims.applied, peer.claims)
+    nearest = apply_claim(peer.name, claim, dataclasses.replace(case, device=device))
     if nearest is None:
         return None
     # Other variations of the second run, and measurements, are for this project's own implementation only.
@@ -203,7 +204,7 @@ def arithmetic_of(peer: Peer, case: Case) -> Arithmetic:
     narrow = case.dtype in ("bfloat16", "float16")
     kernel = "math" if peer.arithmetic in ("half", "gpu") and not narrow else peer.arithmetic
     counts = counts_of(case, "gpu" if kernel == "gpu" else "math")
-    return Arithmetic.of(case.dtype, kernel, case.head_dim, case.softmax_scale, counts)
+    return of_case(case, kernel, counts)
 
 
 def evaluate_for(peer: Peer, inputs: Inputs, arithmetic: Arithmetic) -> Expectation:

@@ -20,6 +20,7 @@ from verification.peers.peer import Attend, Peer, Results, outputs_of
 from verification.peers.torch_settings import left_as_they_were
 from verification.run.observation import Observation
 from verification.run.rank import (
+    LEAVES,
     CallResult,
     InputEdit,
     Tensors,
@@ -68,9 +69,9 @@ def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors, vari
     if peer.heads_first:
         inputs = tuple(x.transpose(1, 2) if x.dim() == 4 else x for x in inputs)
 
-    def attend(*arguments: Any) -> Any:
+    def attend(*arguments: Any, **sinks: Any) -> Any:
         with left_as_they_were(f"attend of {peer.name}"):
-            return peer.attend(*arguments)
+            return peer.attend(*arguments, **sinks)
 
     if peer.arrays == "torch":
         results = _run_torch(attend, group, case, inputs, variant)
@@ -94,36 +95,38 @@ def _run_torch(attend: Attend, group: Any, case: Case, inputs: Tensors, variant:
 
 
 class _TorchCall:
-    """One forward, and the leaves of its graph. variant: "no_grad", or which of q, k and v require gradients."""
+    """One forward, and the leaves of its graph. variant: "no_grad", or which of q, k and v alone require gradients."""
 
     def __init__(self, attend: Attend, group: Any, case: Case, inputs: Tensors, variant: str = "alike") -> None:
-        *qkv, self.dout, self.dlse = inputs
+        self.dout, self.dlse = inputs[3:5]
         self.case, backward = case, case.backward and variant != "no_grad"
-        self.differentiated = "" if not backward else variant if set(variant) <= set("qkv") else "qkv"
-        q, k, v = (x.detach().requires_grad_(name in self.differentiated) for name, x in zip("qkv", qkv, strict=True))
-        self.leaves = {name: x for name, x in zip("qkv", (q, k, v), strict=True) if x.requires_grad}
+        differentiated = "" if not backward else variant if set(variant) <= set("qkv") else LEAVES
+        named = zip(LEAVES, inputs[:3] + inputs[5:], strict=False)  # sinks come last, if there are any
+        leaves = {name: x.detach().requires_grad_(name in differentiated) for name, x in named}
+        self.leaves = {name: x for name, x in leaves.items() if x.requires_grad}
         with torch.set_grad_enabled(backward):
-            result = attend(q, k, v, case, group)
+            result = attend(*map(leaves.pop, "qkv"), case, group, **leaves)
         self.out, self.lse = outputs_of(result, case, self.dout.shape, self.dlse.shape)
 
     def grads(self) -> tuple[Tensor | None, ...]:
-        """Run the backward; return dq, dk, dv, None for those that are not asked for."""
+        """Run the backward; return dq, dk, dv, dsinks, None for those that are not asked for."""
         if not self.leaves:
-            return None, None, None
+            return (None,) * len(LEAVES)
         outputs, incoming = [self.out], [self.dout]
         if self.lse is not None and self.case.through_lse:
             alone = self.case.lse == "alone"
             outputs, incoming = ([self.lse], [self.dlse]) if alone else ([self.out, self.lse], [self.dout, self.dlse])
         grads = gradients_of(outputs, self.leaves, incoming, self.case.lse == "alone")
-        return tuple(map(grads.get, "qkv"))
+        return tuple(map(grads.get, LEAVES))
 
 
 def _run_numpy(attend: Attend, group: Any, case: Case, inputs: Tensors) -> Results:
     if case.backward:
         raise Malformed("NumPy arrays have no gradients; the claim must return claims.forward_only(case)")
-    q, k, v, dout, dlse = (x.detach().numpy() for x in inputs)
-    out, lse = outputs_of(attend(q, k, v, case, group), case, dout.shape, dlse.shape, np.ndarray)
-    return torch.from_numpy(out), None if lse is None else torch.from_numpy(lse), None, None, None
+    q, k, v, dout, dlse, *sinks = (x.detach().numpy() for x in inputs)
+    result = attend(q, k, v, case, group, **({"sinks": sinks[0]} if sinks else {}))
+    out, lse = outputs_of(result, case, dout.shape, dlse.shape, np.ndarray)
+    return torch.from_numpy(out), None if lse is None else torch.from_numpy(lse), *(None,) * len(LEAVES)
 
 
 _RUN: dict[str, Callable[[Attend, Any, Case, Tensors], Results]] = {"numpy": _run_numpy, "jax": run_jax}
@@ -132,7 +135,7 @@ _RUN: dict[str, Callable[[Attend, Any, Case, Tensors], Results]] = {"numpy": _ru
 def gradients_of(
     outputs: Sequence[Tensor], leaves: dict[str, Tensor], douts: Sequence[Tensor], only_lse: bool
 ) -> dict[str, Tensor]:
-    """Return the gradients by the names of the leaves, q, k and v. only_lse: lse does not depend on v, so dv may be
+    """Return the gradients by the names of the leaves, out of LEAVES. only_lse: lse does not depend on v, so dv may be
     missing. Raises Malformed for others."""
     live = [i for i, x in enumerate(outputs) if x.requires_grad]
     arguments = [outputs[i] for i in live], list(leaves.values()), [douts[i] for i in live]

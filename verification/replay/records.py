@@ -26,7 +26,7 @@ from verification.run.backends import MAX_RANKS, Backend
 
 _LIMITS = {
     "world": max(MAX_RANKS.values()), "tokens": 2**17, "batch": 2**12, "heads": 2**12, "kv_heads": 2**12,
-    "head_dim": 2**12, "bucket": MAX_INTEGER,
+    "head_dim": 2**12, "value_dim": 2**12, "bucket": MAX_INTEGER,
 }  # fmt: skip
 
 

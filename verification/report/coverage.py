@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from reference.call_limits import MIN_ROWS
 from reference.fast_oracle import multiplicity
 from reference.pattern import Branch, Pattern
-from verification.case import AGAIN, DTYPES, EXCHANGES, KERNELS, LSE, ORDERS, VALUES, Case
+from verification.case import AGAIN, DTYPES, EXCHANGES, GPU_KERNELS, KERNELS, LSE, ORDERS, SINKS, VALUES, Case
 from verification.check.workspace_limits import MIN_BLOCK
 from verification.report.text import listing, paragraph
 from verification.wording import counted
@@ -115,6 +115,10 @@ def _after_a_tail(case: Case, branch: Branch) -> bool:
     return any(tail > 0 and end < case.tokens for tail, end in zip(_tails(case, branch), ends, strict=True))
 
 
+def _has_dead_rows(case: Case) -> bool:
+    return not _selected(case).any(0).all()
+
+
 def _grouped(case: Case) -> Flags:
     """Return (branches, Hk, H / Hk, n): True if the branch selects the position."""
     return _selected(case).reshape(len(case.pattern.branches), case.kv_heads, -1, case.tokens)
@@ -208,7 +212,7 @@ GROUPS: dict[str, dict[str, Has]] = {
         "head without branch": lambda case: any(
             all(b.offsets(case.heads)[head] is None for b in case.pattern.branches) for head in range(case.heads)
         ),
-        "dead row": lambda case: not _selected(case).any(0).all(),
+        "dead row": _has_dead_rows,
         "dead key": lambda case: not _grouped(case).any((0, 2)).all(),
         "nothing but dead rows": lambda case: not _selected(case).any(),
     },
@@ -252,6 +256,16 @@ GROUPS: dict[str, dict[str, Has]] = {
         "head dim no power of two": lambda case: case.head_dim.bit_count() > 1,
         "head dim >= 32": lambda case: case.head_dim >= 32,
     },
+    "scores and values": {
+        "values of fewer dims than keys": lambda case: case.dims[1] < case.head_dim,
+        "values of more dims than keys": lambda case: case.dims[1] > case.head_dim,
+        "softcap": lambda case: case.softcap is not None,
+        "softcap of 1 or less": lambda case: case.softcap is not None and case.softcap <= 1,
+        "sinks": lambda case: case.sinks is not None,
+        "sinks wider than q": lambda case: case.sinks is not None and case.sinks_dtype != case.torch_dtype,
+        "row that sees a sink alone": lambda case: case.sinks is not None and _has_dead_rows(case),
+        "sinks and softcap": lambda case: case.sinks is not None and case.softcap is not None,
+    },
     "buckets": {
         "bucket by default": lambda case: case.bucket is None,
         "bucket of one token": lambda case: case.bucket == 1,
@@ -272,9 +286,9 @@ GROUPS: dict[str, dict[str, Has]] = {
         "measured": lambda case: case.measured,
     },
 }
-_CHOICES: dict[str, tuple[str, ...]] = {  # without "cudnn", which needs a GPU
-    "order": ORDERS, "exchange": EXCHANGES, "kernel": tuple(kernel for kernel in KERNELS if kernel != "cudnn"),
-    "dtype": tuple(DTYPES), "values": VALUES, "lse": LSE, "again": AGAIN,
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "order": ORDERS, "exchange": EXCHANGES, "kernel": tuple(kernel for kernel in KERNELS if kernel not in GPU_KERNELS),
+    "dtype": tuple(DTYPES), "values": VALUES, "lse": LSE, "again": AGAIN, "sinks": SINKS,
 }  # fmt: skip
 
 

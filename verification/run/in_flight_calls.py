@@ -150,7 +150,7 @@ class _Flight:
 
     def backward(self) -> None:
         assert self.call is not None
-        grads = self.call.backward(self.inputs[3:], retain=True)
+        grads = self.call.backward(self.inputs[3:5], retain=True)
         self.results.append({f"d{name}": x for name, x in grads.items()})
 
     def wrong(self) -> list[str]:

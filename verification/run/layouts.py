@@ -69,11 +69,14 @@ def _positions_by_rank(order: str, n: int, p: int, documents: tuple[int, ...]) -
 
 
 def strided_copy(x: Tensor, other: int = 2) -> Tensor:
-    """Return a tensor equal to x, of at least three dimensions, that is not contiguous.
+    """Return a tensor equal to x, of one dimension or at least three, that is not contiguous.
 
-    Dimensions 1 and `other` are swapped in memory, in a slice of a larger buffer. The rest of the buffer is NaN, so
-    that reading with wrong strides shows.
+    Dimensions 1 and `other` are swapped in memory, in a slice of a larger buffer; of one dimension, every second entry
+    is taken. The rest of the buffer is NaN, so that reading with wrong strides shows.
     """
+    if x.dim() == 1:
+        every_second = x.new_full((2 * len(x),), math.nan)[::2]
+        return every_second.copy_(x)
     swapped = x.transpose(1, other)
     buffer = x.new_full([size + 1 for size in swapped.shape], math.nan)
     inner = buffer[tuple(slice(1, None) for _ in swapped.shape)]

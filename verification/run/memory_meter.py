@@ -22,7 +22,7 @@ class Workspace:
     """The memory use of one forward or backward.
 
     largest   bytes of the largest tensor that an operation made; integers, which are positions, do not count
-    products  numbers of vectors on the two sides of each matrix product with vectors of the head dim, batch and folds
+    products  numbers of vectors on the two sides of each matrix product with vectors of a head dim, batch and folds
               included, the smaller first, since the sides do not show which one is the keys
     """
 
@@ -37,10 +37,10 @@ class Meter(TorchDispatchMode):
     Scratch memory inside torch's kernels is not seen.
     """
 
-    def __init__(self, head_dim: int) -> None:
+    def __init__(self, *head_dims: int) -> None:
         super().__init__()
         self.held = self.peak = 0
-        self._dim = head_dim
+        self._dims = set(head_dims)
         self._largest = 0
         self._products: set[tuple[int, int]] = set()
         self._known: set[int] = set()  # storages counted in `held`
@@ -90,9 +90,9 @@ class Meter(TorchDispatchMode):
             few, many = sorted((a.numel() // a.shape[3], b.numel() // b.shape[3]))
         else:  # (batch, M, K) and (batch, K, N), or without batch
             sizes = [a.shape[-2], a.shape[-1], b.shape[-1]]
-            if self._dim not in sizes:
+            if self._dims.isdisjoint(sizes):
                 return
-            sizes.remove(self._dim)
+            sizes.remove(max(self._dims & set(sizes)))  # if both head dims occur, one may be a number of vectors
             few, many = sorted(size * (a.shape[0] if a.dim() == 3 else 1) for size in sizes)
         self._products.add((few, many))
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from reference.fast_oracle import QUANTITIES
 from reference.shards import Ints
 from verification.run.memory_meter import Workspace
 
@@ -36,6 +37,7 @@ class LayoutAnswers:
 
 
 LONGER = 65536
+RESULTS = (*QUANTITIES, "dsinks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +46,8 @@ class Observation:
 
     out, dq, dk, dv    its shards, (B, L, H, D) and (B, L, Hk, D); gradients are None if the Case has no backward
     lse                (B, H, L), None if the Case has it unused
-    dtypes             names of the results' types, in the order of QUANTITIES
+    dsinks             (H,), summed over the rank's rows; None without sinks or backward
+    dtypes             names of the results' types, in the order of RESULTS
     sent_, received_   messages, in the order in which they were posted
     buffer_            peak bytes of communication buffers
     repeat_equal       a second run gave the same bits and sent the same messages; inputs_unchanged: bit for bit
@@ -68,6 +71,7 @@ class Observation:
     repeat_equal: bool
     workspace_forward: Workspace | None
     workspace_backward: Workspace | None
+    dsinks: Floats | None = None
 
 
 Observations = Sequence[Observation]

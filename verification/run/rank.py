@@ -28,7 +28,7 @@ from verification.run.layouts import layout_of, strided_copy
 from verification.run.memory_meter import Meter, Workspace
 from verification.run.observation import LONGER, Floats, LayoutAnswers, Observation, to_numpy
 
-Tensors = tuple[Tensor, ...]  # q, k, v, dout, dlse
+Tensors = tuple[Tensor, ...]  # q, k, v, dout, dlse and, with sinks, these
 Result = TypeVar("Result")
 
 
@@ -54,8 +54,8 @@ class InputEdit:
     kv_order: tuple[int, ...] = ()
 
     def apply(self, tensors: Tensors) -> Tensors:
-        """Return new tensors for the whole sequence: q, dout (B, n, H, D), k, v (B, n, Hk, D), dlse (B, H, n)."""
-        q, k, v, dout, dlse = tensors
+        """Return new tensors for the whole sequence, as `Case.tensors`."""
+        q, k, v, dout, dlse, *sinks = tensors
         if self.kind == "after":
             after = self.number + 1  # flip and negate, so that no later token keeps its old numbers
             q, k, v = (torch.cat((x[:, :after], -x[:, after:].flip(1)), 1) for x in (q, k, v))
@@ -67,7 +67,7 @@ class InputEdit:
             batch, heads, kv_heads = list(self.order), list(self.head_order), list(self.kv_order)
             q, dout = q[batch][:, :, heads], dout[batch][:, :, heads]
             k, v = k[batch][:, :, kv_heads], v[batch][:, :, kv_heads]
-            dlse = dlse[batch][:, heads]
+            dlse, sinks = dlse[batch][:, heads], [x[heads] for x in sinks]
         elif self.kind == "hide":
             q, k = q.clone(), k.clone()
             q[..., 0], k[..., 0] = self.number, 0.0
@@ -80,7 +80,7 @@ class InputEdit:
             k = k[:, :1].expand_as(k).clone() if self.number else k
         else:
             raise ValueError(f"kind is {self.kind!r}; it must be one of after, poison, permute, hide, shift, equal")
-        return q, k, v, dout, dlse
+        return q, k, v, dout, dlse, *sinks
 
 
 def whole_tensors(case: Case, edit: InputEdit | None = None) -> Tensors:
@@ -96,16 +96,20 @@ def rank_device() -> torch.device:
 
 
 def shards(case: Case, index: int, tensors: Tensors) -> Tensors:
-    """Return the shards of the rank at that index of the group; not contiguous if the Case is strided."""
+    """Return the shards of the rank at that index of the group, and the sinks, of which each rank has all; not
+    contiguous if the Case is strided."""
     layout = layout_of(case)
     device = torch.device("cuda", torch.cuda.current_device()) if case.device == "cuda" else torch.device("cpu")
-    own = tuple(layout.shard(x, index, dim=2 if x.dim() == 3 else 1).to(device) for x in tensors)
+    own = tuple((layout.shard(x, index, dim=_TOKENS[x.dim()]) if x.dim() > 1 else x).to(device) for x in tensors)
     if not case.strided:
         return own
     other = 2 if case.seed % 2 else -1
     return tuple(
         strided_copy(x[..., :1], other).expand_as(x) if _is_flat(case, x) else strided_copy(x, other) for x in own
     )
+
+
+_TOKENS = {3: 2, 4: 1}  # dimension of the tokens
 
 
 def _is_flat(case: Case, x: Tensor) -> bool:
@@ -117,7 +121,7 @@ def _is_flat(case: Case, x: Tensor) -> bool:
 class CallResult:
     """One forward and backward on one rank. None stands for what was not requested, run, recorded or measured."""
 
-    results: tuple[Tensor | None, ...]  # out, lse, dq, dk, dv
+    results: tuple[Tensor | None, ...]  # out, lse, dq, dk, dv, dsinks
     sent_forward: tuple[Any, ...] | None
     received_forward: tuple[Any, ...] | None
     sent_backward: tuple[Any, ...] | None
@@ -145,27 +149,30 @@ def run_attention(
     transport: Transport, case: Case, inputs: Tensors, variant: str = "alike", meter: Meter | None = None,
     record: Callable[[Transport], RecordingTransport] = RecordingTransport,
 ) -> CallResult:  # fmt: skip
-    """Run ring_attention forward and backward on this rank's q, k, v, dout, dlse.
+    """Run ring_attention forward and backward on this rank's tensors.
 
     variant: the kind of run, as a Case's `again`. record: makes the transport that records the messages."""
     group: Group = bare_or_mesh(transport, case) if variant == "group" else record(transport)
-    incoming, others = inputs[3:], negated(inputs) if variant in _WITH_OTHER_INPUTS else ()
+    incoming, others = inputs[3:5], negated(inputs) if variant in _WITH_OTHER_INPUTS else ()
     forward = partial(RankCall.forward, variant=variant, loss=case.loss_of(transport.rank))
     call, forward_costs = _metered(lambda: forward(group, case, inputs), group, meter)
     if variant == "no_grad":
         forward(transport, case, others)  # must not overwrite the results of the first call
-        return _call_result((call.out, call.lse, None, None, None), forward_costs, _Direction())
+        return _call_result((call.out, call.lse, None, None, None, None), forward_costs, _Direction())
     if variant == "backward":
-        call.backward(others[3:], retain=True)
+        call.backward(others[3:5], retain=True)
     if variant == "between":
         run_attention(transport, case, others)
     later = forward(transport, case, others) if variant == "pipelined" else None
     grads, backward_costs = _metered(lambda: call.backward(incoming), group, meter)
     if later is not None:
-        later.backward(others[3:])
+        later.backward(others[3:5])
     if variant == "between":  # once more: a later call must not overwrite earlier results
         run_attention(transport, case, others)
-    return _call_result((call.out, call.lse, *map(grads.get, "qkv")), forward_costs, backward_costs)
+    return _call_result((call.out, call.lse, *map(grads.get, LEAVES)), forward_costs, backward_costs)
+
+
+LEAVES = ("q", "k", "v", "sinks")
 
 
 @dataclass(frozen=True)
@@ -184,22 +191,27 @@ class RankCall:
         cls, group: Group, case: Case, inputs: Tensors, variant: str = "alike", name: str | None = None,
         loss: str | None = None,
     ) -> RankCall:  # fmt: skip
-        """Call it on this rank's shards. inputs: q, k, v, ...; loss: None for the Case's own."""
+        """Call it on this rank's shards. inputs: as of `shards`; loss: None for the Case's own."""
         qkv, differentiated = _in_one_storage(case, inputs[:3]) if variant == "shared" else inputs[:3], "qkv"
+        to_sinks = not (set(variant) <= set(differentiated) and case.seed // 2 % 2)
         if set(variant) <= set(differentiated):
             differentiated = variant
         elif _casts(variant, case):
             qkv, differentiated = _to_be_cast(case, inputs[:3])
         q, k, v = (x.detach().requires_grad_(name in differentiated) for name, x in zip("qkv", qkv, strict=True))
+        sinks = inputs[5].detach().requires_grad_(to_sinks) if case.sinks else None
         usual = variant != "written"
         pattern, layout, scale = (case.pattern, layout_of(case), case.scale) if usual else rewritten(case)
         with torch.set_grad_enabled(variant != "no_grad"), _run_context(variant, case):
             result = ring_attention(
                 q, k, v, pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket, kernel=case.kernel,
-                scale=scale, return_lse=case.lse != "unused", check=variant != "unchecked", name=name,
+                scale=scale, softcap=case.softcap, sinks=sinks, return_lse=case.lse != "unused",
+                check=variant != "unchecked", name=name,
             )  # fmt: skip
         out, lse = result if isinstance(result, tuple) else (result, None)
-        leaves = {name: x for name, x in zip("qkv", (q, k, v), strict=True) if name in differentiated}
+        leaves = {
+            name: x for name, x in zip(LEAVES, (q, k, v, sinks), strict=True) if x is not None and x.requires_grad
+        }
         return cls(case, variant, loss or case.lse, out, lse, leaves)
 
     def backward(self, incoming: Tensors, retain: bool = False) -> dict[str, Tensor]:
@@ -216,7 +228,8 @@ class RankCall:
                 sources = [*self.leaves.values(), *(x for x in grad_outputs if x.requires_grad)]
                 second_run.must_not_be_differentiated(grads[0], sources)
         # Under autocast, gradients have the Case's precision in the wider type of the leaves: this cast is exact.
-        return {name: x.to(self.case.torch_dtype) for name, x in zip(self.leaves, grads, strict=True)}
+        named = zip(self.leaves, grads, strict=True)
+        return {name: x if name == "sinks" else x.to(self.case.torch_dtype) for name, x in named}
 
     def _losses(self, incoming: Tensors) -> tuple[list[Tensor], list[Tensor]]:
         """Return the outputs to differentiate, and their incoming gradients."""
@@ -268,8 +281,8 @@ def _in_one_storage(case: Case, inputs: Tensors) -> Tensors:
 
 def negated(inputs: Tensors) -> Tensors:
     """Return other numbers, which give other scores, results and gradients."""
-    q, k, v, dout, dlse = inputs
-    return q, -k, -v, -dout, -dlse
+    q, k, v, dout, dlse, *sinks = inputs
+    return q, -k, -v, -dout, -dlse, *(x / 2 for x in sinks)
 
 
 def _call_result(results: tuple[Tensor | None, ...], forward: _Direction, backward: _Direction) -> CallResult:
@@ -301,7 +314,7 @@ def observe(
     record: makes the transport that records the messages of the first run."""
     inputs = shards(case, transport.rank, whole_tensors(case, edit))
     copies = [x.clone() for x in inputs]
-    run = run_attention(transport, case, inputs, meter=Meter(case.head_dim) if case.measured else None, record=record)
+    run = run_attention(transport, case, inputs, meter=Meter(*case.dims) if case.measured else None, record=record)
     again = run_attention(transport, case, inputs, case.second_run_of(transport.rank)) if repeat else run
     return observation_of(layout_answers(case, transport.rank), inputs, copies, run, again)
 
@@ -328,7 +341,7 @@ def observation_of(
     layout: LayoutAnswers, inputs: Tensors, copies: Sequence[Tensor], run: CallResult, again: CallResult
 ) -> Observation:
     """Return the Observation of a run and its repetition. copies: clones of the inputs, from before the run."""
-    out, lse, dq, dk, dv = run.results
+    out, lse, dq, dk, dv, dsinks = run.results
     assert out is not None
     assert run.sent_forward is not None and run.received_forward is not None and run.buffer_forward is not None
     assert run.sent_backward is not None and run.received_backward is not None and run.buffer_backward is not None
@@ -339,7 +352,7 @@ def observation_of(
         sent_backward=run.sent_backward, received_backward=run.received_backward,
         buffer_forward=run.buffer_forward, buffer_backward=run.buffer_backward, repeat_equal=repeats(run, again),
         inputs_unchanged=all(same_bits(x, y) for x, y in zip(inputs, copies, strict=True)),
-        workspace_forward=run.workspace_forward, workspace_backward=run.workspace_backward,
+        workspace_forward=run.workspace_forward, workspace_backward=run.workspace_backward, dsinks=_optional(dsinks),
     )  # fmt: skip
 
 

@@ -64,18 +64,18 @@ def observe_on_streams(transport: Transport, case: Case) -> Observation:
 
 
 def results_on_streams(transport: Transport, case: Case, inputs: Tensors) -> tuple[Tensor | None, ...]:
-    """Return out, lse, dq, dk, dv of a forward on one side stream and a backward on another."""
+    """Return out, lse, dq, dk, dv, dsinks of a forward on one side stream and a backward on another."""
     empty = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs)
     late = tuple(x.fill_(torch.nan) for x in empty)
     first, second = SideStream(rank.rank_device()), SideStream(rank.rank_device())
     first.wait_for()  # the current stream may still be writing these tensors
     with first.current():
-        first.copy_late(late[:3], inputs[:3])
+        first.copy_late(late[:3] + late[5:], inputs[:3] + inputs[5:])
         call = RankCall.forward(RecordingTransport(transport), case, late, loss=case.loss_of(transport.rank))
     second.wait_for(first)
     with second.current():
-        second.copy_late(late[3:], inputs[3:])
-        grads = call.backward(late[3:])
+        second.copy_late(late[3:5], inputs[3:5])
+        grads = call.backward(late[3:5])
     first.join()
     second.join()
-    return call.out, call.lse, grads["q"], grads["k"], grads["v"]
+    return call.out, call.lse, *map(grads.get, rank.LEAVES)

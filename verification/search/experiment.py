@@ -9,9 +9,9 @@ from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
-from verification.case import Case
+from verification.case import GPU_KERNELS, Case
 from verification.check.properties import broken_by
-from verification.check.supported import fused_on_gpus
+from verification.check.supported import fused
 from verification.failures import VerificationFailure, WrongResult
 from verification.protocols import CaseLike
 from verification.run.backends import Backend
@@ -29,8 +29,9 @@ def case_record(case: Case) -> dict[str, Any]:
 
 def on_device(case: Case, device: str) -> Case:
     """Return the Case on that device, with kernel "auto" in place of a fused one that the device or Case rules out."""
-    supported = case.kernel != "cudnn" and (case.kernel != "flash" or fused_on_gpus(case) or device == "cpu")
-    return replace(case, device=device, kernel=case.kernel if supported else "auto")
+    moved = replace(case, device=device)
+    ruled_out = case.kernel in GPU_KERNELS or (case.kernel == "flash" and not fused(moved, "flash"))
+    return replace(moved, kernel="auto") if ruled_out else moved
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ SIMPLEST: dict[str, Any] = {
     "compiled": "no", "wrapper": "none", "checkpointing": "none", "accumulation": 1, "steps": 1, "optimiser": "sgd",
     "labels": "all", "loss": "mean", "packed_by": "batch", "drops_zeros": False, "spoilt": None, "exchange": "ring",
     "order": "contiguous", "kernel": "auto", "lse": "unused", "values": "normal", "score_scale": 1.0, "batch": 1,
-    "head_dim": 1, "seed": 0,
+    "head_dim": 1, "value_dim": None, "softcap": None, "sinks": None, "seed": 0,
 }  # fmt: skip
 
 

@@ -32,6 +32,7 @@ HEADS = ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (3, 1), (4, 4), (4, 1), (6, 2),
 _heads = st.sampled_from(HEADS)
 # Dimensions of 32 and 64 are rare: they cost most and find little that 16 does not.
 _head_dims = st.sampled_from((1, 2, 4, 8, 3, 5, 16, 7, 12, 1, 2, 4, 8, 16, 32, 64))
+_value_dims = st.sampled_from((None,) * 12 + (1, 2, 8, 4, 3, 16))
 _dtypes = st.sampled_from(("float32", "float64", "bfloat16", "float16"))
 _orders = st.sampled_from(
     ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped", "stepped")
@@ -48,6 +49,9 @@ _again = st.sampled_from((
 ))  # fmt: skip
 # 0 and negative scales are valid: a falsy scale is not a missing one.
 _scales = st.sampled_from((None, None, None, 1.0, 0.25, 2.0, 0.0, -0.5, -1.0))
+# Far above most scores, below most, and the ones that models have.
+_softcaps = st.sampled_from((None,) * 10 + (50.0, 1.0, 0.25, 30.0))
+_sinks = st.sampled_from((None,) * 14 + ("normal", "normal", "large", "some"))
 _score_scales = st.sampled_from((1.0, 1.0, 0.1, 4.0, 32.0, 32.0))
 _values = st.sampled_from(("normal", "normal", "normal", "ties", "onehot", "constant", "flat", "tiny", "huge"))
 _fused_tokens = st.integers(1, MAX_FUSED)  # few tokens too, so that a failure shrinks
@@ -170,7 +174,8 @@ def bucket_of(draw: Draw, tokens: int) -> int | None:
 def fused(draw: Draw, case: Case) -> Case:
     """Adapt a Case to the fused kernels, which take few tiles of other Cases: long ranges of keys, a mostly positive
     scale, no gradient through lse. Short segments, and documents of equal length, share a call as its folds. Windows
-    span enough keys for a call. Some vectors repeat one component, whose stride of 0 such a kernel ignores.
+    span enough keys for a call. Some vectors repeat one component, whose stride of 0 such a kernel ignores. Sinks stay,
+    since they take no part in a call; softcaps and other head dims of values are for the math kernel on CPUs.
     """
     tokens = max(draw(_fused_tokens), draw(_tokens[MAX_TOKENS]))
     segment = draw(_fused_segments)
@@ -189,6 +194,7 @@ def fused(draw: Draw, case: Case) -> Case:
     return replace(
         case, tokens=tokens, order=draw(_fused_orders), cuts=None, pattern=pattern, values=values, strided=strided,
         scale=draw(_fused_scales), lse=case.lse if case.lse in ("unused", "returned") else "unused", bucket=bucket,
+        value_dim=None, softcap=None,
     )  # fmt: skip
 
 
@@ -198,7 +204,8 @@ def cases(draw: Draw, world: int) -> Case:
 
     Cases cover every order of tokens, uneven cuts with empty shards, fewer tokens than ranks, subgroups; patterns of
     one branch or mixtures, segments and dilations beyond the sequence, offsets per query head; windows of any length;
-    documents that end at shards' ends or beside them; MQA and GQA; every dtype, exchange and kernel.
+    documents that end at shards' ends or beside them; MQA and GQA; sinks, softcaps and head dims of values; every
+    dtype, exchange and kernel.
     """
     # The larger of two draws: Hypothesis prefers the ends of a range, and a fifth of all Cases would have one token.
     tokens = max(draw(_tokens[draw(_ceilings)]), draw(_least_tokens))
@@ -214,8 +221,10 @@ def cases(draw: Draw, world: int) -> Case:
         scale=draw(_scales), score_scale=draw(_score_scales), values=draw(_values), seed=draw(_seeds),
         exchange=draw(_exchanges), bucket=bucket_of(draw, tokens), kernel=kernel,
         lse=draw(_lse) if kernel != "flash" else "unused",  # the fused kernel has no gradient through lse
-        strided=draw(_flags), again=again, measured=measured,
+        strided=draw(_flags), again=again, measured=measured, sinks=draw(_sinks),
     )  # fmt: skip
+    if kernel != "flash":  # which has neither of them
+        case = replace(case, value_dim=draw(_value_dims), softcap=draw(_softcaps))
     pattern = windowed(draw, case.pattern, tokens, len(case.ranks))
     case = replace(case, pattern=replace(pattern, documents=packed(draw, case)))
     if again == "meta" and draw(_flags):  # such calls create tensors that other calls do not

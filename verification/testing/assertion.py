@@ -14,24 +14,27 @@ from reference.pattern import Pattern
 from reference.roundoff import LARGEST, Arithmetic, Counts
 
 NARROW = ("float16", "bfloat16")
-AXES = dict.fromkeys(("out", "dq", "dk", "dv"), "(batch, tokens, heads, head_dim)") | {"lse": "(batch, heads, tokens)"}
+AXES = dict.fromkeys(("out", "dq", "dk", "dv"), "(batch, tokens, heads, head_dim)") | {
+    "lse": "(batch, heads, tokens)", "dsinks": "(heads,)"
+}  # fmt: skip
 
 
 def assert_attention(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, lse: Tensor | None = None,
     grads: Sequence[Tensor] | None = None, dout: Tensor | None = None, dlse: Tensor | None = None,
     scale: float | None = None, rows: Tensor | None = None, partials: int = 1, arithmetic: str = "math",
+    sinks: Tensor | None = None, softcap: float | None = None,
 ) -> None:  # fmt: skip
     """Assert that results are those of exact attention within the bounds of a correct implementation.
 
     Nothing is sampled, and no tolerance is chosen: `reference.roundoff` derives the bound of each entry.
 
     Args:
-        out: (B, Nq, Hq, D), of the dtype of q.
-        q, k, v: (B, Nq, Hq, D), and twice (B, N, Hk, D), tokens before heads; fp64, fp32, bf16 or fp16.
+        out: (B, Nq, Hq, Dv), of the dtype of q.
+        q, k, v: (B, Nq, Hq, D), (B, N, Hk, D), (B, N, Hk, Dv), tokens before heads; fp64, fp32, bf16 or fp16.
         pattern: the mask, over the positions 0 .. N - 1 of the keys.
         lse: (B, Hq, Nq), natural logarithm; -inf for a row that sees nothing. None: not compared.
-        grads: dq, dk, dv, like q, k, v; None: not compared.
+        grads: dq, dk, dv, like q, k, v, and with sinks dsinks; None: not compared.
         dout: gradient of out, for grads.
         dlse: gradient of lse, (B, Hq, Nq); None: zero.
         scale: factor on q . k; None: D ** -0.5.
@@ -40,6 +43,9 @@ def assert_attention(
         arithmetic: "math" computes in fp32 (fp64 for fp64) and rounds once at the end; "flash" does so with a coarser
             exponential; "half" and "gpu", for 16-bit inputs, round probabilities and partial results to 16 bits, as
             fused kernels on CPUs and GPUs do.
+        sinks: (Hq,), fp64, fp32, bf16 or fp16: scores of one more key of value 0, for each head; -inf: none. None: none
+            at all.
+        softcap: t, for scores t tanh(score / t); None: none.
 
     Raises:
         ValueError: an argument of a wrong kind, named.
@@ -48,11 +54,13 @@ def assert_attention(
     dtype = str(q.dtype).removeprefix("torch.")
     validators.choice("dtype of q", dtype, tuple(LARGEST))
     validators.choice("arithmetic", arithmetic, roundoff.KERNELS if dtype in NARROW else ("math", "flash"))
-    if grads is not None and (dout is None or len(grads) != 3):
+    inputs_of_grads = {"dq": q, "dk": k, "dv": v} | ({} if sinks is None else {"dsinks": sinks})
+    if grads is not None and (dout is None or len(grads) != len(inputs_of_grads)):
         given = "dout is None" if dout is None else f"grads has {len(grads)} entries"
-        raise ValueError(f"{given}; grads must be dq, dk, dv, and dout the gradient of out, like q")
+        names = ", ".join(inputs_of_grads)
+        raise ValueError(f"{given}; grads must be {names}, and dout the gradient of out, like out")
     validators.integer("partials", partials, 1)
-    _check_inputs(q, k, v, rows, dout, dlse)
+    _check_inputs(q, k, v, rows, dout, dlse, sinks)
     heads, kv_heads, dim, tokens = q.shape[2], k.shape[2], q.shape[3], k.shape[1]
     validators.grouped_heads(heads, kv_heads)
     pattern.validate(heads)
@@ -60,17 +68,21 @@ def assert_attention(
     keys, pairs = roundoff.max_pairs(pattern, tokens, heads, kv_heads)
     merges = min(keys, partials), min(pairs, partials * (heads // kv_heads))
     blocks = (1, 2) if arithmetic == "gpu" else roundoff.max_call_blocks(tokens)
-    bounds = Arithmetic.of(dtype, arithmetic, dim, scale, Counts(keys, pairs, *merges, *blocks))
+    sinks_dtype = None if sinks is None else str(sinks.dtype).removeprefix("torch.")
+    counts = Counts(keys, pairs, *merges, *blocks)
+    bounds = Arithmetic.of(dtype, arithmetic, dim, scale, counts, sinks=sinks_dtype)
+    zeros = q.new_zeros(*q.shape[:3], v.shape[3])
     inputs = Inputs(
-        _fp64(q), _fp64(k), _fp64(v), _fp64(torch.zeros_like(q) if dout is None else dout),
+        _fp64(q), _fp64(k), _fp64(v), _fp64(zeros if dout is None else dout),
         None if dlse is None else _fp64(dlse), pattern, scale, None if rows is None else rows.cpu().numpy(),
+        sinks=None if sinks is None else _fp64(sinks), softcap=softcap,
     )  # fmt: skip
     expectation = evaluate(inputs, bounds)
     results: dict[str, tuple[Tensor | None, torch.dtype]] = {
         "out": (out, q.dtype),
         "lse": (lse, torch.float64 if dtype == "float64" else torch.float32),
     }
-    for name, like, grad in zip(("dq", "dk", "dv"), (q, k, v), (None,) * 3 if grads is None else grads, strict=True):
+    for (name, like), grad in zip(inputs_of_grads.items(), grads or (), strict=False):  # none, or all of them
         results[name] = grad, like.dtype
     for name, (result, of_dtype) in results.items():
         if result is not None:
@@ -78,7 +90,13 @@ def assert_attention(
 
 
 def _check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, dout: Tensor | None, dlse: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor | None,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    sinks: Tensor | None,
 ) -> None:
     """Raise ValueError for inputs that do not fit each other, or are not finite."""
     if q.dim() != 4:
@@ -86,7 +104,11 @@ def _check_inputs(
     (batch, queries, heads, dim), tokens = q.shape, k.shape[1] if k.dim() == 4 else 0
     if k.dim() != 4 or (k.shape[0], k.shape[3]) != (batch, dim):
         raise ValueError(f"k has shape {tuple(k.shape)}; it must be ({batch}, tokens, key/value heads, {dim}), like q")
-    shapes = {"v": (v, k.shape), "dout": (dout, q.shape), "dlse": (dlse, (batch, heads, queries))}
+    value_dim = v.shape[-1]
+    shapes: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+        "v": (v, (*k.shape[:3], value_dim)), "dout": (dout, (*q.shape[:3], value_dim)),
+        "dlse": (dlse, (batch, heads, queries)), "sinks": (sinks, (heads,)),
+    }  # fmt: skip
     for name, (x, shape) in shapes.items():
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {tuple(shape)}")
@@ -105,6 +127,10 @@ def _check_inputs(
             raise ValueError(f"{name} is {x.dtype}; it must be {q.dtype}, like q")
         if x is not None and not bool(x.isfinite().all()):
             raise ValueError(f"{name} is not finite; exact attention is defined for finite numbers only")
+    if sinks is not None and (
+        str(sinks.dtype).removeprefix("torch.") not in LARGEST or not bool((sinks < torch.inf).all())
+    ):
+        raise ValueError(f"sinks are {sinks}; they must be floating-point numbers, finite or -inf")
 
 
 def _assert_result(name: str, result: Tensor, dtype: torch.dtype, expectation: Expectation) -> None:
@@ -124,7 +150,7 @@ def _assert_result(name: str, result: Tensor, dtype: torch.dtype, expectation: E
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(wrong, np.nan_to_num(error / bound, nan=np.inf, posinf=np.inf), -1.0)
         where = tuple(int(i) for i in np.unravel_index(int(ratio.argmax()), ratio.shape))
-        axes = ("batch", "head", "token") if name == "lse" else ("batch", "token", "head", "dim")
+        axes = {1: ("head",), 3: ("batch", "head", "token"), 4: ("batch", "token", "head", "dim")}[len(where)]
         place = ", ".join(f"{axis} {index}" for axis, index in zip(axes, where, strict=True))
         raise AssertionError(
             f"{name} is {actual[where]} at {place}, expected {exact[where]}: error {error[where]:.3g} is "

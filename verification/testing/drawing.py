@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from verification.case import Case
 from verification.check.attention_on_ranks import Claims, any_case, claimed
+from verification.peers.claims import applied
 from verification.strategies import cases as drawn
 
 
@@ -18,11 +19,12 @@ def cases(world: int | Sequence[int] = 2, claims: Claims = any_case) -> st.Searc
     Args:
         world: number of ranks, or several to draw from.
         claims: maps a Case to the nearest one that your implementation supports, or to None; the functions of
-            `verification.testing.claims` are made for it.
+            `verification.testing.claims` are made for it. It is given no sinks, softcap or value_dim unless it
+            `claims.takes` them.
 
     Returns:
         A strategy. A Case has the sizes, pattern, layout, dtype and seed; `case.tensors()` are q, k, v, dout, dlse of
-        the whole sequence, and `case.shards().positions` those of each rank.
+        the whole sequence, with sinks also these, and `case.shards().positions` those of each rank.
     """
     worlds = (world,) if isinstance(world, int) else tuple(world)
-    return st.sampled_from(worlds).flatmap(drawn.cases_of_others).map(partial(claimed, claims))
+    return st.sampled_from(worlds).flatmap(drawn.cases_of_others).map(partial(claimed, partial(applied, claims)))

@@ -29,7 +29,7 @@ class Ring:
     def __init__(self, case: Case) -> None:
         self.case, self.size = case, len(case.ranks)
         self.at = [torch.tensor(positions) for positions in case.shards().positions]
-        q, k, v, dout, dlse = case.tensors()
+        q, k, v, dout, dlse, *self.sinks = case.tensors()
         self.q, self.k, self.v, self.dout = ([x[:, at].transpose(1, 2) for at in self.at] for x in (q, k, v, dout))
         self.dlse = [dlse[:, :, at] for at in self.at]
 
@@ -54,8 +54,17 @@ class Ring:
         return torch.arange(self.case.heads) // (self.case.heads // self.case.kv_heads)
 
     def scores(self, rank: int, owner: int, backward: bool) -> Tensor:
-        scores = self.q[rank] @ self.k[owner][:, self.kv_head()].mT * self.scale(backward)
+        scores = self.capped(self.q[rank] @ self.k[owner][:, self.kv_head()].mT * self.scale(backward))
         return scores + self.count(rank, owner, backward).log()
+
+    def capped(self, scores: Tensor) -> Tensor:
+        cap = self.case.softcap
+        return scores if cap is None else cap * (scores / cap).tanh()
+
+    def slope(self, scores: Tensor) -> Tensor:
+        """Return the derivative of the softcap, any finite number where scores are -inf."""
+        cap = self.case.softcap
+        return torch.ones_like(scores) if cap is None else 1 - (finite(scores) / cap) ** 2
 
     def part(self, rank: int, owner: int) -> tuple[Tensor, Tensor]:
         """Return out and lse of one rank's keys alone."""
@@ -70,7 +79,14 @@ class Ring:
 
     def forward(self, rank: int) -> tuple[Tensor, Tensor]:
         outs, lses = zip(*(self.part(rank, owner) for owner in self.hops(rank, False)), strict=True)
-        return self.merge(torch.stack(outs), torch.stack(lses))
+        return self.merge(*self.with_sinks(torch.stack(outs), torch.stack(lses)))
+
+    def with_sinks(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the parts of the hops, and that of the sinks."""
+        for sinks in self.sinks:
+            outs = torch.cat((outs, torch.zeros_like(outs[:1])))
+            lses = torch.cat((lses, sinks.to(lses.dtype)[:, None].expand_as(lses[:1])))
+        return outs, lses
 
     def delta(self, rank: int, out: Tensor) -> Tensor:
         return (self.dout[rank] * out).sum(-1) - self.dlse[rank]
@@ -81,9 +97,10 @@ class Ring:
     def grads(self, rank: int, owner: int, out: Tensor, lse: Tensor) -> Grads:
         """Return dq of a rank from one rank's keys, and dk and dv of these from the rank's queries, by head."""
         kv, delta = self.kv_head(), self.delta(rank, out)[..., None]
-        scores = self.scores(rank, owner, True) - finite(self.saved_lse(rank, owner, lse), math.inf)[..., None]
-        p = scores.exp()
-        ds = p * (self.dout[rank] @ self.v[owner][:, kv].mT - delta) * self.scale(True)
+        scores = self.scores(rank, owner, True)
+        p = (scores - finite(self.saved_lse(rank, owner, lse), math.inf)[..., None]).exp()
+        slope = self.slope(scores - self.count(rank, owner, True).clamp(min=1).log())
+        ds = p * (self.dout[rank] @ self.v[owner][:, kv].mT - delta) * self.scale(True) * slope
         return Grads(ds @ self.k[owner][:, kv], ds.mT @ self.q[rank], p.mT @ self.dout[rank])
 
     def summed(self, grads: Tensor) -> Tensor:
@@ -91,7 +108,7 @@ class Ring:
         return grads.new_zeros(shape).index_add_(1, self.kv_head(), grads)
 
     def results(self) -> list[list[Tensor]]:
-        """Return out, lse, dq, dk and dv of each rank."""
+        """Return out, lse, dq, dk, dv and, with sinks, dsinks of each rank."""
         forward = [self.forward(rank) for rank in range(self.size)]
         dk, dv = [torch.zeros_like(x) for x in self.k], [torch.zeros_like(x) for x in self.v]
         dq = [torch.zeros_like(x) for x in self.q]
@@ -100,7 +117,11 @@ class Ring:
                 grads = self.grads(rank, owner, out, lse)
                 dq[rank] = dq[rank] + grads.dq
                 dk[owner], dv[owner] = dk[owner] + self.summed(grads.dk), dv[owner] + self.summed(grads.dv)
-        return [[*forward[rank], dq[rank], dk[rank], dv[rank]] for rank in range(self.size)]
+        dsinks = [[self.dsinks(rank, *forward[rank])] if self.sinks else [] for rank in range(self.size)]
+        return [[*forward[rank], dq[rank], dk[rank], dv[rank], *dsinks[rank]] for rank in range(self.size)]
+
+    def dsinks(self, rank: int, out: Tensor, lse: Tensor) -> Tensor:
+        return -((self.sinks[0][:, None] - lse).exp() * self.delta(rank, out)).sum((0, 2))
 
 
 class DenseRing(Ring):
@@ -131,9 +152,10 @@ def observed(case: Case, ring: Ring) -> Observations:
 
 def _observation(case: Case, rank: int, out: Tensor, lse: Tensor, *grads: Tensor) -> Observation:
     place, positions = case.shards().place, case.shards().positions[rank]
-    dq, dk, dv = (to_numpy(x.transpose(1, 2)) for x in grads)
+    dq, dk, dv = (to_numpy(x.transpose(1, 2)) for x in grads[:3])
     return Observation(
         LayoutAnswers(positions, case.shards().counts, positions, place, 0), to_numpy(out.transpose(1, 2)),
-        None if case.lse == "unused" else to_numpy(lse), dq, dk, dv, (case.dtype,) * 5,
+        None if case.lse == "unused" else to_numpy(lse), dq, dk, dv, (case.dtype,) * 6,
         (), (), (), (), 0, 0, inputs_unchanged=True, repeat_equal=True, workspace_forward=None, workspace_backward=None,
+        dsinks=to_numpy(grads[3]) if case.sinks else None,
     )  # fmt: skip

@@ -269,6 +269,18 @@ def own(r: Any, rank: int, owner: int) -> bool:
     return rank == owner
 
 
+def a_sink_at_each_hop(self: Ring, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    for _ in range(self.size):
+        outs, lses = Ring.with_sinks(self, outs, lses)
+    return outs, lses
+
+
+def uncapped_forward(self: Ring, rank: int, owner: int, backward: bool) -> Tensor:
+    if backward:
+        return Ring.scores(self, rank, owner, backward)
+    return self.q[rank] @ self.k[owner][:, self.kv_head()].mT * self.scale(False) + self.count(rank, owner, False).log()
+
+
 # Name of the cause, the ring, and what its Cases have.
 MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("local positions", positions(local, local), {}),
@@ -386,6 +398,14 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("dk, dv of the last head", heads_summed(lambda at, group: at == group - 1), {}),
     ("dk, dv: one over the heads of a group", heads_summed(lambda at, group: torch.full(at.shape, 1 / group)), {}),
     ("dk, dv of the interleaved sum", heads_summed(lambda at, group: torch.ones(at.shape), True), {}),
+    ("no sinks", ring(with_sinks=lambda self, *parts: parts), {"sinks": "normal"}),
+    ("sinks per rank", ring(with_sinks=a_sink_at_each_hop), {"sinks": "normal"}),
+    ("dsinks: zero times", edited(lambda r, shards: [x[5].zero_() for x in shards]), {"sinks": "some"}),
+    ("no dlse to sinks", ring(dsinks=lambda self, rank, out, lse: -(
+        (self.sinks[0][:, None] - lse).exp() * (self.dout[rank] * out).sum(-1)).sum((0, 2))), {"sinks": "normal"}),
+    ("no softcap / forward", ring(scores=uncapped_forward), {"softcap": 1.0}),
+    ("no slope / backward", ring(slope=lambda self, scores: torch.ones_like(scores)), {"softcap": 1.0}),
+    ("scale doubled", scaled(lambda x: 2 * x), {"softcap": 1.0, "sinks": "normal"}),
     ("gradients in bfloat16", in_16_bits(torch.bfloat16), {}),
     ("gradients in float16", in_16_bits(torch.float16), {"dtype": "float64"}),
     ("out in bfloat16", ring(part=lambda self, rank, owner: [

@@ -99,7 +99,8 @@ def first(**changes: Any) -> Callable[[Any], Any]:
 MINE = r"rank 2 \(index 1 of the group\)"
 ALL, NO_LSE = {"pattern": Pattern.dense()}, {"lse": "unused"}
 MEASURED = ALL | {"measured": True, "bucket": 2}
-DTYPES = ("float32", "float32", "float32", "bfloat16", "float32")
+SINKS = {"sinks": "normal", "value_dim": 5, "softcap": 2.0}
+DTYPES = ("float32", "float32", "float32", "bfloat16", "float32", "float32")
 FOUND: list[tuple[str, Change, str, dict[str, Any]]] = [  # the check, what is wrong, what is said, changes of the Case
     ("layout", said(positions=lambda x: x[::-1]), rf"{MINE} holds positions \[9, 8, 3, 2\]; .* differs: 9, not 2$", {}),
     ("layout", said(positions=lambda x: x[:-1]), r"holds positions \[2, 3, 8\]; .*; 3 of them where there are 4$", {}),
@@ -108,13 +109,22 @@ FOUND: list[tuple[str, Change, str, dict[str, Any]]] = [  # the check, what is w
     ("layout", said(place=lambda x: x[::-1]), rf"on {MINE}, `unshard` takes .* has them at \[ ?0, ", {}),
     ("answers", on(2, dk=lambda x: x[:, :-1]), "dk of rank 4 .*has shape .*3, 4, 3.*, not .*4, 4, 3", {}),
     ("answers", on(0, dtypes=DTYPES), "dk of rank 1 .*is bfloat16, not float32", {}),
-    ("answers", on(0, dtypes=("bfloat16",) * 5), "lse of .* not float32", {"dtype": "bfloat16"}),
+    ("answers", on(0, dtypes=("bfloat16",) * 6), "lse of .* not float32", {"dtype": "bfloat16"}),
+    *(("answers", on(1, **{name: lambda x: x[..., :3]}), rf"{name} of .* has shape .*3,?\), not .*{size}", SINKS)
+      for name, size in (("out", r"5\)"), ("dv", r"5\)"), ("dsinks", r"\(4,\)"))),
+    ("answers", on(1, dtypes=(*DTYPES[:3], "float32", "float32", "bfloat16")), "dsinks of .* not float32", SINKS),
+    ("answers", on(1, dsinks=np.zeros(4)), "dsinks, which was not asked for", {}),
     ("answers", lambda seen: seen[:2], "2 ranks answered, the group has 3", {}),
     ("answers", on(1, lse=np.zeros((2, 4, 4))), "not asked for", NO_LSE),
     *(("unseen", on(1, **{name: at(0, 0, 3, 0, value=2.0**-40)}), f"{name} is 9.09.* at batch 0, token 2, head 3", {})
       for name in ("out", "dq", "dk", "dv")),
     ("unseen", on(1, out=at(0, 0, 3, 0, value=np.nan)), "unseen: out is nan", {}),
     *(("unseen", on(1, lse=at(0, 3, 0, value=x)), "unseen: lse .* head 3 .*-inf", {}) for x in (0.0, -1e10, np.inf)),
+    ("unseen", on(1, lse=at(0, 3, 0, value=-np.inf)), "unseen: lse is -inf .* head 3 .*not exactly ", SINKS),
+    ("unseen", on(1, out=at(0, 0, 3, 0, value=1e-9)), "unseen: out .* not exactly 0", SINKS),
+    ("gradients", on(2, dsinks=at(1, value=50.0)), "values: dsinks is .* at head 1, summed over the ranks, exp", SINKS),
+    ("gradients", lambda seen: [changed(dsinks=lambda x: 2 * x)(x) for x in seen], "values: dsinks .* of 4 ", SINKS),
+    ("finite", on(0, dsinks=at(0, value=np.nan)), "finite: dsinks is nan at head 0", SINKS),
     *((check, on(1, **{name: at(0, *((0, 2) if name == "lse" else (2, 0, 0)), value=value)}),
        f"{'finite' if check == 'finite' else 'values'}: {name} is .* token 8, head 0", {})
       for name in QUANTITIES for check in ("finite", judge_of(name)) for value in (np.nan, -np.inf)),

@@ -70,6 +70,11 @@ def forgets_the_pattern() -> None:
     execute.plan_of = lambda pattern, *others: kept.setdefault(others[:2], real(pattern, *others))
 
 
+def ignores_sinks_after_the_first_call() -> None:
+    real, kept = execute.accumulator_for, dict[Any, Any]()
+    execute.accumulator_for = lambda like, sinks: real(like, kept.setdefault(like.shape, sinks))
+
+
 def accumulates_in_16_bits() -> None:
     real = Accumulator.merge
 
@@ -133,6 +138,9 @@ TEETH: list[tuple[str, Plant, Case, dict[str, Any], str]] = [
     ("a broken-off call closes its group", ignores(Calls, "mark_broken"), plain(2), {"check": True},
      "must be refused"),
     (LIKE, forgets_the_pattern, plain(2), {"causal": True}, "out is"),
+    (LIKE, ignores_sinks_after_the_first_call, plain(2), {"sinks": "normal"}, "out is"),
+    ("batches and heads permute", results(lambda out, args, options: out * options["sinks"].cumsum(0)[:, None]),
+     plain(2, batch=2, sinks="normal"), {"batch": [1, 0], "kv_heads": [1, 0]}, "out"),
     (LEFT, partial(plant, keeps_results), plain(2), {}, "in memory when all results are dropped: q, k, v, out"),
     (LEFT, before(lambda args: torch.manual_seed(0)), plain(2), {}, "changed by the call: torch's random numbers"),
     (LEFT, before(lambda args: torch.set_default_dtype(torch.float64)), plain(2), {}, "by the call: the default dtype"),

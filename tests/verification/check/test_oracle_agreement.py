@@ -16,6 +16,7 @@ from verification.case import Case
 from verification.check import oracle_agreement, properties
 from verification.check.expectation import expect
 from verification.failures import WrongResult
+from verification.run.observation import RESULTS
 from verification.strategies.cases import cases
 
 
@@ -28,21 +29,23 @@ def test_oracle_and_twin_agree_far_within_what_rounding_allows(drawn: list[Case]
     assert len(drawn) > 60
     for case in drawn:
         ratios = oracle_agreement.check_twin(case, properties.prepare(case), [])
-        assert set(ratios) == set(QUANTITIES) and all(0 <= ratio < 0.5 for ratio in ratios.values())
+        assert set(ratios) == {*QUANTITIES, *(["dsinks"] if case.sinks else [])} and all(
+            0 <= ratio < 0.5 for ratio in ratios.values()
+        )
 
 
 @pytest.mark.parametrize(
     "name, spoil",
-    [*((name, lambda x: x * (1 + 1e-9)) for name in QUANTITIES), ("out", lambda x: torch.where(x == 0, 1e-300, x))],
+    [*((name, lambda x: x * (1 + 1e-9)) for name in RESULTS), ("out", lambda x: torch.where(x == 0, 1e-300, x))],
 )
 def test_what_the_oracle_alone_computes_is_found(
     name: str, spoil: Any, drawn: list[Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, at = oracle_agreement.attention_and_gradients, QUANTITIES.index(name)
+    real, at = oracle_agreement.attention_and_gradients, RESULTS.index(name)
 
     def spoilt(*given: Any, **options: Any) -> Any:
         found = real(*given, **options)
-        return *found[:at], spoil(found[at]), *found[at + 1 :]
+        return *found[:at], *map(spoil, found[at : at + 1]), *found[at + 1 :]
 
     monkeypatch.setattr(oracle_agreement, "attention_and_gradients", spoilt)
     with pytest.raises(WrongResult, match=f"^oracle: {name} is ") as caught:

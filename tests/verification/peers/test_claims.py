@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from reference import Branch, Pattern
 from tests.support import peer_examples
 from tests.support.plain_case import plain
+from verification.case import Case
 from verification.peers import Peer, claims
 from verification.peers.adapters import with_windows
 from verification.peers.adapters.over_flash_attn import window_size
@@ -88,6 +89,29 @@ def test_parts_of_documents(documents: tuple[int, ...], chunks: int, wanted: tup
     found = claims.even_parts(plain(2, tokens=sum(documents), pattern=Pattern.dense(True, documents)), order, chunks)
     assert found.pattern.documents == wanted and found.tokens == sum(wanted) and found.cuts is None
     assert claims.even_parts(found, order, chunks) == found and len(set(found.shards().counts)) == 1
+
+
+SCORED = plain(1, sinks="normal", softcap=2.0, value_dim=8)
+
+
+@pytest.mark.parametrize("taken", ((), ("sinks",), ("softcap", "value_dim"), claims.SCORES))
+def test_a_claim_is_given_what_it_takes_of_scores_and_values(taken: tuple[str, ...]) -> None:
+    given = list[Case]()
+
+    def nearest(case: Case) -> Case:
+        given.append(case)
+        return case
+
+    peer = replace(peer_examples.sound, claims=claims.takes(*taken)(nearest) if taken else nearest)
+    found = nearest_claimed(peer, SCORED)
+    for case in (*given, found):
+        assert case is not None
+        assert {name for name in claims.SCORES if getattr(case, name) is not None} == set(taken)
+
+
+def test_a_claim_takes_sinks_softcap_and_value_dim_alone() -> None:
+    with pytest.raises(ValueError, match="a name of takes is 'windows'; it must be one of sinks, softcap, value_dim"):
+        claims.takes("windows")
 
 
 def test_the_window_of_a_case_is_that_of_the_first_branch_that_has_one() -> None:

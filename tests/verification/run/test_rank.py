@@ -139,7 +139,7 @@ def test_limits_on_paper() -> None:
 
 def test_the_meter_sees_products_and_what_is_made() -> None:
     q, k, before = torch.randn(2, 3, 10, 4), torch.randn(2, 3, 7, 4), torch.randn(1000)
-    with Meter(head_dim=4) as meter:
+    with Meter(4) as meter:
         q @ k.mT
         assert meter.take() == Workspace(2 * 3 * 10 * 7 * 4, frozenset({(6 * 7, 6 * 10)}))
         before[1:].view(3, 333).mul_(2)  # a view, and in place: nothing is made
@@ -158,7 +158,7 @@ def test_the_meter_sees_products_and_what_is_made() -> None:
 @pytest.mark.parametrize("bucket", (4, 10))
 def test_the_meter_looks_into_the_operator_that_a_forward_is(bucket: int) -> None:
     q, k = torch.randn(1, 10, 3, 4), torch.randn(1, 10, 1, 4)
-    with Meter(head_dim=4) as meter:
+    with Meter(4) as meter:
         ring_attention(q, k, k, Pattern.dense(), Layout.contiguous(10, 1), bucket=bucket, kernel="math")
     seen = meter.take()
     assert seen.products and all(few <= 3 * 10 and many <= 3 * 16 for few, many in seen.products)

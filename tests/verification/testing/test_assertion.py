@@ -14,7 +14,7 @@ from torch import Tensor
 from reference.fast_oracle import evaluate, multiplicity
 from reference.pattern import Branch, Pattern
 from tests.support.plain_case import plain
-from verification.case import Case
+from verification.case import SINKS, Case
 from verification.check.expectation import arithmetic_of, inputs_of
 from verification.peers import claims
 from verification.testing import assert_attention, cases
@@ -29,23 +29,28 @@ NARROW = ("bfloat16", "float16")
 
 def attention(case: Case, rows: Tensor | None = None, parts: int = 1) -> Arguments:
     """Return the arguments of a right attention in torch, which merges as many partial results of keys as `parts`."""
-    q, k, v, dout, dlse = case.tensors()
+    q, k, v, dout, dlse, *sinks = case.tensors()
     if rows is not None:
         q, dout, dlse = q[:, rows], dout[:, rows], dlse[:, :, rows]
     wide = torch.float64 if case.dtype == "float64" else torch.float32
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, *sinks)]
     share = case.heads // case.kv_heads
-    wq, wk, wv = (x.to(wide).transpose(1, 2) for x in leaves)
+    wq, wk, wv = (x.to(wide).transpose(1, 2) for x in leaves[:3])
     wk, wv = (x.repeat_interleave(share, 1) for x in (wk, wv))
     visible = torch.from_numpy(multiplicity(case.pattern, case.heads, case.tokens) > 0)
     visible = visible if rows is None else visible[:, rows]
-    scores = (wq @ wk.transpose(2, 3) * case.softmax_scale).masked_fill(~visible, -math.inf)
+    scores = wq @ wk.transpose(2, 3) * case.softmax_scale
+    scores = scores if case.softcap is None else case.softcap * (scores / case.softcap).tanh()
+    scores = scores.masked_fill(~visible, -math.inf)
     outs, lses = [], []
     for part, values in zip(scores.chunk(parts, 3), wv.chunk(parts, 2), strict=True):
         lse = part.logsumexp(3)
         weights = (part - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(3)).exp()
         outs.append(weights @ values)
         lses.append(lse)
+    if sinks:
+        outs.append(torch.zeros_like(outs[0]))
+        lses.append(leaves[3].to(wide)[:, None].expand_as(lses[0]))
     lse = torch.stack(lses).logsumexp(0)
     shift = lse.masked_fill(lse == -math.inf, 0.0)
     out = sum((o * (x - shift).exp().unsqueeze(3) for o, x in zip(outs, lses, strict=True)), torch.zeros(()))
@@ -55,7 +60,8 @@ def attention(case: Case, rows: Tensor | None = None, parts: int = 1) -> Argumen
     grads = tuple(map(torch.nan_to_num, torch.autograd.grad(loss, leaves)))  # NaN comes from rows that see nothing
     return {
         "out": out.detach(), "q": q, "k": k, "v": v, "pattern": case.pattern, "lse": lse.detach(), "grads": grads,
-        "dout": dout, "dlse": dlse, "scale": case.scale, "rows": rows, "partials": parts,
+        "dout": dout, "dlse": dlse, "scale": case.scale, "rows": rows, "partials": parts, "softcap": case.softcap,
+        "sinks": sinks[0] if sinks else None,
     }  # fmt: skip
 
 
@@ -69,8 +75,13 @@ def test_right_results_hold(pattern: Pattern, dtype: str) -> None:
     assert_attention(**attention(case_of(pattern=pattern, dtype=dtype)))
 
 
+@claims.takes("sinks", "softcap", "value_dim")
+def packed(case: Case) -> Case:
+    return claims.equal_heads(claims.one_process(claims.packed(case)))
+
+
 @settings(max_examples=40)
-@given(case=cases(world=1, claims=lambda case: claims.equal_heads(claims.one_process(claims.packed(case)))))
+@given(case=cases(world=1, claims=packed))
 def test_right_results_of_drawn_cases_hold(case: Case) -> None:
     if case.values != "huge":  # sums of these overflow in a plain product
         arguments = attention(case)
@@ -88,6 +99,22 @@ def test_rows() -> None:
     assert_attention(**right)
     with pytest.raises(AssertionError, match="out is .* expected"):
         assert_attention(**right | {"rows": rows - 1})
+
+
+@pytest.mark.parametrize("dtype", ("float64", "float32", *NARROW))
+@pytest.mark.parametrize("sinks", SINKS)
+def test_sinks_softcaps_and_values_of_another_head_dim(sinks: str, dtype: str) -> None:
+    for seed in (1, 2):  # sinks in the type of lse, and of q
+        given = case_of(pattern=CAUSAL, dtype=dtype, sinks=sinks, softcap=2.0, value_dim=3, seed=seed)
+        right = attention(given)
+        assert_attention(**right)
+        *grads, dsinks = right["grads"]
+        with pytest.raises(AssertionError, match=r"^dsinks is .* at head \d, expected .*; [1-4] of 4 entries"):
+            assert_attention(**right | {"grads": (*grads, dsinks + 1)})
+        with pytest.raises(AssertionError, match="^(out|lse) is"):
+            assert_attention(**right | {"softcap": None})
+        with pytest.raises(AssertionError, match="^(out|lse) is"):
+            assert_attention(**right | {"sinks": None, "grads": tuple(grads)})
 
 
 def test_rows_that_see_nothing() -> None:
@@ -169,6 +196,11 @@ REFUSED: list[tuple[str, Arguments, str]] = [
     ("two gradients", {"grads": BASE["grads"][:2]}, "grads has 2 entries; grads must be dq, dk, dv"),
     ("a dlse that is like out", {"dlse": BASE["dout"]}, "dlse has shape (2, 12, 4, 4); it must be (2, 4, 12)"),
     ("no partial result", {"partials": 0}, "partials is 0; it must be an integer of at least 1"),
+    ("three gradients with sinks", {"sinks": torch.zeros(4)}, "grads has 3 entries; grads must be dq, dk, dv, dsinks"),
+    ("sinks of the key heads", {"sinks": torch.zeros(2), "grads": None}, "sinks has shape (2,); it must be (4,)"),
+    ("infinite sinks", {"sinks": torch.full((4,), math.inf), "grads": None}, "they must be floating-point"),
+    ("integers for sinks", {"sinks": torch.zeros(4).long(), "grads": None}, "they must be floating-point numbers"),
+    ("no softcap at all", {"softcap": 0.0}, "softcap is 0.0; it must be a finite number above 0"),
     ("descending rows", {"rows": torch.arange(12).flip(0)}, "it must be 12 ascending positions from 0 to 11"),
     ("too few rows", {"rows": torch.arange(5)}, "rows is [0, 1, 2, 3, 4]; it must be 12 ascending"),
     ("rows beyond the keys", {"rows": torch.arange(1, 13)}, "it must be 12 ascending positions from 0 to 11"),

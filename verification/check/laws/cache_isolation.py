@@ -25,6 +25,7 @@ from verification.check.attention_on_ranks import AttentionOnRanks
 from verification.check.laws.law import MAX_INTEGER, How, Law, Rule, anything, bounded, changed, flag
 from verification.check.supported import check_supported
 from verification.failures import WrongResult
+from verification.run.observation import RESULTS
 from verification.run.rank import run_attention, shards, whole_tensors
 from verification.strategies.cases import cases, fused
 
@@ -47,9 +48,13 @@ def draw_changes(draw: st.DrawFn, case: Case) -> How:
         "strided": not case.strided,
         "documents": draw(st.sampled_from(other_documents(case))),
         "window": draw(st.sampled_from(other_windows(case))),
+        "sinks": draw(st.sampled_from([sinks for sinks in (None, "normal", "some") if sinks != case.sinks])),
     }
     if case.kernel != "flash":  # which has no gradient through lse
         changes["kernel"] = "math" if case.kernel == "auto" else "auto"
+        changes["softcap"] = draw(st.sampled_from([cap for cap in (None, 1.0, 2.0) if cap != case.softcap]))
+        dims = [dim for dim in (case.head_dim, 1, 2, 2 * case.head_dim) if dim != case.dims[1]]
+        changes["value_dim"] = draw(st.sampled_from(dims))
         changes["lse"] = draw(st.sampled_from([loss for loss in ("unused", "differentiated") if loss != case.lse]))
     if len(case.ranks) > 1:
         changes["cuts"] = list(draw(st.sampled_from(_other_cuts(draw, case))))
@@ -145,12 +150,13 @@ def _may_shift(case: Case, name: str, value: Any) -> None:
 
 
 CHANGES: dict[str, Rule] = dict.fromkeys(
-    ("exchange", "order", "cuts", "batch", "scale", "kernel", "lse", "strided"), anything
+    ("exchange", "order", "cuts", "batch", "scale", "kernel", "lse", "strided", "sinks", "softcap"), anything
 ) | {
     "causal": flag,
     "twice": lambda case, name, value: validators.integer(name, value, 0, len(case.pattern.branches) - 1),
     "shifted": _may_shift,
     "bucket": bounded,
+    "value_dim": bounded,
     "kv_heads": bounded,
     "documents": lambda case, name, value: value is None or validators.integers(name, value),
     "window": lambda case, name, value: value is None or validators.integer(name, value, 0, MAX_INTEGER),
@@ -235,7 +241,8 @@ def _run(tracker: _BufferTracker, case: Case) -> tuple[list[tuple[str, StorageWe
 
     inputs = tuple(x.clone() for x in shards(case, tracker.rank, whole_tensors(case)))
     run = run_attention(tracker, case, inputs, record=record)
-    named = zip(("q", "k", "v", "dout", "dlse", "out", "lse", "dq", "dk", "dv"), (*inputs, *run.results), strict=True)
+    names = ("q", "k", "v", "dout", "dlse", "sinks")[: len(inputs)]
+    named = zip((*names, *RESULTS), (*inputs, *run.results), strict=True)
     storages = [(name, StorageWeakRef(x.untyped_storage())) for name, x in named if x is not None]
     return storages + tracker.buffers, max(run.buffer_forward or 0, run.buffer_backward or 0)
 

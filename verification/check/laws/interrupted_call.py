@@ -64,7 +64,7 @@ def _errors_of(group: _FailingPost, case: Case, direction: str, error: str, chec
 
     call = forward() if direction == "backward" else None
     group.error = ERRORS[error]
-    text = _error_of(forward if call is None else lambda: call.backward(inputs[3:], retain=True))
+    text = _error_of(forward if call is None else lambda: call.backward(inputs[3:5], retain=True))
     group.error = None
     return text, _error_of(forward), _error_of(lambda: in_second_thread(forward))
 

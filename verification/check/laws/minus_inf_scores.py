@@ -2,7 +2,8 @@
 
 Users hide padding this way: one component of the keys is -inf, the same one of the queries a number. A row whose scores
 are all -inf counts as a row that sees nothing; other people's attention is given no such row. The gradient of that
-component of the queries is 0 times infinity: it may be anything, and is not compared.
+component of the queries is 0 times infinity: it may be anything, and is not compared. A softcap makes such a score
+finite, -t, so there is none.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case,
         case = fused(draw, replace(case, kernel="auto"))
     if case.scale == 0.0:  # 0 times -inf is NaN
         case = replace(case, scale=None)
+    case = replace(case, softcap=None)
     case = claimed(claims, case)
     by_rank = [list(map(int, positions)) for positions in case.shards().positions]
     tokens = list(range(case.tokens))
@@ -90,6 +92,10 @@ NO_SCORE_NO_WEIGHT = Law(
         "hidden": lambda case, name, value: ascending(name, value, case.tokens),
         "heads": lambda case, name, value: ascending(name, value, case.kv_heads),
     },
-    cases=TAME | {"a scale other than 0, since 0 times -inf is NaN": lambda case: case.scale != 0.0},
+    cases=TAME
+    | {
+        "a scale other than 0, since 0 times -inf is NaN": lambda case: case.scale != 0.0,
+        "no softcap, which makes -inf finite": lambda case: case.softcap is None,
+    },
     of_any="the claim has no scale but 0", of_others=_keep_a_key,
 )  # fmt: skip

@@ -25,7 +25,7 @@ def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case,
     if case.values == "flat":  # a NaN in one component changes the strides, and with them the order of sums
         case = replace(case, values="normal")
     if draw(st.booleans()):  # let fused kernels take all calls: vector code may hide what matrix code passes on
-        case = replace(case, kernel="auto", scale=None, lse="unused")
+        case = replace(case, kernel="auto", scale=None, lse="unused", value_dim=None, softcap=None)
     if case.scale == 0.0 and claims is not any_case:
         case = replace(case, scale=None)
     case = claimed(claims, case)

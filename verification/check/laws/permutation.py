@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 
 from reference import validators
@@ -60,12 +62,16 @@ def check_permuted(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     other_observations, worst = ranks.observe(replace(case, pattern=pattern), edit), 0.0
     for name in compared(case):
         a, b = assemble(case, observations, name), assemble(case, other_observations, name)
-        order = kv if name in ("dk", "dv") else heads
-        a, allowed = (
-            x[batch][:, order] if name == "lse" else x[batch][:, :, order] for x in (a, 2 * expectation.bound[name])
-        )
+        moved = partial(_permuted, name, batch, kv if name in ("dk", "dv") else heads)
+        a, allowed = moved(a), moved(2 * expectation.bound[name])
         worst = max(worst, worst_ratio(name, a, b, allowed, how))
     return worst
+
+
+def _permuted(name: str, batch: list[int], heads: list[int], x: np.ndarray) -> np.ndarray:
+    if name == "dsinks":
+        return x[heads]
+    return x[batch][:, heads] if name == "lse" else x[batch][:, :, heads]
 
 
 def _check_order(name: str, value: Any, size: int) -> None:

@@ -54,6 +54,15 @@ def _twice(names: str, axis: int) -> Change:
     return lambda a, case: {name: torch.cat((a[name],) * 2, axis) for name in names}
 
 
+def _twice_the_heads(a: Arguments, case: Case) -> Arguments:
+    sinks = a["sinks"]
+    return {"q": torch.cat((a["q"],) * 2, 2), "sinks": None if sinks is None else torch.cat((sinks, sinks))}
+
+
+def _sinks(value: float) -> Change:
+    return lambda a, case: {"sinks": a["q"].new_full((case.heads,), value)}
+
+
 def _differentiable(names: str) -> Change:
     return lambda a, case: {name: a[name].detach().requires_grad_() for name in names}
 
@@ -141,6 +150,11 @@ MISTAKES: dict[str, Mistake] = {
         "bucket", lambda a, case: {"bucket": 1 if case.bucket is None else case.bucket + 1}),
     "another scale than the others": Mistake(
         "scale", lambda a, case: {"scale": 3.0 if case.scale is None else case.scale + 1}),
+    "another softcap than the others": Mistake(
+        "softcap", lambda a, case: {"softcap": 3.0 if case.softcap is None else case.softcap + 1}),
+    "sinks, unlike the others": Mistake("sinks", _sinks(0.0), everyone=lambda a, case: {"sinks": None}),
+    "other sinks than the others": Mistake(  # on GPUs they are not compared
+        "sinks", _sinks(1.0), possible=lambda case: case.device == "cpu", everyone=_sinks(0.0)),
     "another kernel than the others": Mistake(
         "kernel", lambda a, case: {"kernel": "math" if case.kernel != "math" else "auto"}),
     "another return_lse than the others": Mistake("return_lse", lambda a, case: {"return_lse": not a["return_lse"]}),
@@ -152,7 +166,7 @@ MISTAKES: dict[str, Mistake] = {
     "another dtype than the others": Mistake("dtype", _another_dtype),
     "another batch size than the others": Mistake("batch", _twice("qkv", 0)),
     "another head dim than the others": Mistake("head dim", _twice("qkv", 3)),
-    "other query heads than the others": Mistake("heads", _twice("q", 2)),
+    "other query heads than the others": Mistake("heads", _twice_the_heads),
     "other key/value heads than the others": Mistake(
         "key/value heads", _all_heads, possible=lambda case: case.kv_heads < case.heads),
     "another pattern than the others": Mistake(
@@ -182,11 +196,11 @@ def call(
     """Call ring_attention, wrongly on the rank at index `culprit`, or on all ranks (None). Return the error as (type,
     message), or None. compiled: call the operator of compiled graphs where it can express the group and the mistake.
     """
-    q, k, v, *_ = shards(case, transport.rank, whole_tensors(case))
+    q, k, v, _, _, *sinks = shards(case, transport.rank, whole_tensors(case))
     arguments: Arguments = {
         "q": q, "k": k, "v": v, "pattern": case.pattern, "layout": layout_of(case), "exchange": case.exchange,
         "bucket": case.bucket, "kernel": case.kernel, "scale": case.scale, "return_lse": case.lse != "unused",
-        "group": transport,
+        "group": transport, "softcap": case.softcap, "sinks": sinks[0] if sinks else None,
     }  # fmt: skip
     definition = MISTAKES[mistake]
     arguments |= definition.everyone(arguments, case)

@@ -32,11 +32,14 @@ def repeatable() -> None:
     torch.use_deterministic_algorithms(True)  # the fastest kernels need not give the same bits again
 
 
-def nearest(case: Case, head_dims: tuple[int, ...], lse: bool, positive: bool = True) -> Case:
-    """Dense attention in bf16 on one process. lse: returned and differentiated. positive: a scale above 0."""
+def nearest(case: Case, head_dims: tuple[int, ...], lse: bool, positive: bool = True, equal: bool = False) -> Case:
+    """Dense attention in bf16 on one process. lse: returned and differentiated. positive: a scale above 0. equal: as
+    many key/value heads as query heads where values have another head dim."""
     case = claims.dense(claims.one_process(claims.without_own_settings(case)))
     case = claims.in_dtypes(case if lse else claims.without_lse(case), "bfloat16")
     case = claims.of_sizes(case, tokens=(), heads=HEADS, head_dims=head_dims)
+    if case.value_dim is not None:  # these kernels take no others, which are those of MLA
+        case = replace(claims.equal_heads(case) if equal else case, head_dim=192, value_dim=128)
     if case.tokens % 5:  # five times as long: blocks of these kernels have 64 tokens and more
         case = case.lengthened(5 * case.tokens, cuts=None)
     return claims.positive_scale(case) if positive else case
@@ -49,28 +52,34 @@ class _FlashAttention4(torch.autograd.Function):
     """The package's own forward and backward, with a gradient through lse."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, causal: bool, scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
         from flash_attn.cute.interface import _flash_attn_fwd
 
-        out, lse = _flash_attn_fwd(q, k, v, causal=causal, softmax_scale=scale, return_lse=True)[:2]
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.causal, ctx.scale = causal, scale
+        ctx.options = {"causal": causal, "softmax_scale": scale, "softcap": softcap}
+        out, lse = _flash_attn_fwd(q, k, v, learnable_sink=sinks, return_lse=True, **ctx.options)[:2]
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
         from flash_attn.cute.interface import _flash_attn_bwd
 
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         grads = _flash_attn_bwd(
-            q, k, v, out, dout.contiguous(), lse, causal=ctx.causal, softmax_scale=ctx.scale, dlse=dlse.contiguous(),
-            deterministic=True,
+            q, k, v, out, dout.contiguous(), lse, learnable_sink=sinks, dlse=dlse.contiguous(), deterministic=True,
+            **ctx.options,
         )  # fmt: skip
-        return *grads[:3], None, None
+        return *grads[:3], None if sinks is None else grads[3], None, None, None
 
 
-def flash4(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> tuple[Tensor, Tensor]:
-    return _FlashAttention4.apply(*(x.contiguous() for x in (q, k, v)), case.pattern.causal, case.softmax_scale)
+def flash4(
+    q: Tensor, k: Tensor, v: Tensor, case: Case, group: object, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    scoring = case.pattern.causal, case.softmax_scale, case.softcap or 0.0
+    return _FlashAttention4.apply(q, k, v, None if sinks is None else sinks.contiguous(), *scoring)
 
 
 def flash4_ready() -> None:
@@ -79,9 +88,12 @@ def flash4_ready() -> None:
 
 
 flash_attention_4 = Peer(
-    "flash-attention-4", "dense, bf16, head dims 32, 64, 96, 128, scale > 0, lse",
-    partial(nearest, head_dims=(32, 64, 96, 128), lse=True), flash4, (1,), "flash-attn-4", arithmetic="gpu",
-    prepare=flash4_ready, timeout=COMPILES,
+    "flash-attention-4",
+    "dense, bf16, head dims 32, 64, 96, 128, 160, 192, 256, or 192 with values of 128, scale > 0, lse, softcap, sinks",
+    claims.takes("sinks", "softcap", "value_dim")(
+        partial(nearest, head_dims=(32, 64, 96, 128, 160, 192, 256), lse=True, equal=True)
+    ),
+    flash4, (1,), "flash-attn-4", arithmetic="gpu", prepare=flash4_ready, timeout=COMPILES,
 )  # fmt: skip
 flash_attention_4_any_head_dim = Peer(
     "flash-attention-4 with any head dim", "dense, bf16, head dims 32, 40, 64, 72, 96, 128, scale > 0, lse",
@@ -108,12 +120,14 @@ def by_backend(kind: SDPBackend, q: Tensor, k: Tensor, v: Tensor, case: Case, gr
     return out.transpose(1, 2)
 
 
+@claims.takes("value_dim")
 def cudnn_nearest(case: Case) -> Case:
-    return replace(nearest(case, (32, 64, 128), lse=False), strided=False)
+    return replace(nearest(case, (32, 64, 128, 192, 256), lse=False), strided=False)
 
 
 cudnn = Peer(
-    "cudnn", "dense, bf16, contiguous, head dims 32, 64, 128, scale > 0", cudnn_nearest,
+    "cudnn", "dense, bf16, contiguous, head dims 32, 64, 128, 192, 256, or 192 with values of 128, scale > 0",
+    cudnn_nearest,
     partial(by_backend, SDPBackend.CUDNN_ATTENTION), (1,), "torch", arithmetic="gpu", timeout=COMPILES,
     prepare=on_gpu,  # torch leaves cuDNN out where kernels are to be deterministic
 )  # fmt: skip
