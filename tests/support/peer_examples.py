@@ -21,6 +21,17 @@ def plain(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
     return attention(q, k, v, case.softmax_scale, case.pattern.causal)[0]
 
 
+def scored(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object, sinks: Tensor | None = None) -> Tensor:
+    """Attention with a softcap, and with sinks as one more column of scores."""
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * case.softmax_scale
+    scores = scores if case.softcap is None else case.softcap * (scores / case.softcap).tanh()
+    if case.pattern.causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[2:], dtype=torch.bool).tril(), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)), -1)
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1)[..., : k.shape[1]], v)
+
+
 def document_by_document(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
     parts: Any = zip(*(x.split(list(case.pattern.documents or (case.tokens,)), 1) for x in (q, k, v)), strict=True)
     return torch.cat([plain(q, k, v, case, group) for q, k, v in parts], 1)
@@ -103,6 +114,8 @@ def then(**changes: Callable[[Case], Any]) -> Callable[[Case], Case]:
 
 
 sound = Peer("mine", "dense, one process", claim, plain, worlds=(1,))
+with_scores = replace(sound, claims=claims.takes(*claims.SCORES)(claim), attend=scored)
+drops_sinks = replace(with_scores, attend=lambda q, k, v, case, group, sinks=None: scored(q, k, v, case, group))
 packed = replace(sound, claims=lambda case: claims.packed(claims.plain_process(case)), attend=document_by_document)
 unpacked = replace(packed, attend=plain)
 raises = replace(sound, attend=raising)

@@ -18,6 +18,7 @@ import torch
 from reference import Branch, Pattern
 from tests.support.plain_case import plain
 from verification.case import DTYPES, ORDERS, ORDERS_BY_DOCUMENT, SINKS, VALUES, Case
+from verification.case_line import read_case_line
 from verification.run.layouts import layout_of, strided_copy
 
 case = partial(
@@ -161,6 +162,13 @@ def test_ranks_layouts_and_tokens_per_call() -> None:
     shuffled = order_of(order="shuffled")
     assert shuffled == order_of(order="shuffled") != order_of(order="shuffled", seed=8)
     assert sorted(shuffled) == list(range(13)) and layout_of(case(order="shuffled", cuts=None)).counts == (4, 4, 5)
+
+
+def test_a_line_names_sinks_softcap_and_value_dim() -> None:
+    line = "world=4 tokens=13 seed=7 softcap=30 sinks=normal value_dim=4"
+    assert read_case_line(line) == plain(
+        4, tokens=13, heads=1, kv_heads=1, head_dim=16, seed=7, softcap=30.0, sinks="normal", value_dim=4
+    )
 
 
 def test_strided_sinks_are_every_second_entry() -> None:

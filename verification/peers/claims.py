@@ -6,6 +6,7 @@ A block changes as little as possible and never makes a small Case large, so tha
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -32,8 +33,12 @@ def takes(*names: str) -> Callable[[Claim], Claim]:
         validators.choice("a name of takes", name, SCORES)
 
     def decorated(claim: Claim) -> Claim:
-        claim.takes = names  # type: ignore[attr-defined]
-        return claim
+        @functools.wraps(claim)
+        def taking(case: Case) -> Case | None:
+            return claim(case)
+
+        taking.takes = names  # type: ignore[attr-defined]
+        return taking
 
     return decorated
 

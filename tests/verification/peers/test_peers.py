@@ -117,6 +117,7 @@ def expect(peer: Peer, case: Case) -> Expectation:
     return evaluate_for(peer, inputs_of_case(case, case.tensors()), arithmetic_of(peer, case))
 
 
+SCORED = replace(PLAIN, sinks="some", softcap=2.0, value_dim=3)
 PACKED = replace(PLAIN, tokens=7, pattern=Pattern.dense(True, (3, 0, 4)))
 
 
@@ -128,6 +129,12 @@ PACKED = replace(PLAIN, tokens=7, pattern=Pattern.dense(True, (3, 0, 4)))
         ("returns_none", PLAIN, "every rank answers", "attend returned None as out; it must be a tensor of shape"),
         ("no_lse", PLAIN, "every rank answers", "attend returned no lse, and the claim has lse 'differentiated'"),
         ("unconnected", PLAIN, "every rank answers", "no gradient reaches v: the result of attend does not depend on"),
+        (
+            "drops_sinks",
+            SCORED,
+            "every rank answers",
+            "no gradient reaches sinks: the result of attend does not depend",
+        ),
         ("transposed", PLAIN, "every rank answers", r"out of shape \(2, 2, 5, 4\); it must be \(2, 5, 2, 4\)"),
         ("spoils", PLAIN, "inputs intact, repeatable", "inputs: changed"),
         ("forgets", PLAIN, "inputs intact, repeatable", "a second run"),
@@ -155,6 +162,9 @@ def test_each_fault_is_reported_as_what_it_is(
     [
         ("sound", PLAIN),
         ("sound", replace(PLAIN, dtype="float64")),
+        ("with_scores", SCORED),
+        ("with_scores", replace(SCORED, again="pipelined")),
+        ("with_scores", replace(SCORED, again="kv", softcap=None)),
         ("packed", PACKED),
         ("heads_first", PLAIN),
         *(("sound", replace(PLAIN, again=again)) for again in RUNS),

@@ -38,12 +38,12 @@ drawn_documents = st.composite(documents_of)
 SHRINKING = settings(QUIET, phases=(Phase.generate, Phase.shrink), max_examples=3000)
 # Features that a law is about: some of its Cases on three ranks must have each.
 LAW_FEATURES = {
-    "same on any ranks, layout, exchange": ("uneven cuts", "GQA", "dead row"),
+    "same on any ranks, layout, exchange": ("uneven cuts", "GQA", "dead row", "sinks", "softcap"),
     "later tokens change nothing": ("causal", "dilation", "segment on several ranks"),
-    "batches and heads permute": ("several batches", "GQA", "offsets by head"),
-    "equal values come out": ("dtype float64", "huge scores", "GQA", "causal", "dead row"),
+    "batches and heads permute": ("several batches", "GQA", "offsets by head", "sinks"),
+    "equal values come out": ("dtype float64", "huge scores", "GQA", "causal", "dead row", "softcap"),
     "NaN and inf propagate": ("dead row", "causal", "kernel flash", "kernel math"),
-    "scores of -inf have no weight": ("dead row", "GQA", "kernel flash"),
+    "scores of -inf have no weight": ("dead row", "GQA", "kernel flash", "sinks"),
     "wrong calls refused everywhere": ("dtype float16", "exchange gather", "dead row"),
     "no call takes another for its like": ("GQA", "causal", "dilation", "several documents"),
     "a call leaves nothing behind": ("exchange gather", "dtype float16", "GQA"),

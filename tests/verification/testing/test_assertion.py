@@ -42,15 +42,15 @@ def attention(case: Case, rows: Tensor | None = None, parts: int = 1) -> Argumen
     scores = wq @ wk.transpose(2, 3) * case.softmax_scale
     scores = scores if case.softcap is None else case.softcap * (scores / case.softcap).tanh()
     scores = scores.masked_fill(~visible, -math.inf)
+    if sinks:
+        scores = torch.cat((scores, leaves[3].to(wide)[:, None, None].expand(*scores.shape[:3], 1)), 3)
+        wv = torch.cat((wv, torch.zeros_like(wv[:, :, :1])), 2)
     outs, lses = [], []
     for part, values in zip(scores.chunk(parts, 3), wv.chunk(parts, 2), strict=True):
         lse = part.logsumexp(3)
         weights = (part - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(3)).exp()
         outs.append(weights @ values)
         lses.append(lse)
-    if sinks:
-        outs.append(torch.zeros_like(outs[0]))
-        lses.append(leaves[3].to(wide)[:, None].expand_as(lses[0]))
     lse = torch.stack(lses).logsumexp(0)
     shift = lse.masked_fill(lse == -math.inf, 0.0)
     out = sum((o * (x - shift).exp().unsqueeze(3) for o, x in zip(outs, lses, strict=True)), torch.zeros(()))

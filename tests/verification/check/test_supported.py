@@ -1,0 +1,45 @@
+"""Cases on GPUs have kernels that take them, by limits that are independent of ring's and equal to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ring.compute.kernel_limits import GPU_LIMITS, HALF, HOPPER, takes_dims
+from tests.support.plain_case import plain
+from verification.check.expectation import kernel_of
+from verification.check.supported import FUSED, check_supported, fused
+from verification.search.experiment import on_device
+
+
+@pytest.mark.parametrize(
+    "changes, kernel",
+    [
+        ({"kernel": "math"}, "math"), ({"kernel": "flash"}, "auto"), ({"kernel": "flash", "dtype": "float16"}, "flash"),
+        ({"kernel": "flash", "dtype": "float16", "head_dim": 12}, "auto"), ({"kernel": "auto", "softcap": 1.0}, "auto"),
+    ],
+)  # fmt: skip
+def test_a_case_on_a_gpu_has_a_kernel_that_takes_it(changes: dict[str, Any], kernel: str) -> None:
+    moved = on_device(plain(2, **{"head_dim": 8} | changes), "cuda")
+    assert (moved.device, moved.kernel) == ("cuda", kernel)
+    check_supported(moved)
+    assert kernel_of(moved) == ("gpu" if moved.dtype == "float16" and moved.head_dim == 8 else "math")
+
+
+@pytest.mark.parametrize(
+    "changes, kernels",
+    [
+        ({"head_dim": 256}, {"flash", "cudnn", "fa4"}), ({"head_dim": 40}, {"flash", "cudnn"}), ({"head_dim": 264}, ()),
+        ({"head_dim": 192, "value_dim": 128}, {"cudnn", "fa4"}), ({"head_dim": 128, "value_dim": 64}, ()),
+        ({"head_dim": 192, "value_dim": 128, "kv_heads": 1}, {"cudnn"}), ({"head_dim": 64, "softcap": 1.0}, {"fa4"}),
+        ({"head_dim": 64, "sinks": "normal", "kv_heads": 1}, {"flash", "cudnn", "fa4"}),
+        ({"head_dim": 64, "dtype": "float32"}, ()),
+    ],
+)  # fmt: skip
+def test_the_limits_of_kernels_of_gpus_are_those_of_ring(changes: dict[str, Any], kernels: set[str]) -> None:
+    case = plain(1, **{"dtype": "bfloat16", "device": "cuda"} | changes)
+    assert {kernel for kernel in FUSED if fused(case, kernel)} == set(kernels)
+    limits = (HOPPER, *case.dims, case.heads // case.kv_heads)
+    of_ring = {name for name, x in GPU_LIMITS.items() if takes_dims(name, *limits) and x.softcap >= bool(case.softcap)}
+    assert of_ring == set(kernels) or case.torch_dtype not in HALF
