@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from reference.call_limits import MIN_ROWS
 from reference.fast_oracle import multiplicity
 from reference.pattern import Branch, Pattern
-from verification.case import AGAIN, DTYPES, EXCHANGES, GPU_KERNELS, KERNELS, LSE, ORDERS, SINKS, VALUES, Case
+from verification.case import AGAIN, DTYPES, EXCHANGES, GPU_KERNELS, KERNELS, LSE, ORDERS, VALUES, Case
 from verification.check.workspace_limits import MIN_BLOCK
 from verification.report.text import listing, paragraph
 from verification.wording import counted
@@ -262,6 +262,8 @@ GROUPS: dict[str, dict[str, Has]] = {
         "softcap": lambda case: case.softcap is not None,
         "softcap of 1 or less": lambda case: case.softcap is not None and case.softcap <= 1,
         "sinks": lambda case: case.sinks is not None,
+        "large sinks": lambda case: case.sinks == "large",
+        "sinks of -inf": lambda case: case.sinks == "some",
         "sinks wider than q": lambda case: case.sinks is not None and case.sinks_dtype != case.torch_dtype,
         "row that sees a sink alone": lambda case: case.sinks is not None and _has_dead_rows(case),
         "sinks and softcap": lambda case: case.sinks is not None and case.softcap is not None,
@@ -288,7 +290,7 @@ GROUPS: dict[str, dict[str, Has]] = {
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "order": ORDERS, "exchange": EXCHANGES, "kernel": tuple(kernel for kernel in KERNELS if kernel not in GPU_KERNELS),
-    "dtype": tuple(DTYPES), "values": VALUES, "lse": LSE, "again": AGAIN, "sinks": SINKS,
+    "dtype": tuple(DTYPES), "values": VALUES, "lse": LSE, "again": AGAIN,
 }  # fmt: skip
 
 
