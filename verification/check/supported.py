@@ -11,7 +11,7 @@ _MAX_SCORES = 2**31  # of the oracle: the problem of real size has less than hal
 _FA4 = (32, 64, 96, 128, 160, 192, 256)
 FUSED = {
     "flash": "equal head dims, multiples of 8 up to 256, and no softcap",
-    "cudnn": "head dims as of 'flash' or 192 with values of 128, and no softcap",
+    "cudnn": "head dims as of 'flash', or two of them up to 128, or 192 with values of 128, and no softcap",
     "fa4": f"equal head dims, one of {_FA4}, or 192 with values of 128 and equal heads",
 }
 
@@ -25,7 +25,10 @@ def fused(case: Case, kernel: str) -> bool:
         return False
     if case.dims == (192, 128):
         return kernel == "cudnn" or (kernel == "fa4" and case.heads == case.kv_heads)
-    return equal and (case.head_dim in _FA4 if kernel == "fa4" else case.head_dim % 8 == 0 and case.head_dim <= 256)
+    if kernel == "fa4":
+        return equal and case.head_dim in _FA4
+    most = 256 if equal else 128 if kernel == "cudnn" else 0
+    return all(dim % 8 == 0 and dim <= most for dim in case.dims)
 
 
 def check_supported(case: Case) -> None:

@@ -31,7 +31,7 @@ def test_a_case_on_a_gpu_has_a_kernel_that_takes_it(changes: dict[str, Any], ker
     "changes, kernels",
     [
         ({"head_dim": 256}, {"flash", "cudnn", "fa4"}), ({"head_dim": 40}, {"flash", "cudnn"}), ({"head_dim": 264}, ()),
-        ({"head_dim": 192, "value_dim": 128}, {"cudnn", "fa4"}), ({"head_dim": 128, "value_dim": 64}, ()),
+        ({"head_dim": 192, "value_dim": 128}, {"cudnn", "fa4"}), ({"head_dim": 128, "value_dim": 64}, {"cudnn"}),
         ({"head_dim": 192, "value_dim": 128, "kv_heads": 1}, {"cudnn"}), ({"head_dim": 64, "softcap": 1.0}, {"fa4"}),
         ({"head_dim": 64, "sinks": "normal", "kv_heads": 1}, {"flash", "cudnn", "fa4"}),
         ({"head_dim": 64, "dtype": "float32"}, ()),
