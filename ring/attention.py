@@ -68,8 +68,8 @@ def ring_attention(
             "fa4" is FlashAttention-4, if it is installed; tiles that they do not support use "math". "auto" takes the
             one that was measured to be the fastest (`ring.compute.gpu.kernel_times`). cuDNN's backward sums gradients
             in no fixed order, so "auto" uses others under `torch.use_deterministic_algorithms`. A score of -inf has no
-            weight. Fused GPU kernels may return NaN for a row whose scores in a call are all -inf, and for gradients of
-            keys that contain -inf: use "math" there.
+            weight, but a softcap t makes it -t. Fused GPU kernels may return NaN for a row whose scores in a call are
+            all -inf, and for gradients of keys that contain -inf: use "math" there.
         scale: factor of the scores; None: head dim ** -0.5.
         softcap: t from 1e-30 to 1e30, for scores t tanh(scale q . k / t) (Gemma 2, arXiv 2408.00118); None: no bound.
         sinks: (query heads,), in the dtype of q or of lse, on its device: for each head the score of one more key, of

@@ -84,7 +84,7 @@ def _with_values(signature: Signature, sinks: torch.Tensor) -> Signature:
     """
     if not sinks.is_cpu:
         return signature
-    values = sinks.tolist()
+    values = [value + 0.0 for value in sinks.tolist()]  # so that -0.0 equals 0.0
     for head, value in enumerate(values):
         if not value < math.inf:
             raise ValueError(f"sinks must be finite, or -inf for no sink, got {value} for query head {head}")

@@ -104,6 +104,14 @@ def validate(call: Call, transport: Transport) -> None:
         _validate_sinks(call.sinks, call.q)
 
 
+def check_softcap(softcap: object) -> None:
+    """Raise ValueError for a softcap that is neither None nor a number within fp32's reach."""
+    if softcap is not None:
+        real = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
+        if not real or not 1 / _LARGEST_SOFTCAP <= softcap <= _LARGEST_SOFTCAP:  # type: ignore[operator]
+            raise ValueError(f"softcap must be None or a number from 1e-30 to 1e30, got {describe(softcap)}")
+
+
 def _validate_options(call: Call) -> None:
     if call.exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {call.exchange!r}")
@@ -116,11 +124,7 @@ def _validate_options(call: Call) -> None:
     if scale is not None:
         if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not abs(scale) <= _LARGEST:
             raise ValueError(f"scale must be None or a finite number, got {describe(scale)}")
-    softcap = call.softcap
-    if softcap is not None:
-        real = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
-        if not real or not 1 / _LARGEST_SOFTCAP <= softcap <= _LARGEST_SOFTCAP:
-            raise ValueError(f"softcap must be None or a number from 1e-30 to 1e30, got {describe(softcap)}")
+    check_softcap(call.softcap)
     if not isinstance(call.return_lse, bool):
         raise ValueError(f"return_lse must be True or False, got {call.return_lse!r}")
 

@@ -15,6 +15,7 @@ from reference.pattern import Pattern, check_pattern
 from ring.nn.context import ContextParallel
 from ring.nn.ring_attention import checked_context
 from ring.nn.rotary import THETA, cached_angles, check_rotation, has_token_shape, rotate
+from ring.validation import check_softcap
 
 SHAPE = ("batch", "local tokens", "dim")
 
@@ -41,7 +42,7 @@ class SelfAttention(nn.Module):
         device, dtype: of the parameters; None: torch's defaults.
 
     Raises:
-        ValueError: sizes do not fit each other or the pattern.
+        ValueError: sizes do not fit each other or the pattern; softcap or sinks is not as above.
     """
 
     def __init__(
@@ -73,6 +74,9 @@ class SelfAttention(nn.Module):
         check_sizes(head_dim=head_dim, value_head_dim=value_head_dim)
         if heads % kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
+        check_softcap(softcap)
+        if not isinstance(sinks, bool):
+            raise ValueError(f"sinks must be True or False, got {sinks!r}: the values are those of the parameter sinks")
         check_pattern(pattern)
         pattern.validate(heads)
         if rotary_theta is not None:

@@ -66,6 +66,7 @@ def together(*changes: Arguments, before: Arguments | None = None) -> list[str]:
     [
         ({"scale": 1}, {"scale": 1.0}), ({"scale": 0.0}, {"scale": -0.0}), ({"bucket": 1},) * 2,
         ({"softcap": 1}, {"softcap": 1.0}), ({"softcap": 1e30},) * 2, ({"sinks": -torch.full((2,), math.inf)},) * 2,
+        ({"sinks": torch.zeros(2)}, {"sinks": -torch.zeros(2)}),
         ({"sinks": torch.zeros(2)}, {"sinks": torch.nn.Parameter(torch.zeros(2), requires_grad=False)}),
         ({"bucket": 2**40},) * 2, ({"scale": sys.float_info.max},) * 2, ({"scale": -sys.float_info.max},) * 2,
     ],

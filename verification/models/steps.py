@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -72,7 +72,10 @@ def _take_steps(
     function = "step" if type(setup).train is Setup.train else "train"
     steps, taken = [whole_batches(run.case, step) for step in range(number)], 0
     with calling(function):
-        for taken, result in enumerate(setup.train(model, optimizer, steps, run), 1):
+        results: object = setup.train(model, optimizer, steps, run)
+        if not isinstance(results, Iterable):
+            raise Misuse(f"{function} returned {described(results)}; it must return (loss, norm) of each step")
+        for taken, result in enumerate(results, 1):
             checked: object = result
             if not isinstance(checked, tuple) or len(checked) != 2:
                 raise Misuse(f"{function} returned {described(result)}; it must return (loss, norm), norm may be None")

@@ -101,6 +101,7 @@ def backend() -> Iterator[GlooBackend]:
         ("WithoutResult", "step returned None; it must return (loss, norm)"),
         ("WithoutLogits", "step recorded logits 0 times with 1 micro-batches; it must call run.see(logits, held) once"),
         ("StepTooFew", "train returned results of 0 steps; it must return (loss, norm) of each of 1"),
+        ("WithoutResults", "train returned None; it must return (loss, norm) of each step"),
         ("WithoutLoss", "train returned None; it must return (loss, norm)"),
         ("VectorLoss", "loss returned a tensor of shape (3,); it must be a scalar"),
         ("VectorLossAlone", "loss, in one process, returned a tensor of shape (3,); it must be a scalar"),
