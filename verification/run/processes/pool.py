@@ -248,7 +248,10 @@ def _await_answers(ranks: RankSet, ticket: Ticket, timeout: float) -> _PoolCall:
         events = ranks.events(max(0.0, deadline - time.monotonic()))
         if not events:
             call.waited = time.monotonic() - began
-            if call.raised or time.monotonic() > last or not ranks.any_runnable(call.waiting):
+            over = bool(call.raised) or time.monotonic() > last or not ranks.any_runnable(call.waiting)
+            # A rank that answered since the last look is no longer runnable, but its answer is here.
+            events = ranks.events(0.0) if over else []
+            if over and not events:
                 break
             deadline = time.monotonic() + timeout / 4
         for rank, dead in events:

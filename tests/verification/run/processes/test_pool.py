@@ -286,6 +286,18 @@ def test_a_rank_that_computes_for_longer_than_the_timeout_does_not_hang(ranks: R
     assert ranks(1).run(compute_for, 1.1, timeout=1.0) == [None]
 
 
+def test_a_rank_that_answers_at_the_timeout_does_not_hang(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ranks(1)
+    opened = pool._open_ranks()
+
+    def answers_meanwhile(waiting: set[int]) -> bool:
+        until(lambda: opened.has_answer(0, BRIEF))
+        return False
+
+    monkeypatch.setattr(opened, "any_runnable", answers_meanwhile)
+    assert pool.run(time.sleep, 2 * BRIEF, timeout=BRIEF) == [None]
+
+
 def test_a_stopped_rank_is_named_as_stopped_and_killed_nevertheless(ranks: Ranks, tmp_path: Path) -> None:
     failure = failure_of(RankHang, ranks(3), meet, str(tmp_path), 1, "SIGSTOP", folder=tmp_path)
     assert (failure.ranks("stopped"), failure.ranks("blocked")) == ((1,), (0, 2))
