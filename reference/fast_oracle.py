@@ -282,24 +282,15 @@ class _RowBlock:
             base, t_f = bounds.softcap_error(self.r, size, self.softcap, abs(x), abs(capped), f)
             slope = f, t_f
             s = self.softcap * capped
-        # Shift by the maximum of the seen scores, to within rounding. Do not set unseen scores to -inf: `where` and
-        # exp(-inf) are slow. Seen scores may exceed the shift by a rounding, so clamp at 1, not at 0, to keep exp of
-        # unseen scores finite.
-        if self.sinks is None:
-            low = s.min()
-            p = s - low
-            p *= seen
-            top = lib.amax(p, -1) + low  # (B, Hk, R)
-        else:
+        if self.sinks is not None:
             sinks = lib.where(self.sinks > -np.inf, self.sinks, 0.0)
             s, base = _with_column(s, sinks), _with_column(base, bounds.sink_error(self.r, abs(sinks)))
             if slope is not None:
                 slope = _with_column(f, 1.0), _with_column(t_f, 0.0)
-            p = lib.where(seen, s, -np.inf)  # with a sink far below them, s - low would lose the scores
-            top = lib.amax(p, -1)
-            top[:, ~live] = 0.0
-        lib.subtract(s, top[..., None], out=p)
-        lib.minimum(p, _filled(p, (), 1.0), out=p)
+        top = lib.amax(lib.where(seen, s, -np.inf), -1)  # (B, Hk, R)
+        top[:, ~live] = 0.0
+        p = s - top[..., None]
+        lib.minimum(p, _filled(p, (), 0.0), out=p)  # exp of unseen scores stays finite, and exp(-inf) is slow
         lib.exp(p, out=p)
         p *= count
         total = p.sum(-1)

@@ -113,6 +113,14 @@ def test_torch_tensors_give_what_arrays_do(blocks: bool, monkeypatch: pytest.Mon
         np.testing.assert_allclose(found.bound[name], wanted.bound[name], rtol=1e-9)
 
 
+def test_huge_scores_of_keys_that_are_not_seen_shift_nothing() -> None:
+    inputs = drawn_inputs(Pattern.dense(causal=True), 8)
+    inputs.q[:, :7] *= 100
+    inputs.q[:, 7] = 0.0
+    inputs.k[:, 7] *= 1e20
+    assert_twins_agree(inputs)
+
+
 def test_a_softcap_that_is_not_positive_is_refused() -> None:
     inputs = drawn_inputs(PATTERNS["causal"], 4, softcap=0.0)
     with pytest.raises(ValueError, match="softcap is 0.0; it must be a finite number above 0"):
