@@ -63,7 +63,8 @@ class Call:
         )  # fmt: skip
         kinds = (type(self.bucket), type(self.scale), type(self.softcap), type(self.return_lse))
         sinks = None if self.sinks is None else _kind(self.sinks)
-        return _kind(self.q), _kind(self.k), _kind(self.v), sinks, self.pattern, self.layout, options, kinds
+        layout = self.layout.digest if isinstance(self.layout, Layout) else self.layout  # it may list its order
+        return _kind(self.q), _kind(self.k), _kind(self.v), sinks, self.pattern, layout, options, kinds
 
     @property
     def scoring(self) -> Scores:

@@ -110,8 +110,9 @@ def plan_of(
         varlen: most query rows, and keys, of packed documents of different lengths that share a call. Longer ones share
             it where they are less than half of the work. 0: none share a call.
     """
-    key = pattern, layout, rank, heads, kv_heads, exchange, bucket, own, varlen
-    return _plans.get_or_make(key, lambda: _plan(*key), lambda plan: plan.nbytes)
+    rest = rank, heads, kv_heads, exchange, bucket, own, varlen
+    key = pattern, layout.digest, *rest  # without the layout, which may list its order
+    return _plans.get_or_make(key, lambda: _plan(pattern, layout, *rest), lambda plan: plan.nbytes)
 
 
 def _plan(
@@ -135,7 +136,7 @@ def _plan(
         local=local,
         steps=_steps(ranges, layout, route, received, rank=rank, kv_heads=kv_heads, once=exchange == "direct"),
         sizes=route.sizes,
-        setting=(pattern, layout, heads, kv_heads, exchange, bucket),
+        setting=(pattern, layout.digest, heads, kv_heads, exchange, bucket),
     )
 
 

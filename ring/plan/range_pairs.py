@@ -83,10 +83,16 @@ def pair_up(ranges: Ranges, queries: Subranges, keys: Subranges, causal: bool) -
     return [_trim(ranges, pairs) for pairs in tables]
 
 
+def group_of(ranges: Ranges) -> Ints:
+    """Return a number for the block and segment of each range, ascending. Those of adjacent segments differ by 1, those
+    of other blocks by more than 2.
+    """
+    return ranges.block * (int(ranges.segment.max(initial=0)) + 3) + ranges.segment
+
+
 def _join(ranges: Ranges, queries: Subranges, keys: Subranges, sight: Sight) -> RangePairs:
     """Pair queries with all keys of the segment that the sight is about."""
-    span = int(ranges.segment.max(initial=0)) + 3
-    group, away = ranges.block * span + ranges.segment, _AWAY.get(sight, 0)
+    group, away = group_of(ranges), _AWAY.get(sight, 0)
     key_group, query_group = group[keys.range], group[queries.range] + away
     low = np.searchsorted(key_group, query_group, side="left")
     partners = np.searchsorted(key_group, query_group, side="right") - low

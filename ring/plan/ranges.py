@@ -152,8 +152,8 @@ _tables: BoundedCache[Hashable, Ranges] = BoundedCache(64, most_bytes=2**28)
 
 def ranges_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Ranges:
     """Return the ranges of all ranks."""
-    key = pattern, layout, heads, kv_heads
-    return _tables.get_or_make(key, lambda: _ranges(*key), lambda table: table.nbytes)
+    key = pattern, layout.digest, heads, kv_heads
+    return _tables.get_or_make(key, lambda: _ranges(pattern, layout, heads, kv_heads), lambda table: table.nbytes)
 
 
 def _ranges(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Ranges:

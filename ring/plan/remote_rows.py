@@ -16,13 +16,17 @@ positions 8 and 10 (range 3) and 9 and 11 (range 7), rank 1 those of 0 and 2 (ra
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
-from ring.caching.bounded_cache import BoundedCache
-from ring.plan.range_pairs import RangePairs, pair_up
+from ring.plan.range_pairs import RangePairs, group_of, pair_up
 from ring.plan.ranges import Ints, Ranges, Subranges, concatenated, group_starts
+
+# Pairs of ranges at a time: the arrays about them stay in the caches of a processor.
+_BATCH = 2**16
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,19 +43,28 @@ class Needs:
     def take(self, which: Ints) -> Needs:
         return Needs(self.rank[which], self.range[which], self.first[which], self.count[which])
 
-
-_cache: BoundedCache[tuple[Ranges, bool], Needs] = BoundedCache(16, most_bytes=2**27)
-
-
-def needs_of(ranges: Ranges, causal: bool) -> Needs:
-    """Return the needs of all ranks, in the order (rank, range, first). Every rank computes all, so both ends agree."""
-    key = ranges, causal
-    return _cache.get_or_make(key, lambda: _needs(*key), lambda needs: ranges.nbytes + 4 * needs.count.nbytes)
+    @classmethod
+    def join(cls, parts: Sequence[Needs]) -> Needs:
+        """Concatenate the needs of all parts."""
+        return cls(*(concatenated([getattr(x, name) for x in parts]) for name in ("rank", "range", "first", "count")))
 
 
-def _needs(ranges: Ranges, causal: bool) -> Needs:
-    everything = Subranges.whole(ranges, np.arange(len(ranges.count)))
-    tables = [_remote(ranges, pairs) for pairs in pair_up(ranges, everything, everything, causal)]
+def needs_of(ranges: Ranges, causal: bool) -> Iterator[tuple[slice, Needs]]:
+    """Yield the needs of all ranks, for some ranges of keys after others: the ranges, and their needs in the order
+    (rank, range, first). Every rank computes all, so both ends of a message agree.
+    """
+    group = group_of(ranges)
+    low, high = np.searchsorted(group, group - 1, "left"), np.searchsorted(group, group + 1, "right")
+    batch = np.cumsum(high - low) // _BATCH
+    begins = np.flatnonzero(group_starts(batch)).tolist() if len(batch) else []
+    for begin, end in pairwise([*begins, len(batch)]):
+        keys = Subranges.whole(ranges, np.arange(begin, end))
+        queries = Subranges.whole(ranges, np.arange(low[begin], high[end - 1]))
+        yield slice(begin, end), _needs(ranges, queries, keys, causal)
+
+
+def _needs(ranges: Ranges, queries: Subranges, keys: Subranges, causal: bool) -> Needs:
+    tables = [_remote(ranges, pairs) for pairs in pair_up(ranges, queries, keys, causal)]
     needs = Needs(*(concatenated(columns) for columns in zip(*tables, strict=True)))
     # Merge overlapping and adjacent entries. Offset each range by `span`, so that entries of two ranges never merge.
     span = int(ranges.count.max(initial=0)) + 2

@@ -131,9 +131,15 @@ def folds(signature: Sequence[Ints], segment: Ints, left: Ints, right: Ints, mos
     left, right: where an entry begins, such as its first query row and key row. A fold has at most one entry of each
     segment, so its rows are disjoint and can be written in place.
     """
+    order, begins, d_left, d_right = _even_folds(signature, segment, left, right)
+    yield from _cut_folds(order, begins, d_left, d_right, most, np.arange(len(begins) - 1))
+
+
+def _even_folds(signature: Sequence[Ints], segment: Ints, left: Ints, right: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return the order of entries by signature and segment, where the folds begin in it, with the end, and the
+    distances on the left and right between neighbours in it.
+    """
     order = np.lexsort((segment, *reversed(signature)))
-    if not len(order):
-        return
     breaks = np.diff(segment[order]) == 0
     for column in signature:
         breaks |= np.diff(column[order]) != 0
@@ -142,10 +148,15 @@ def folds(signature: Sequence[Ints], segment: Ints, left: Ints, right: Ints, mos
     # An entry also opens a fold if its distance differs from the one before: left starts 0 4 8 20 24 with equal
     # signatures are the folds (0 4 8), (20 24). The first distance of a fold has none to compare with.
     uneven = ~breaks[:-1] & ((np.diff(d_left) != 0) | (np.diff(d_right) != 0))
-    begin_a_fold = np.concatenate(([True], breaks))
-    begin_a_fold[2:] |= uneven
-    begins = np.flatnonzero(begin_a_fold)
-    for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(order)], strict=True):
+    begin_a_fold = np.ones(len(order) + 1, bool)
+    begin_a_fold[1:-1] = breaks
+    begin_a_fold[2:-1] |= uneven
+    return order, np.flatnonzero(begin_a_fold), d_left, d_right
+
+
+def _cut_folds(order: Ints, begins: Ints, d_left: Ints, d_right: Ints, most: Ints, which: Ints) -> Iterator[Fold]:
+    """Yield some of the folds of `_even_folds`, in parts of at most `most` members."""
+    for begin, end in zip(begins[which].tolist(), begins[which + 1].tolist(), strict=True):
         limit = int(most[order[begin]])
         for at in range(begin, end, limit):
             stop = min(at + limit, end)
@@ -159,14 +170,13 @@ def gathered_folds(
     """Group entries like `folds`, but make one fold of equal signatures at any distances where `folds` would make many.
     most_gathered: most members of such a fold.
     """
-    even = list(folds(signature, segment, left, right, most))
-    order = np.lexsort((segment, *reversed(signature)))
-    sorted_kind = np.cumsum(group_starts(*(column[order] for column in signature))) - 1
-    kind = np.empty_like(sorted_kind)
-    kind[order] = sorted_kind
-    fold_kind = kind[[fold.members[0] for fold in even]]
-    scattered = np.bincount(fold_kind) > 1 + np.bincount(kind) // _MEMBERS_OF_A_FOLD
-    yield from (fold for fold, skip in zip(even, scattered[fold_kind].tolist(), strict=True) if not skip)
+    order, begins, d_left, d_right = _even_folds(signature, segment, left, right)
+    first = order[begins[:-1]]
+    kind = np.empty_like(order)
+    kind[order] = np.cumsum(group_starts(*(column[order] for column in signature))) - 1
+    parts = -(-np.diff(begins) // most[first])
+    scattered = np.bincount(kind[first], parts) > 1 + np.bincount(kind) // _MEMBERS_OF_A_FOLD
+    yield from _cut_folds(order, begins, d_left, d_right, most, np.flatnonzero(~scattered[kind[first]]))
     for layer in _layers(kind, segment, np.flatnonzero(scattered[kind])):
         limit = int(most_gathered[layer[0]])
         for at in range(0, len(layer), limit):

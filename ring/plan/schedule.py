@@ -27,7 +27,7 @@ buffer, and reads rank 1's ranges 3 and 7 in the receive buffer. Gradients retur
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -97,7 +97,10 @@ class _Request(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Requests:
-    """The messages of all ranks by `direct`. Message p * reader + distance goes to the reader at that distance."""
+    """The messages from and to one rank by `direct`. Message p * reader + distance goes to the reader at that distance.
+
+    slots: of the messages of all ranks, which determine the stages.
+    """
 
     p: int
     most: int
@@ -130,7 +133,7 @@ class _Requests:
 
 def direct(ranges: Ranges, layout: Layout, causal: bool, rank: int, most: int) -> Schedule:
     """Return stages by distance. most: slots of a stage, and of a message unless `most` would split a row."""
-    p, requests = layout.world_size, _requests(ranges, layout, causal, most)
+    p, requests = layout.world_size, _requests(ranges, layout.world_size, causal, rank, most)
     stages, receive, send = [], 0, 0
     for distances, chunk in _rounds(requests.slots.max(axis=0), most):
         incoming, served = [], []
@@ -150,27 +153,18 @@ def direct(ranges: Ranges, layout: Layout, causal: bool, rank: int, most: int) -
     return Schedule(tuple(stages), Sizes(receive=receive, send=send, returned=send))
 
 
-_request_cache: BoundedCache[Hashable, _Requests] = BoundedCache(16, most_bytes=2**27)
-
-
-def _requests(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Requests:
-    """Return the cached requests of all ranks."""
-    key = ranges, layout, causal, most
-    return _request_cache.get_or_make(
-        key, lambda: _all_requests(*key), lambda table: ranges.nbytes + table.whole.nbytes + table.cut.nbytes
-    )
-
-
-def _all_requests(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Requests:
-    p, needs = layout.world_size, needs_of(ranges, causal)
-    distance = (needs.rank - ranges.rank[needs.range]) % p
-    order = np.lexsort((needs.range, distance, needs.rank))
-    needs, distance = needs.take(order), distance[order]
+def _requests(ranges: Ranges, p: int, causal: bool, rank: int, most: int) -> _Requests:
+    own, slots = [], np.zeros((p, p), np.int64)
+    for _, needs in needs_of(ranges, causal):
+        owner = ranges.rank[needs.range]
+        np.add.at(slots, (needs.rank, (needs.rank - owner) % p), needs.count * ranges.width[needs.range])
+        own.append(needs.take(np.flatnonzero((needs.rank == rank) | (owner == rank))))
+    needs = Needs.join(own)
+    message = p * needs.rank + (needs.rank - ranges.rank[needs.range]) % p
+    order = np.lexsort((needs.range, message))
+    needs, message = needs.take(order), message[order]
     subranges = Subranges(needs.range, first=needs.first, count=needs.count)
-    message, no_hops = p * needs.rank + distance, np.zeros_like(distance)
-    entries = Entries(message, travel=no_hops, subranges=subranges, width=ranges.width[needs.range])
-    slots = np.zeros((p, p), np.int64)
-    np.add.at(slots, (needs.rank, distance), entries.slots)
+    entries = Entries(message, travel=np.zeros_like(message), subranges=subranges, width=ranges.width[needs.range])
     return _Requests(p, most, whole=whole_messages(entries), cut=cut(entries, most), slots=slots)
 
 
@@ -270,14 +264,23 @@ _travels: BoundedCache[Hashable, _Travelling] = BoundedCache(16, most_bytes=2**2
 
 def _travelling(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Travelling:
     """Return the cached messages of all ranks."""
-    key = ranges, layout, causal, most
+    key = ranges, layout.world_size, causal, most
     return _travels.get_or_make(key, lambda: _all_travelling(*key), lambda table: ranges.nbytes + table.chunks.nbytes)
 
 
-def _all_travelling(ranges: Ranges, layout: Layout, causal: bool, most: int) -> _Travelling:
-    p, needs = layout.world_size, needs_of(ranges, causal)
-    leading, trailing = _hops(ranges, needs, p)
-    subranges, travel = _by_travel(leading, trailing, ranges.count[:, None])
+def _all_travelling(ranges: Ranges, p: int, causal: bool, most: int) -> _Travelling:
+    parts, travels = [], []
+    in_flight = np.zeros((p, p + 1), np.int64)
+    for which, needs in needs_of(ranges, causal):
+        count, owner = ranges.count[which, None], ranges.rank[which]
+        leading, trailing = _hops(needs, which, (needs.rank - ranges.rank[needs.range]) % p, p)
+        subranges, travel = _by_travel(leading, trailing, count)
+        parts.append(replace(subranges, range=subranges.range + which.start))
+        travels.append(travel)
+        moving = leading if trailing is None else np.minimum(leading + trailing, count)
+        moving[:, 0] = 0
+        np.add.at(in_flight, owner, moving * ranges.width[which, None])
+    subranges, travel = Subranges.join(parts), concatenated(travels)
     order = np.lexsort((subranges.range, -travel, ranges.rank[subranges.range]))
     subranges, travel = subranges.take(order), travel[order]
     index = subranges.range
@@ -286,25 +289,20 @@ def _all_travelling(ranges: Ranges, layout: Layout, causal: bool, most: int) -> 
     slots = np.zeros((p, chunks.count, p + 1), np.int64)
     np.add.at(slots, (entries.message, chunks.chunk, entries.travel), entries.slots)
     prefix = np.flip(np.cumsum(np.flip(slots, 2), 2), 2)
-    in_flight = np.zeros((p, p + 1), np.int64)
-    moving = leading if trailing is None else np.minimum(leading + trailing, ranges.count[:, None])
-    moving[:, 0] = 0
-    np.add.at(in_flight, ranges.rank, moving * ranges.width[:, None])
     return _Travelling(chunks, prefix, in_flight)
 
 
-def _hops(ranges: Ranges, needs: Needs, p: int) -> tuple[Ints, Ints | None]:
+def _hops(needs: Needs, ranges: slice, distance: Ints, p: int) -> tuple[Ints, Ints | None]:
     """Return (range, t): the number of leading elements of a range that travel t hops or more. The second table counts
     trailing elements; None if there are none.
     """
-    distance, trail = (needs.rank - ranges.rank[needs.range]) % p, needs.first > 0
-    tables: list[Ints | None] = []
+    trail, tables = needs.first > 0, []
     for which in (np.flatnonzero(~trail), np.flatnonzero(trail)):
-        rows = np.zeros((len(ranges.count), p + 1), np.int64)
-        rows[needs.range[which], distance[which]] = needs.count[which]
-        tables.append(np.flip(np.maximum.accumulate(np.flip(rows, 1), 1), 1) if len(which) else None)
+        rows = np.zeros((ranges.stop - ranges.start, p + 1), np.int64)
+        rows[needs.range[which] - ranges.start, distance[which]] = needs.count[which]
+        tables.append(np.flip(np.maximum.accumulate(np.flip(rows, 1), 1), 1))
     leading, trailing = tables
-    return np.zeros((len(ranges.count), p + 1), np.int64) if leading is None else leading, trailing
+    return leading, trailing if trail.any() else None
 
 
 def _by_travel(leading: Ints, trailing: Ints | None, count: Ints) -> tuple[Subranges, Ints]:

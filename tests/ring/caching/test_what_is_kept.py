@@ -57,6 +57,17 @@ def test_the_last_calls_of_a_group_are_known() -> None:
     assert [number for number, ref in enumerate(made, 1) if ref() is not None] == list(range(20, MAX_CALLS + 20))
 
 
+@pytest.mark.parametrize("exchange", ["ring", "direct", "gather"])
+def test_no_cache_keeps_a_listed_layout(exchange: str) -> None:
+    layout = Layout.from_cuts(torch.randperm(64, generator=torch.Generator().manual_seed(1)), (0, 64))
+    q = torch.zeros(1, 64, 1, 4)
+    ring_attention(q, q, q, Pattern.dense(), layout, exchange=exchange)
+    kept = weakref.ref(layout)
+    del layout
+    gc.collect()
+    assert kept() is None
+
+
 def weight(of: object) -> int:
     """Bytes of arrays and tensors in an entry of a cache; of a setting, those of its list of documents."""
     seen, total, rest = set[int](), 0, [of]

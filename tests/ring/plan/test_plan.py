@@ -16,6 +16,7 @@ from reference import closed_forms
 from reference.pattern import Branch, Pattern
 from ring.default_bucket import default_local_bucket
 from ring.layout import Layout
+from ring.plan import remote_rows
 from ring.plan.plan import EXCHANGES, Plan, plan_of
 from ring.plan.tile import Mask, Tile
 from tests.ring.plan.plan_walk import PlanSetting, check, check_calls
@@ -76,6 +77,18 @@ def test_interleaved_runs(runs: tuple[range, ...], pattern: Pattern, bucket: int
         layout = Layout.from_cuts(order, cuts)
         assert layout.runs is not None
         check(setting_of(pattern, layout, exchange, bucket))
+
+
+@pytest.mark.parametrize("exchange", ("ring", "direct"))
+@pytest.mark.parametrize("order", ("zigzag", "striped", "hilbert"))
+@pytest.mark.parametrize("causal", (False, True))
+def test_needs_are_the_same_for_one_range_of_keys_after_another(
+    order: str, causal: bool, exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_rows, "_BATCH", 1)
+    branches = Branch(None, 1, window=5), Branch(8, 2, window=2), Branch(16, 1)
+    pattern = Pattern(branches, causal=causal, documents=(3, 0, 20, 18))
+    check(setting_of(pattern, getattr(Layout, order)(41, 3), exchange, 4))
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
