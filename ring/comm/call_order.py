@@ -7,7 +7,8 @@ backwards share. The ranks compare call and direction before a tensor moves (`ri
 Only one thread may call on a group, because nothing orders the calls of two threads alike on every rank. If two race,
 messages of the first thread's calls may have matched the second's on another rank: those calls cannot run backward.
 
-A call that is interrupted, or runs out of memory, leaves messages in flight: the group refuses all later calls.
+A call that is interrupted, or runs out of memory, leaves messages in flight: the group refuses all later calls. So do
+the groups of its parent in a forked process, whose messages would be taken for the parent's.
 """
 
 from __future__ import annotations
@@ -88,6 +89,10 @@ class Calls:
 
     def mark_broken(self, where: str, error: BaseException) -> None:
         self._broken = f"{where} ended in the middle: {type(error).__name__}: {error}".partition("\n")[0]
+
+    def forbid(self, reason: str) -> None:
+        """Refuse all later calls. A thread of another process may hold the lock: a new one takes its place."""
+        self._lock, self._broken = threading.RLock(), reason
 
     def begin(self, name: str | None) -> NumberedCall:
         """Number the next call. Refused calls are numbered too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
@@ -82,6 +83,25 @@ class _GroupInfo(NamedTuple):
     on_gpu: bool
 
 
+def _info_of(group: dist.ProcessGroup) -> _GroupInfo:
+    info = _group_infos.get(group)
+    if info is None:
+        info = _GroupInfo(dist.get_world_size(group), Calls(), "cpu" not in backends_of(group))
+        info = _group_infos.setdefault(group, info)
+    return info
+
+
+def _forbid_inherited_groups() -> None:
+    """Refuse calls on the groups that a forked process has from its parent."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        _info_of(group).calls.forbid(
+            f"process {os.getpid()} was forked from process {os.getppid()}, which created the group: create one here"
+        )
+
+
+os.register_at_fork(after_in_child=_forbid_inherited_groups)
+
+
 class ProcessGroupTransport(LocalBuffers):
     """A torch process group (gloo or NCCL), the whole world or part of it; peers are ranks of the group.
 
@@ -95,10 +115,7 @@ class ProcessGroupTransport(LocalBuffers):
         self.rank = dist.get_rank(self.group)  # not cached: it raises for a destroyed group
         if self.rank < 0:
             raise ValueError(f"group must contain the calling process; world rank {dist.get_rank()} is not a member")
-        info = _group_infos.get(group)
-        if info is None:
-            info = _GroupInfo(dist.get_world_size(group), Calls(), "cpu" not in backends_of(group))
-            info = _group_infos.setdefault(group, info)
+        info = _info_of(group)
         self.world_size = info.world_size
         self.calls, self._on_gpu = info.calls, info.on_gpu
 

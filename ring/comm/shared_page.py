@@ -14,7 +14,6 @@ import fcntl
 import hashlib
 import mmap
 import os
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ import torch.distributed as dist
 
 from ring.comm.transport import MissingRanks
 
-FOLDER = "/dev/shm"  # a file system in memory
 _NO_FILE = "/no file"  # cannot be opened
 PAYLOAD = 16  # bytes
 _NUMBER, _CHECK = 8, 8  # bytes of a round's number, and of the checksum that shows a half-written slot
@@ -47,32 +45,29 @@ def shared_page_of(store: dist.Store, rank: int, world_size: int, timeout: timed
     if len(machines) > 1 or len(processes) < world_size:
         return None
     size = 2 * world_size * _SLOT
-    new_file = _new_file(size) if rank == 0 else _NO_FILE
+    file, page = _new_file(size) if rank == 0 else None, None
     try:
-        name = ranks.gather("file", new_file)[0]
-        try:
-            page = SharedPage(name, size, rank, world_size, timeout)
-        except OSError:  # no such file, or too many open files in this process
-            page = None
+        name = ranks.gather("file", _NO_FILE if file is None else f"/proc/{os.getpid()}/fd/{file}")[0]
+        with suppress(OSError):  # no such file, or too many open files in this process
+            file = os.open(name, os.O_RDWR) if file is None else file  # a process that closes it twice loses its lock
+            page = SharedPage(file, size, rank, world_size, timeout)
         answers = ranks.gather("page", "no" if page is None else "yes")
     finally:
-        if new_file != _NO_FILE:
-            os.unlink(new_file)  # the page lives as long as a process maps it
+        if page is None and file is not None:
+            os.close(file)
     return None if "no" in answers else page
 
 
-def _new_file(size: int) -> str:
-    """Create a file of zeros and return its name, or _NO_FILE if that fails."""
-    name = _NO_FILE
+def _new_file(size: int) -> int | None:
+    """Create a file of zeros in memory, without a name, so that nothing of it outlives its ranks however they end. None
+    if that fails.
+    """
     try:
-        number, name = tempfile.mkstemp(prefix="ring-", dir=FOLDER)
-        with os.fdopen(number, "wb") as file:
-            file.write(bytes(size))  # allocate now, so that a full /dev/shm fails here and not as SIGBUS later
+        file = os.memfd_create("ring-page")
+        os.write(file, bytes(size))  # allocate now, so that a lack of memory fails here and not as SIGBUS later
     except OSError:
-        if name != _NO_FILE:
-            os.unlink(name)
-        return _NO_FILE
-    return name
+        return None
+    return file
 
 
 @dataclass(frozen=True)
@@ -103,13 +98,13 @@ class _StoreGather:
 class SharedPage:
     """The page of a group whose ranks run on one machine: see `shared_page_of`.
 
-    size: in bytes. timeout: of a round. Raises OSError if the file cannot be opened.
+    file: open for reading and writing; the page closes it. size: in bytes. timeout: of a round.
     """
 
-    def __init__(self, file: str, size: int, rank: int, world_size: int, timeout: timedelta) -> None:
+    def __init__(self, file: int, size: int, rank: int, world_size: int, timeout: timedelta) -> None:
         self._rank, self._world_size, self._timeout = rank, world_size, timeout
-        self._file = open(file, "r+b", buffering=0)  # noqa: SIM115 - open as long as the page exists
-        self._page = mmap.mmap(self._file.fileno(), size)
+        self._page = mmap.mmap(file, size)
+        self._file = os.fdopen(file, "r+b", buffering=0)
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     def all_equal(self, payload: bytes, number: int) -> bool:
@@ -177,12 +172,9 @@ def _slot_of(number: int, payload: bytes) -> bytes:
     return content + hashlib.blake2b(content, digest_size=_CHECK).digest()
 
 
-def machine(folder: str = FOLDER) -> str:
-    """Return an id that processes share if they have the same boot and the same in-memory file system. Host names are
-    no such id: many machines are called localhost. A process that cannot write to `folder` has an id of its own.
+def machine() -> str:
+    """Return an id that processes share if they have the same boot and the same numbers of processes. Host names are no
+    such id: many machines are called localhost.
     """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    if not os.access(folder, os.W_OK):
-        return f"{boot} alone {os.getpid()}"
-    return f"{boot} {os.stat(folder).st_dev}"
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

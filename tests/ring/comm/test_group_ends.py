@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import time
 import weakref
 from collections import Counter
@@ -25,7 +26,7 @@ from verification.run.in_flight_calls import in_second_thread
 
 pytestmark = pytest.mark.ranks
 
-PAGES = "/dev/shm/ring-"  # of the memory in which ranks of one machine agree
+PAGES = "/memfd:ring-page"  # of the memory in which ranks of one machine agree
 
 
 def _in_use() -> Counter[str]:
@@ -40,7 +41,7 @@ def _in_use() -> Counter[str]:
 
 
 def _pages() -> list[str]:
-    """Files of shared memory that this process has mapped; one that has no name any more is "deleted"."""
+    """Files of shared memory that this process has mapped."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         return [line[line.index(PAGES) :].rstrip("\n") for line in maps if PAGES in line]
 
@@ -95,15 +96,54 @@ def _left_of_a_group(way: str) -> list[str]:
         before = _in_use()
         group = dist.new_group(timeout=timedelta(seconds=60))
         WAYS[way](group)
-        named = [page for page in _pages() if os.path.exists(page)]
         dist.destroy_process_group(group)
         seen = weakref.ref(group)
         del group
         gc.collect()
         kept = [] if seen() is None else [f"{type(seen()).__name__} in memory"]
-        left = [*kept, *(f"{page} has a name" for page in named), *_left_since(before)]
+        left = [*kept, *_left_since(before)]
         dist.barrier()
     return left + [f"prepared forward {number}" for number in _prepared]
+
+
+def _in_a_fork(act: Callable[[], object]) -> str:
+    """Return the error that `act` raises in a forked process."""
+    here, there = os.pipe()
+    if not os.fork():
+        try:
+            act()
+        except BaseException as error:
+            os.write(there, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.close(there)
+    with open(here, encoding="utf-8") as pipe:
+        return pipe.read()
+
+
+def _forked(called_before: bool) -> tuple[str, str]:
+    """Return the errors of a forward and a backward in forked processes, and call on the group afterwards."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    q = torch.ones(1, 4, 2, 4, requires_grad=True)
+    attend = partial(ring_attention, q, q, q, Pattern.dense(), Layout.contiguous(8, 2), group=group)
+    backward = ""
+    if called_before:
+        out = attend()
+        assert isinstance(out, torch.Tensor)
+        backward = _in_a_fork(out.sum().backward)
+    forward = _in_a_fork(attend)
+    _call(group)
+    dist.destroy_process_group(group)
+    return forward, backward
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_a_forked_process_cannot_call_on_a_group_of_its_parent(ranks: Ranks, called_before: bool) -> None:
+    refusal = (
+        r"RuntimeError: nothing can be called on this group any more, since on this rank process \d+ was forked from "
+        r"process \d+, which created the group: create one here"
+    )
+    for errors in ranks(2).run(_forked, called_before):
+        assert all(re.fullmatch(refusal, error) for error in errors[: 1 + called_before])
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ring import Layout, Pattern, ring_attention
 from ring.comm import missing_ranks
-from ring.comm.missing_ranks import GRACE, SLOW, done_by_event, done_by_work, wait_for_all
+from ring.comm.missing_ranks import SLOW, done_by_event, done_by_work, wait_for_all
 from ring.comm.shared_page import _StoreGather
 from ring.comm.transport import MissingRanks
 from ring.compute import kernels
@@ -91,10 +91,12 @@ def _some_come_too_late(direction: str, number: int, absent: tuple[int, ...]) ->
     if direction == "backward":
         out, q = forward(group, "layer 3")
         act = partial(torch.autograd.grad, out.sum(), q)
-    if dist.get_rank() in absent:
-        time.sleep(TIMEOUT + 2 * GRACE)
+    rank, store = dist.get_rank(), group.get_group_store()
+    if rank in absent:
+        store.wait([f"{other} has given up" for other in range(3) if other not in absent], timedelta(seconds=50))
     began, said = time.monotonic(), said_by(act)
-    assert dist.get_rank() in absent or TIMEOUT <= time.monotonic() - began < TIMEOUT + 10
+    assert rank in absent or time.monotonic() - began >= TIMEOUT
+    store.set(f"{rank} has given up", "")
     end(group)
     return said
 

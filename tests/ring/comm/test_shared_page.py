@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -35,10 +33,9 @@ def answer(value: int) -> bytes:
     return value.to_bytes(PAYLOAD, "little")
 
 
-def _many_questions(folder: str, name: str) -> list[bool]:
+def _many_questions(name: str) -> list[bool]:
     """To every fifth question one rank, another one each time, gives another answer. Ranks come at different times."""
-    with patch.object(shared_page, "FOLDER", folder):
-        page, rank, equal = page_of(name), dist.get_rank(), []
+    page, rank, equal = page_of(name), dist.get_rank(), []
     assert page is not None
     draw = random.Random(rank)
     for number in range(1, 400):
@@ -49,38 +46,34 @@ def _many_questions(folder: str, name: str) -> list[bool]:
     return equal
 
 
-def test_all_ranks_see_the_same_answers_and_no_file_is_left(ranks: Ranks, tmp_path: Path) -> None:
+def test_all_ranks_see_the_same_answers(ranks: Ranks) -> None:
     wanted = [number % 5 != 0 for number in range(1, 400)]
-    assert ranks(3).run(_many_questions, str(tmp_path), f"many {tmp_path}") == [wanted] * 3
-    assert os.listdir(tmp_path) == []
+    assert ranks(3).run(_many_questions, "many") == [wanted] * 3
 
 
-def _page_where(what: str, where: int, folder: str) -> str:
+def _page_where(what: str, where: int) -> str:
     """Return what kind of page a group gets of which one rank cannot have it."""
     changes: dict[str, dict[str, Any]] = {
         "machine": {"new": lambda: "another"},
-        "FOLDER": {"new": "/nowhere"},
+        "_new_file": {"return_value": None},
         "SharedPage": {"side_effect": OSError(24, "Too many open files")},
     }
     here = patch.object(shared_page, what, **changes[what]) if dist.get_rank() == where else nullcontext()
-    with patch.object(shared_page, "FOLDER", folder), here:
-        return type(page_of(f"page {folder}")).__name__
+    with here:
+        return type(page_of(f"page without {what} on {where}")).__name__
 
 
 @pytest.mark.parametrize(
     ("what", "where", "kind"),
     [
         ("machine", 2, "NoneType"),
-        ("FOLDER", 0, "NoneType"),  # rank 0 makes the file; the others find it by its name
-        ("FOLDER", 1, "SharedPage"),
+        ("_new_file", 0, "NoneType"),  # rank 0 makes the file; the others open it
+        ("_new_file", 1, "SharedPage"),
         ("SharedPage", 1, "NoneType"),
     ],
 )
-def test_a_page_that_one_rank_cannot_have_is_taken_by_none(
-    ranks: Ranks, what: str, where: int, kind: str, tmp_path: Path
-) -> None:
-    assert ranks(3).run(_page_where, what, where, str(tmp_path)) == [kind] * 3
-    assert os.listdir(tmp_path) == []
+def test_a_page_that_one_rank_cannot_have_is_taken_by_none(ranks: Ranks, what: str, where: int, kind: str) -> None:
+    assert ranks(3).run(_page_where, what, where) == [kind] * 3
 
 
 def _one_does_not_come(name: str) -> None:
@@ -93,7 +86,5 @@ def test_a_rank_that_does_not_come_to_where_the_page_is_made_is_named(ranks: Ran
     ranks(3).run(_one_does_not_come, "made")
 
 
-def test_a_machine_is_told_by_its_boot_and_its_memory(tmp_path: Path) -> None:
+def test_a_machine_is_told_by_its_boot_and_its_processes() -> None:
     assert machine() == machine() and len(machine().split()) == 2
-    missing = machine(str(tmp_path / "missing"))
-    assert missing.split()[1:] == ["alone", str(os.getpid())] and missing != machine()
