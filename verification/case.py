@@ -140,8 +140,7 @@ class Case:
         self.pattern.validate_tokens(self.tokens)
         if not self.backward and self.through_lse:
             raise ValueError(f"backward is False and lse is {self.lse!r}; lse must be 'unused' or 'returned' then")
-        if self.bucket is not None:
-            validators.integer("bucket", self.bucket, 1)
+        validators.optional(validators.integer, "bucket", self.bucket, 1)
         self._validate_scores()
         if self.group is not None:
             group = validators.integers("group", self.group)
@@ -159,15 +158,13 @@ class Case:
         object.__setattr__(self, "score_scale", validators.number("score_scale", self.score_scale, _GREATEST_SCALE))
         if self.score_scale <= 0:
             raise ValueError(f"score_scale is {self.score_scale}; it must be greater than 0")
-        if self.scale is not None:
-            object.__setattr__(self, "scale", validators.number("scale", self.scale, _GREATEST_SCALE))
-        if self.value_dim is not None and validators.integer("value_dim", self.value_dim, 1) == self.head_dim:
-            object.__setattr__(self, "value_dim", None)  # equal Cases compare equal
+        for name, most in (("scale", _GREATEST_SCALE), ("softcap", _SOFTCAPS[1])):
+            object.__setattr__(self, name, validators.optional(validators.number, name, getattr(self, name), most))
         if self.softcap is not None:
-            object.__setattr__(self, "softcap", validators.number("softcap", self.softcap, _SOFTCAPS[1]))
             validators.at_least("softcap", self.softcap, _SOFTCAPS[0])
-        if self.sinks is not None:
-            validators.choice("sinks", self.sinks, SINKS)
+        if validators.optional(validators.integer, "value_dim", self.value_dim, 1) == self.head_dim:
+            object.__setattr__(self, "value_dim", None)  # equal Cases compare equal
+        validators.optional(validators.choice, "sinks", self.sinks, SINKS)
 
     @property
     def ranks(self) -> tuple[int, ...]:
