@@ -275,6 +275,16 @@ def a_sink_at_each_hop(self: Ring, outs: Tensor, lses: Tensor) -> tuple[Tensor, 
     return outs, lses
 
 
+def a_sink_where_a_hop_has_keys(self: Ring, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    sinks = torch.where(lses > -math.inf, self.sinks[0].to(lses.dtype)[:, None], -math.inf)
+    return torch.cat((outs, torch.zeros_like(outs))), torch.cat((lses, sinks))
+
+
+def larger_sinks(self: Ring, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    outs, lses = Ring.with_sinks(self, outs, lses)
+    return outs, torch.cat((lses[:-1], lses[-1:] + 1))
+
+
 def uncapped_forward(self: Ring, rank: int, owner: int, backward: bool) -> Tensor:
     if backward:
         return Ring.scores(self, rank, owner, backward)
@@ -400,11 +410,14 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("dk, dv of the interleaved sum", heads_summed(lambda at, group: torch.ones(at.shape), True), {}),
     ("no sinks", ring(with_sinks=lambda self, *parts: parts), {"sinks": "normal"}),
     ("sinks per rank", ring(with_sinks=a_sink_at_each_hop), {"sinks": "normal"}),
+    ("sinks per rank seen", ring(with_sinks=a_sink_where_a_hop_has_keys), {"sinks": "normal"}),
     ("dsinks: zero times", edited(lambda r, shards: [x[5].zero_() for x in shards]), {"sinks": "some"}),
     ("no dlse to sinks", ring(dsinks=lambda self, rank, out, lse: -(
         (self.sinks[0][:, None] - lse).exp() * (self.dout[rank] * out).sum(-1)).sum((0, 2))), {"sinks": "normal"}),
     ("no softcap / forward", ring(scores=uncapped_forward), {"softcap": 1.0}),
     ("no slope / backward", ring(slope=lambda self, scores: torch.ones_like(scores)), {"softcap": 1.0}),
+    ("softcap before scale", ring(DenseRing, capped=lambda self, scores: self.case.softmax_scale * Ring.capped(
+        self, scores / self.case.softmax_scale)), {"softcap": 1.0, "pattern": Pattern.dense()}),
     ("scale doubled", scaled(lambda x: 2 * x), {"softcap": 1.0, "sinks": "normal"}),
     ("gradients in bfloat16", in_16_bits(torch.bfloat16), {}),
     ("gradients in float16", in_16_bits(torch.float16), {"dtype": "float64"}),
@@ -443,16 +456,20 @@ def noise(self: Ring, shards: list[list[Tensor]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "made",
+    "made, changes",
     [
-        Ring, edited(noise), multiplied("dk", lambda r: 1.25), multiplied("dq", lambda r: 1.01),
-        scaled(lambda x: 1.1 * x), other_lse(lambda r, rank, x: x + 1),
-        mask(lambda r, rank, owner: Ring.count(r, rank, owner, False) * (r.at[owner] != 5)),
+        (Ring, {}), (Ring, {"softcap": 1.0, "sinks": "normal"}), (edited(noise), {}),
+        (multiplied("dk", lambda r: 1.25), {}), (multiplied("dq", lambda r: 1.01), {}),
+        (scaled(lambda x: 1.1 * x), {}), (other_lse(lambda r, rank, x: x + 1), {}),
+        (mask(lambda r, rank, owner: Ring.count(r, rank, owner, False) * (r.at[owner] != 5)), {}),
+        (ring(capped=lambda self, scores: 1.1 * Ring.capped(self, scores / 1.1)), {"softcap": 1.0}),
+        (ring(with_sinks=larger_sinks), {"sinks": "normal"}),
     ],
-    ids=["none", "noise", "dk times 1.25", "dq times 1.01", "scale times 1.1", "lse + 1", "a key is missing"],
+    ids=["none", "none with sinks and softcap", "noise", "dk times 1.25", "dq times 1.01", "scale times 1.1", "lse + 1",
+         "a key is missing", "softcap times 1.1", "sinks + 1"],
 )  # fmt: skip
-def test_other_faults_are_given_no_cause(made: type[Ring]) -> None:
-    for case in cases({}):
+def test_other_faults_are_given_no_cause(made: type[Ring], changes: dict[str, Any]) -> None:
+    for case in cases(changes):
         assert explain(case, expect(case), observed(case, made(case))) == []
 
 
