@@ -16,6 +16,8 @@ from verification.case import Case
 from verification.peers import Peer, claims
 from verification.peers.adapters.flash_attn_shim import attention
 
+EXAMPLES = __name__
+
 
 def plain(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
     return attention(q, k, v, case.softmax_scale, case.pattern.causal)[0]
@@ -151,4 +153,3 @@ claims_other_world = replace(sound, claims=then(world=lambda case: 2))
 claims_unsettled = replace(sound, claims=then(tokens=lambda case: case.tokens + 1))
 claims_nothing = replace(sound, claims=lambda case: None)
 returns_none = replace(sound, attend=lambda *given: None)
-returns_list = replace(sound, attend=lambda *given: [plain(*given)])

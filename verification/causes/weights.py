@@ -150,14 +150,14 @@ def softcaps(x: Example) -> Iterator[Mistake]:
 
 def wrong_sinks(x: Example) -> Iterator[Candidate]:
     """Yield forwards with other sinks. A backward by hand, from their out and lse, has the gradients of autograd."""
-    if x.weights.sinks is None or not x.forward_may_be_wrong:
+    right, every = x.weights.sinks, "each query counted its sink once for every rank"
+    if right is None or not x.forward_may_be_wrong:
         return
     others: dict[str, tuple[str, Tensor | None]] = {"no sinks": ("there were no sinks", None)}
     if x.size > 1:
-        every, sinks = "each query counted its sink once for every rank", x.weights.sinks
         seen = torch.stack([x.weights.count[..., x.holder == rank].any(-1) for rank in range(x.size)]).sum(0)
-        others["sinks per rank"] = every, sinks + math.log(x.size)
-        others["sinks per rank seen"] = f"{every} that has keys for it", sinks + seen.log()
+        others["sinks per rank"] = every, right + math.log(x.size)
+        others["sinks per rank seen"] = f"{every} that has keys for it", right + seen.log()
     for name, (clause, sinks) in others.items():
         yield next(of_forward(x, name, clause, partial(attention, weights=x.weighted(sinks=sinks))))
 
