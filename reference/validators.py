@@ -32,6 +32,14 @@ def integers(name: str, value: object) -> tuple[int, ...]:
     return tuple(integer(f"an entry of {name}", entry, 0) for entry in value)
 
 
+def offsets(name: str, value: object, parts: int, most: int) -> tuple[int, ...]:
+    """Validate the parts + 1 non-decreasing ints from 0 to `most` that cut a sequence into parts."""
+    found = integers(name, value)
+    if len(found) != parts + 1 or found[0] != 0 or found[-1] != most or list(found) != sorted(found):
+        raise ValueError(f"{name} is {found}; it must be {parts + 1} non-decreasing offsets from 0 to {most}, or None")
+    return found
+
+
 def optional(validate: Callable[..., T], name: str, value: object, *arguments: Any) -> T | None:
     """Validate None, or what another validator takes with these arguments."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -134,11 +135,13 @@ def merged(shares: Callable[[Tensor], Tensor], base: type[Ring] = Ring) -> type[
     return ring(base, merge=lambda self, outs, lses: ((shares(lses)[..., None] * outs).sum(0), lses.logsumexp(0)))
 
 
-def heads_for_tokens(self: Any, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor]) -> Any:
-    """Attend over axis 1 of (B, H, L, D)."""
+def heads_for_tokens(self: Any, q: Any, k: Any, v: Any, causal: bool = False) -> Any:
+    """Attend over axis 1 of (B, H, L, D). causal: with a mask that goes by heads."""
     results = []
     for queries, keys, values in zip(q, k, v, strict=True):
         scores = queries.transpose(1, 2) @ keys.transpose(1, 2).mT * self.case.softmax_scale  # (B, L, H, Hk)
+        if causal:
+            scores = scores.masked_fill(~torch.ones(scores.shape[-2:]).tril().bool(), -math.inf)
         results.append(((scores.softmax(-1) @ values.transpose(1, 2)).transpose(1, 2), scores.logsumexp(-1).mT))
     return results
 
@@ -182,16 +185,6 @@ def merged_by(shares: Callable[[Tensor, Tensor], Tensor]) -> type[Ring]:
 
 def base_two(self: Any, q: Any, k: Any, v: Any) -> Any:
     return [(out, lse / math.log(2)) for out, lse in DenseRing.attend(self, q, k, v)]
-
-
-def causal_over_heads(self: Any, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor]) -> Any:
-    """Attend over axis 1 of (B, H, L, D), with a mask that goes by heads."""
-    results = []
-    for queries, keys, values in zip(q, k, v, strict=True):
-        scores = queries.transpose(1, 2) @ keys.transpose(1, 2).mT * self.case.softmax_scale
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:]).tril().bool(), -math.inf)
-        results.append(((scores.softmax(-1) @ values.transpose(1, 2)).transpose(1, 2), scores.logsumexp(-1).mT))
-    return results
 
 
 def all_keys(self: Any, rank: int) -> Tensor:
@@ -373,7 +366,7 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("unseen rows: lse", blind(right_out), {"pattern": BLIND}),
     ("unseen rows: NaN", blind(lambda r, rank: torch.tensor(math.nan)), {"pattern": BLIND}),
     ("attention over heads", ring(DenseRing, attend=heads_for_tokens), {}),
-    ("attention over heads, causal", ring(DenseRing, attend=causal_over_heads), {}),
+    ("attention over heads, causal", ring(DenseRing, attend=partialmethod(heads_for_tokens, causal=True)), {}),
     ("reshaped", ring(DenseRing, attend=reshaped), {"pattern": Pattern.dense()}),
     ("out, lse of the next rank", turned((0, 1), 1), {}),
     ("out, lse, dq, dk, dv of the previous rank", turned(range(5), -1), {}),
