@@ -320,12 +320,9 @@ class Setup:
         return total, norm
 
     def train(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        steps: Sequence[Sequence[Sequence[WholeBatch]]],
-        run: Run,
-    ) -> Iterable[tuple[Loss, Loss | None]]:
+        self, model: nn.Module, optimizer: torch.optim.Optimizer,
+        steps: Sequence[Sequence[Sequence[WholeBatch]]], run: Run,
+    ) -> Iterable[tuple[Loss, Loss | None]]:  # fmt: skip
         """Take all steps. Default: `step` with the micro-batches of this data rank. One of your own calls `run.see` for
         each micro-batch, at least in the first step.
 

@@ -83,7 +83,7 @@ def backward(
 def aten_forward(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, dropout_p: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """As aten's kernel: (B, H, N, D) -> out, lse (B, H, N)."""
+    """Stand in for aten's kernel: (B, H, N, D) -> out, lse (B, H, N)."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse, _, _ = forward(q, k, v, dropout_p, scale, is_causal)
@@ -94,7 +94,7 @@ def aten_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool,
     scale: float | None, dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As the backward of aten's kernel: return dq, dk, dv, (B, H, N, D)."""
+    """Stand in for the backward of aten's kernel: return dq, dk, dv, (B, H, N, D)."""
     dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
