@@ -81,8 +81,8 @@ class Branch:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        if self.segment_length is not None:
-            _integer("segment_length", self.segment_length, 1)
+        if self.segment_length is not None and (not is_integer(self.segment_length) or self.segment_length < 1):
+            raise ValueError(f"segment_length must be an integer >= 1 or None, got {self.segment_length!r}")
         if self.window is not None:
             _window(self.window)
         rate = _integer("dilation_rate", self.dilation_rate, 1)

@@ -6,8 +6,10 @@ Each returns the value, or raises a ValueError that names the field, the value a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import Any, TypeGuard
+from collections.abc import Callable, Collection
+from typing import Any, TypeGuard, TypeVar
+
+T = TypeVar("T")
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -28,6 +30,22 @@ def integers(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)):
         raise ValueError(f"{name} is {value!r}; it must be a tuple of integers or None")
     return tuple(integer(f"an entry of {name}", entry, 0) for entry in value)
+
+
+def offsets(name: str, value: object, parts: int, most: int) -> tuple[int, ...]:
+    """Validate the parts + 1 non-decreasing ints from 0 to `most` that cut a sequence into parts."""
+    found = integers(name, value)
+    if len(found) != parts + 1 or found[0] != 0 or found[-1] != most or list(found) != sorted(found):
+        raise ValueError(f"{name} is {found}; it must be {parts + 1} non-decreasing offsets from 0 to {most}, or None")
+    return found
+
+
+def optional(validate: Callable[..., T], name: str, value: object, *arguments: Any) -> T | None:
+    """Validate None, or what another validator takes with these arguments."""
+    try:
+        return None if value is None else validate(name, value, *arguments)
+    except ValueError as error:
+        raise ValueError(f"{error}, or None") from None
 
 
 def number(name: str, value: object, most: float) -> float:

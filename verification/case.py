@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from reference import shards, validators
 from reference.pattern import Pattern
 from reference.shards import Division, Shards
-from verification.wording import misfits
+from verification.saved_fields import read_fields
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ORDERS = (
@@ -43,6 +43,15 @@ _SMALLEST = {"world": 1, "tokens": 1, "batch": 1, "heads": 1, "kv_heads": 1, "he
 _GREATEST_SEED = 2**63 - 1  # what torch.Generator takes
 _GREATEST_SCALE = 1024.0  # beyond it every softmax is a plain maximum, or overflows
 _SOFTCAPS = (1e-30, 1e30)  # the least and the greatest one of `ring_attention`
+
+
+def division_of(
+    order: str, tokens: int, ranks: int, cuts: tuple[int, ...] | None, seed: int, documents: tuple[int, ...] | None
+) -> Division:
+    """Return all that shards depend on. The seed is 0 and the documents are None for orders that do not depend on them,
+    so that such Cases share a cache entry."""
+    documents = documents if order in ORDERS_BY_DOCUMENT else None
+    return order, tokens, ranks, cuts, seed if order in SEEDED_ORDERS else 0, documents
 
 
 @dataclass(frozen=True)
@@ -140,8 +149,7 @@ class Case:
         self.pattern.validate_tokens(self.tokens)
         if not self.backward and self.through_lse:
             raise ValueError(f"backward is False and lse is {self.lse!r}; lse must be 'unused' or 'returned' then")
-        if self.bucket is not None:
-            validators.integer("bucket", self.bucket, 1)
+        validators.optional(validators.integer, "bucket", self.bucket, 1)
         self._validate_scores()
         if self.group is not None:
             group = validators.integers("group", self.group)
@@ -149,25 +157,19 @@ class Case:
                 raise ValueError(f"group is {group}; it must be ascending ranks of range({self.world}), at least one")
             object.__setattr__(self, "group", group)
         if self.cuts is not None:
-            cuts, p = validators.integers("cuts", self.cuts), len(self.ranks)
-            if len(cuts) != p + 1 or cuts[0] != 0 or cuts[-1] != self.tokens or list(cuts) != sorted(cuts):
-                offsets = f"{p + 1} non-decreasing offsets from 0 to {self.tokens}"
-                raise ValueError(f"cuts is {cuts}; it must be {offsets}, for a group of {p}")
-            object.__setattr__(self, "cuts", cuts)
+            object.__setattr__(self, "cuts", validators.offsets("cuts", self.cuts, len(self.ranks), self.tokens))
 
     def _validate_scores(self) -> None:
         object.__setattr__(self, "score_scale", validators.number("score_scale", self.score_scale, _GREATEST_SCALE))
         if self.score_scale <= 0:
             raise ValueError(f"score_scale is {self.score_scale}; it must be greater than 0")
-        if self.scale is not None:
-            object.__setattr__(self, "scale", validators.number("scale", self.scale, _GREATEST_SCALE))
-        if self.value_dim is not None and validators.integer("value_dim", self.value_dim, 1) == self.head_dim:
-            object.__setattr__(self, "value_dim", None)  # equal Cases compare equal
+        for name, most in (("scale", _GREATEST_SCALE), ("softcap", _SOFTCAPS[1])):
+            object.__setattr__(self, name, validators.optional(validators.number, name, getattr(self, name), most))
         if self.softcap is not None:
-            object.__setattr__(self, "softcap", validators.number("softcap", self.softcap, _SOFTCAPS[1]))
             validators.at_least("softcap", self.softcap, _SOFTCAPS[0])
-        if self.sinks is not None:
-            validators.choice("sinks", self.sinks, SINKS)
+        if validators.optional(validators.integer, "value_dim", self.value_dim, 1) == self.head_dim:
+            object.__setattr__(self, "value_dim", None)  # equal Cases compare equal
+        validators.optional(validators.choice, "sinks", self.sinks, SINKS)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -219,11 +221,8 @@ class Case:
         return shards.shards(*self.division())
 
     def division(self) -> Division:
-        """Return all that the shards depend on: (order, tokens, ranks, cuts, seed, documents). The seed is 0 and the
-        documents are None for orders that do not depend on them, so that such Cases share a cache entry."""
-        seed = self.seed if self.order in SEEDED_ORDERS else 0
-        documents = self.pattern.documents if self.order in ORDERS_BY_DOCUMENT else None
-        return self.order, self.tokens, len(self.ranks), self.cuts, seed, documents
+        """Return all that the shards depend on."""
+        return division_of(self.order, self.tokens, len(self.ranks), self.cuts, self.seed, self.pattern.documents)
 
     def second_run_of(self, index: int) -> str:
         """Return `again` for the rank at that index of the group. "apart": some of q, k and v, by the seed. "written":
@@ -299,13 +298,7 @@ class Case:
 
         Raises ValueError for text that is no JSON object, an unknown or missing field, or a value not allowed.
         """
-        data = json.loads(text)
-        if not isinstance(data, dict):
-            raise ValueError(f"a Case must be a JSON object, got {text[:80]!r}")
-        unknown = sorted(set(data) - {f.name for f in fields_of(cls)})
-        missing = sorted({f.name for f in fields_of(cls) if f.default is MISSING} - set(data))
-        if unknown or missing:
-            raise ValueError(f"Case: {misfits(unknown, missing)}")
+        data = read_fields(cls, "a Case", json.loads(text))
         return cls(**data | {"pattern": Pattern.from_dict(data["pattern"])})
 
 

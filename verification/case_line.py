@@ -17,6 +17,7 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 _BRANCH = ("segment_length", "dilation_rate", "offset", "window")
 NAMES = (*(field.name for field in fields(Case) if field.name != "pattern"), "causal", "documents", *_BRANCH)
+_TYPES = {field.name: str(field.type) for kind in (Branch, Pattern, Case) for field in fields(kind)}
 
 
 def read_case_line(text: str) -> Case:
@@ -25,7 +26,8 @@ def read_case_line(text: str) -> Case:
     Args:
         text: `name=value` parts with spaces between. A name is a field of Case but `pattern`, or one of its pattern
             with one branch: causal, documents, segment_length, dilation_rate, offset, window. A value is JSON, or a
-            word; of several numbers, `3,5,8`. What is missing is as in DEFAULTS; kv_heads are as many as heads.
+            word; of several numbers, `3,5,8`; `none` for None. What is missing is as in DEFAULTS; kv_heads are as many
+            as heads.
 
     Raises:
         ValueError: an unknown name, one given twice or without a value, or a value that the field does not allow.
@@ -45,7 +47,9 @@ def read_case_line(text: str) -> Case:
 
 
 def _value(name: str, text: str) -> Any:
-    if name in ("group", "cuts", "documents") and text != "null":
+    if _TYPES[name].endswith("None") and text.lower() in ("none", "null"):
+        return None
+    if _TYPES[name].startswith("tuple"):
         text = f"[{text.strip('[]')}]"
     try:
         value = json.loads(text)

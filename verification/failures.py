@@ -45,10 +45,11 @@ class Malformed(ValueError):
 
 
 class VerificationFailure(AssertionError):
-    """A counter-example. `kind` is the kind of failure in words; `broken` is the title of the broken property, if a
-    check of an example raised it."""
+    """A counter-example. `kind` is the kind of failure in words; `check` and `broken` are the name of the check of an
+    example that raised it, if one did, and the title of the broken property."""
 
     kind: ClassVar[str] = "failure"
+    check: str | None = None
     broken: str | None = None
 
 

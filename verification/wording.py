@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 
 def counted(number: int, noun: str) -> str:
     """`1 example`, else `2 examples`. noun: in the singular; its plural ends in s."""
@@ -14,11 +12,3 @@ def rate(done: int, seconds: float) -> str:
     """`12/s`, or `3.4 s each` below one per second."""
     per_second = done / max(1e-9, seconds)
     return f"{seconds / done:.1f} s each" if 0 < per_second < 1 else f"{per_second:.0f}/s"
-
-
-def misfits(unknown: Iterable[str], missing: Iterable[str]) -> str:
-    """List unknown and missing fields: `unknown field a, missing fields b, c`."""
-    kinds = (("unknown", list(unknown)), ("missing", list(missing)))
-    return ", ".join(
-        f"{kind} field{'s' if len(names) > 1 else ''} {', '.join(names)}" for kind, names in kinds if names
-    )

@@ -108,7 +108,7 @@ LONGNET, GROUPS = Pattern.longnet([8], [2], 4), Pattern.head_groups([4, 8], [1, 
 SIX = "pattern must be one for the 6 query heads, got one"
 # By what makes it, the beginning of what is said.
 REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: Branch(0), "segment_length must be an integer >= 1, got 0"),
+    (lambda: Branch(0), "segment_length must be an integer >= 1 or None, got 0"),
     (lambda: Branch(4, 0), "dilation_rate must be an integer >= 1, got 0"),
     (lambda: Branch(4, None), "dilation_rate must be an integer >= 1, got None"),  # type: ignore[arg-type]
     (lambda: Branch(4, 2, 2), "offset must be less than the dilation rate 2, got 2"),

@@ -16,6 +16,8 @@ from verification.case import Case
 from verification.peers import Peer, claims
 from verification.peers.adapters.flash_attn_shim import attention
 
+EXAMPLES = __name__
+
 
 def plain(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
     return attention(q, k, v, case.softmax_scale, case.pattern.causal)[0]
@@ -86,9 +88,10 @@ def leaving_autocast_on(*given: Any) -> Tensor:
 off = cycle((1, 0))
 
 
-def forgetting(q: Tensor, *given: Any) -> Tensor:
-    """Every other call is off by one unit in the last place or two: within the bounds."""
-    return plain(q, *given) * (1 + next(off) * torch.finfo(q.dtype).eps)
+def forgetting(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> tuple[Tensor, Tensor]:
+    """lse of every other call is off by one unit in the last place or two: within the bounds."""
+    out, lse = attention(q, k, v, case.softmax_scale, case.pattern.causal)
+    return out, lse * (1 + next(off) * torch.finfo(lse.dtype).eps)
 
 
 def in_base_two(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> tuple[Tensor, Tensor]:
@@ -113,6 +116,7 @@ def then(**changes: Callable[[Case], Any]) -> Callable[[Case], Case]:
     return lambda case: replace(claim(case), **{name: change(case) for name, change in changes.items()})
 
 
+in_16_bits = then(dtype=lambda case: "bfloat16", lse=lambda case: "returned")
 sound = Peer("mine", "dense, one process", claim, plain, worlds=(1,))
 with_scores = replace(sound, claims=claims.takes(*claims.SCORES)(claim), attend=scored)
 drops_sinks = replace(with_scores, attend=lambda q, k, v, case, group, sinks=None: scored(q, k, v, case, group))
@@ -128,7 +132,8 @@ only_in_training = replace(
 )
 leaves_autocast = replace(sound, attend=leaving_autocast_on)
 in_integers = replace(sound, attend=lambda *given: plain(*given).int())
-forgets = replace(sound, attend=forgetting)
+forgets = replace(sound, claims=in_16_bits, attend=forgetting)
+wide = replace(sound, claims=in_16_bits, attend=lambda *given: tuple(x.float() for x in forgetting(*given)))
 detached = replace(sound, attend=lambda q, k, v, *given: plain(q, k, (v + v.detach()) / 2, *given))
 no_lse = replace(sound, claims=then(lse=lambda case: "differentiated"))
 wrong_lse = replace(no_lse, attend=in_base_two)
@@ -148,4 +153,3 @@ claims_other_world = replace(sound, claims=then(world=lambda case: 2))
 claims_unsettled = replace(sound, claims=then(tokens=lambda case: case.tokens + 1))
 claims_nothing = replace(sound, claims=lambda case: None)
 returns_none = replace(sound, attend=lambda *given: None)
-returns_list = replace(sound, attend=lambda *given: [plain(*given)])

@@ -171,6 +171,21 @@ def test_a_line_names_sinks_softcap_and_value_dim() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "name",
+    ("group", "cuts", "scale", "bucket", "value_dim", "softcap", "sinks", "documents", "segment_length", "window"),
+)
+def test_a_line_writes_none(name: str) -> None:
+    assert read_case_line(f"{name}=none") == read_case_line(f"{name}=null") == read_case_line("tokens=16")
+    with pytest.raises(ValueError, match=rf"{name} (is '\[?x\]?'; it must be|must be) .*None"):
+        read_case_line(f"{name}=x")
+
+
+def test_a_line_writes_none_only_where_a_case_has_it() -> None:
+    with pytest.raises(ValueError, match="heads is 'none'; it must be an integer of at least 1"):
+        read_case_line("heads=none")
+
+
 def test_strided_sinks_are_every_second_entry() -> None:
     y = strided_copy(torch.arange(3.0))
     assert torch.equal(y, torch.arange(3.0)) and y.stride() == (2,)

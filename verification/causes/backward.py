@@ -46,7 +46,7 @@ def saved_results(x: Example) -> Iterator[Candidate]:
         return Candidate(name, f"{x.these} as if, in the backward, {clause}", backward=backward)
 
     if x.weights.sinks is not None:
-        weights = (x.weights.sinks[:, None] - lse).exp().nan_to_num()
+        weights = (x.weights.sinks - lse).exp().nan_to_num()
         for name, clause, delta in (("no dlse to sinks", "no gradient came through lse", x.delta(out, 0.0)),
                                     ("no delta to sinks", "rowsum(dout * out) were left out", -x.dlse)):  # fmt: skip
             predicted: Results = {"dsinks": -(weights * delta).sum((0, 2))}

@@ -37,7 +37,7 @@ class Weights:
     scale    factor on q . k
     kv_head  key/value head of each head, (H,)
     softcap  t, None for none; slope: False to leave its derivative out of a hand-written backward
-    sinks    (H,), None for none
+    sinks    (H, 1), or (H, N) if they depend on the query; None for none
     """
 
     count: Tensor
@@ -86,7 +86,7 @@ class Example:
         self.holder, self.place = torch.tensor(self.shards.holder), torch.tensor(self.shards.place)
         self.local = self.place - torch.tensor([0, *self.shards.counts]).cumsum(0)[self.holder]
         group = case.heads // case.kv_heads
-        sinks = None if inputs.sinks is None else torch.tensor(inputs.sinks)
+        sinks = None if inputs.sinks is None else torch.tensor(inputs.sinks)[:, None]
         kv_head = torch.arange(case.heads) // group
         self.weights = Weights(self.count(), inputs.scale, kv_head, inputs.softcap, sinks)
         self.scores = self.q @ self.k[:, self.weights.kv_head].mT  # without the scale
@@ -192,8 +192,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, weights: Weights) -> tuple[Tensor
     unseen = ~weights.count.any(-1)  # (H, N)
     scores = weights.scores(q @ k[:, weights.kv_head].mT) + weights.count.log()
     if weights.sinks is not None:
-        sinks = weights.sinks[:, None, None].expand(*scores.shape[:-1], 1)
-        scores, unseen = torch.cat((scores, sinks), -1), unseen & weights.sinks.isneginf()[:, None]
+        sinks = weights.sinks[..., None].expand(*scores.shape[:-1], 1)
+        scores, unseen = torch.cat((scores, sinks), -1), unseen & weights.sinks.isneginf()
     scores = scores.masked_fill(unseen[..., None], 0.0)  # -inf in a whole row makes NaN
     out = scores.softmax(-1)[..., : k.shape[2]] @ v[:, weights.kv_head]
     return out.masked_fill(unseen[..., None], 0.0), scores.logsumexp(-1).masked_fill(unseen, -math.inf)

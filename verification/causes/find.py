@@ -57,17 +57,15 @@ def find_cause(run: Run, backend: Backend, minimal: Case, first: Case, claim: Cl
 
 def larger_cases(case: Case, claim: Claim) -> list[Case]:
     """Return Cases like a minimal one, of sizes that distinguish mistakes."""
-    made = []
+    larger, kv_heads = [], min(2, case.heads)
     for length, group, dim in LARGER:
-        kv_heads = min(2, case.heads)
-        heads = {"heads": kv_heads * (group if case.heads > case.kv_heads else 1), "kv_heads": kv_heads}
         tokens = max(case.tokens, length * len(case.ranks))
-        try:
-            larger = case.lengthened(tokens, cuts=None, batch=2, head_dim=dim, seed=length, **heads)
-        except ValueError:  # the pattern depends on the number of heads
-            larger = case.lengthened(tokens, cuts=None, batch=2, head_dim=dim, seed=length)
-        made.append(precise(larger, claim))
-    return [case for case in made if case is not None]
+        longer = case.lengthened(tokens, cuts=None, batch=2, head_dim=dim, seed=length)
+        with suppress(ValueError):  # the pattern depends on the number of heads
+            heads = kv_heads * (group if case.heads > case.kv_heads else 1)
+            longer = replace(longer, heads=heads, kv_heads=kv_heads)
+        larger.append(precise(longer, claim))
+    return [case for case in larger if case is not None]
 
 
 def drawn_cases(case: Case, claim: Claim) -> list[Case]:
@@ -75,12 +73,9 @@ def drawn_cases(case: Case, claim: Claim) -> list[Case]:
     drawn: list[Case] = []
 
     @settings(
-        max_examples=DRAWN,
-        phases=[Phase.generate],
-        database=None,
-        deadline=None,
+        max_examples=DRAWN, phases=[Phase.generate], database=None, deadline=None,
         suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
     @seeded(0)
     @given(cases(case.world))
     def draw(other: Case) -> None:
@@ -94,5 +89,5 @@ def drawn_cases(case: Case, claim: Claim) -> list[Case]:
 def precise(case: Case, claim: Claim) -> Case | None:
     """Return the Case that the claim makes of it with plain values, in the first dtype that the claim leaves."""
     case = replace(case, values="normal", score_scale=1.0)
-    claimed = (claim(replace(case, dtype=dtype)) for dtype in (*PRECISE, case.dtype))
-    return next((c for c, dtype in zip(claimed, (*PRECISE, case.dtype), strict=True) if c and c.dtype == dtype), None)
+    claimed = ((dtype, claim(replace(case, dtype=dtype))) for dtype in (*PRECISE, case.dtype))
+    return next((nearest for dtype, nearest in claimed if nearest and nearest.dtype == dtype), None)

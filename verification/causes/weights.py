@@ -139,18 +139,25 @@ def scales(x: Example) -> Iterator[Mistake]:
 
 
 def softcaps(x: Example) -> Iterator[Mistake]:
-    if x.weights.softcap is not None:
+    softcap, scale = x.weights.softcap, x.weights.scale
+    if softcap is not None:
         yield Mistake("no softcap", "there were no softcap", x.weighted(softcap=None))
         yield Mistake("no slope", "the softcap had the derivative 1", x.weighted(slope=False))
+        if scale:  # scale t tanh(q . k / t) is a cap of scale t
+            clause = "the softcap were applied before the scale, to q . k"
+            yield Mistake("softcap before scale", clause, x.weighted(softcap=softcap * scale))
 
 
 def wrong_sinks(x: Example) -> Iterator[Candidate]:
     """Yield forwards with other sinks. A backward by hand, from their out and lse, has the gradients of autograd."""
-    if x.weights.sinks is None or not x.forward_may_be_wrong:
+    right, every = x.weights.sinks, "each query counted its sink once for every rank"
+    if right is None or not x.forward_may_be_wrong:
         return
     others: dict[str, tuple[str, Tensor | None]] = {"no sinks": ("there were no sinks", None)}
     if x.size > 1:
-        others["sinks per rank"] = "each query counted its sink once for every rank", x.weights.sinks + math.log(x.size)
+        seen = torch.stack([x.weights.count[..., x.holder == rank].any(-1) for rank in range(x.size)]).sum(0)
+        others["sinks per rank"] = every, right + math.log(x.size)
+        others["sinks per rank seen"] = f"{every} that has keys for it", right + seen.log()
     for name, (clause, sinks) in others.items():
         yield next(of_forward(x, name, clause, partial(attention, weights=x.weighted(sinks=sinks))))
 

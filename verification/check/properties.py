@@ -54,14 +54,15 @@ PROPERTIES = (
 )
 
 
-# These assemble the ranks' results, for which "answers" must have checked the shapes.
-_OF_RESULTS = {"unseen", "finite", "values", "gradients"}
+# Checks that hold the ranks' results against exact ones: "answers" must have checked their shapes, and numbers can
+# explain (`verification.causes`) failures of these alone.
+OF_NUMBERS = {"unseen", "finite", "values", "gradients"}
 
 
 def checks_of(titles: Collection[str]) -> tuple[str, ...]:
     """Return the checks of these properties, in the order in which they run."""
     names = {name for item in PROPERTIES if item.title in titles for name in item.checks}
-    return tuple(name for name in CHECKS if name in names or (name == "answers" and names & _OF_RESULTS))
+    return tuple(name for name in CHECKS if name in names or (name == "answers" and names & OF_NUMBERS))
 
 
 def prepare(case: Case) -> Expectation:
@@ -91,7 +92,7 @@ def run_checks(
         try:
             ratios[name] = run(case, expectation, observations)
         except VerificationFailure as failure:
-            failure.broken = next(item.title for item in properties if name in item.checks)
+            failure.check, failure.broken = name, next(item.title for item in properties if name in item.checks)
             raise
     complete = [item for item in properties if set(item.checks) <= set(checks) and item.concerns(case)]
     return {item.title: item.worst(ratios) for item in complete}

@@ -1,14 +1,12 @@
-"""Validators declared in the metadata of dataclass fields, and the reading of such fields from JSON."""
+"""Validators declared in the metadata of dataclass fields."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING
 from dataclasses import fields as fields_of
 from typing import Any
 
 from reference import validators
-from verification.wording import misfits
 
 # (name of a field, value) -> the value to store. Raises ValueError for a value that is not allowed.
 Check = Callable[[str, Any], Any]
@@ -49,16 +47,3 @@ def check_fields(record: Any) -> None:
     for field in fields_of(record):
         if "check" in field.metadata:
             object.__setattr__(record, field.name, field.metadata["check"](field.name, getattr(record, field.name)))
-
-
-def read_fields(kind: type[Any], title: str, data: object) -> dict[str, Any]:
-    """Return a JSON object that has the fields of a dataclass. Fields with a default may be missing, so that older
-    files stay valid. Raises ValueError for anything else."""
-    if not isinstance(data, dict):
-        raise ValueError(f"{title} must be a JSON object, got {type(data).__name__}")
-    required = {f.name: f.default is MISSING for f in fields_of(kind)}
-    unknown = sorted(set(data) - set(required))
-    missing = sorted({name for name, is_required in required.items() if is_required} - set(data))
-    if unknown or missing:
-        raise ValueError(f"{title}: {misfits(unknown, missing)}")
-    return data

@@ -89,13 +89,9 @@ class _Comparison:
         """Ranks on which the array differs."""
         whole = value(entry)
         limit = TRACED[self.case.dtype] * abs(factor) * float(np.abs(whole).max(initial=0)) if whole is not None else 0
-        return sorted(
-            {
-                rank
-                for rank, seen, expected in self.pairs(entry, value, summed)
-                if seen.size and not float(np.abs(seen - factor * expected).max()) <= limit
-            }
-        )
+        pairs = self.pairs(entry, value, summed)
+        wrong = {rank for rank, seen, x in pairs if seen.size and not float(np.abs(seen - factor * x).max()) <= limit}
+        return sorted(wrong)
 
     def other_gradient(self, entry: Entry, factor: float) -> bool:
         """Return True if the gradient of the output is not the factor times that of the one process."""
@@ -208,14 +204,12 @@ def _includes_step_one(
     first = expectation.exact["gradients"]
     both = {name: x + first[name] for name, x in expectation.second.items()}
     limit = TRACED[case.dtype] * largest(both)
-    return (
-        largest(first) > limit
-        and bool(both)
-        and all(
-            name in seen.second and size(seen.second[name] - x) <= limit
-            for seen in observations
-            for name, x in both.items()
-        )
+    if not both or largest(first) <= limit:
+        return False
+    return all(
+        name in seen.second and size(seen.second[name] - x) <= limit
+        for seen in observations
+        for name, x in both.items()
     )
 
 

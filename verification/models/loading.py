@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from traceback import extract_tb
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from ring.nn import ContextParallel
-from verification.failures import RankFailure, RankState, Refused
+from verification.failures import RankFailure, Refused
 from verification.models.model_case import ModelCase
 from verification.models.setup import Misuse, Setup, described
 
@@ -139,11 +140,9 @@ def told(failure: RankFailure) -> str:
 
 def with_users_frames(failure: RankFailure) -> RankFailure:
     """Return the failure with stacks of the user's functions only."""
+    ours = r"verification\.models\.\w+\."
     states = [
-        RankState(
-            state.rank, state.outcome, re.sub(r"verification\.models\.\w+\.", "", state.detail), _cut(state.trace)
-        )
-        for state in failure.states
+        replace(state, detail=re.sub(ours, "", state.detail), trace=_cut(state.trace)) for state in failure.states
     ]
     return type(failure)(told(failure), states)
 

@@ -114,7 +114,8 @@ class ModelExperiment:
         return Experiment(
             f"model {self.name}", self.draw, self.check,
             moved=on_device, record_of=lambda case: {"model": self.name, "case": case.to_dict()},
-            on_fewer=True, validate=self.validate, explain=lambda backend, case, first: self.cause(backend, case),
+            on_fewer=True, validate=self.validate,
+            explain=lambda failure, backend, case, first: self.cause(backend, case),
         )  # fmt: skip
 
 

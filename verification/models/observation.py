@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from verification.models.recording import without_wrappers
 from verification.models.results import Array, Expectation, Named, Results
 from verification.models.tolerance import THRESHOLD
 from verification.run.observation import to_numpy
@@ -65,19 +66,17 @@ class ModuleTrace:
     """Records every call within the first forwards of the whole model, in the order in which calls end: a module after
     those that it contains. Forwards that a backward recomputes are left out.
 
-    prefixes: parts of names that wrappers insert. forwards: how many; those of step one.
+    forwards: how many; those of step one.
     """
 
-    def __init__(self, model: nn.Module, prefixes: tuple[str, ...], forwards: int) -> None:
+    def __init__(self, model: nn.Module, forwards: int) -> None:
         self._entries: list[Entry] = []
         self._forwards = forwards
         self._number, self._running = -1, False
         self._calls: dict[str, int] = {}
         model.register_forward_pre_hook(self._begin)
         for name, module in model.named_modules():
-            plain = name
-            for prefix in prefixes:
-                plain = f"{plain}.".replace(prefix, "").removesuffix(".")
+            plain = without_wrappers(f"{name}.").removesuffix(".")
             module.register_forward_hook(partial(self._note, plain), with_kwargs=True)
         model.register_forward_hook(self._end)
 

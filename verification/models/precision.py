@@ -5,7 +5,7 @@ Rounding of 1e-8 would hide small defects, and may differ between shards. So flo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -20,13 +20,7 @@ from verification.case import DTYPES
 class Fp64(TorchFunctionMode):
     """Passes float64 to torch's functions in place of float32."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             return args[0].double()
         if any(x is torch.float32 for x in args):

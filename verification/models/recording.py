@@ -24,10 +24,14 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): x for name, x in model.named_parameters()}
 
 
-def plain_name(name: str) -> str:
+def without_wrappers(name: str) -> str:
     for prefix in PREFIXES:
         name = name.replace(prefix, "")
-    return name.removeprefix("module.")
+    return name
+
+
+def plain_name(name: str) -> str:
+    return without_wrappers(name).removeprefix("module.")
 
 
 def arrays(named: Mapping[str, Tensor]) -> Named:

@@ -205,13 +205,8 @@ class Setup:
             keywords = {name: value for name, value in values.items() if name in accepted}
         output = model(part.tokens, **keywords)
         logits = getattr(output, "logits", output[0] if isinstance(output, tuple) else output)
-        checked = logits_of_tokens(
-            "the model",
-            logits,
-            part,
-            "logits (B, N, vocabulary), or an object or tuple that has them (else write `loss`)",
-        )
-        return run.see(checked)
+        wanted = "logits (B, N, vocabulary), or an object or tuple that has them (else write `loss`)"
+        return run.see(logits_of_tokens("the model", logits, part, wanted))
 
     def count(self, parts: Sequence[Part], run: Run) -> int:
         """Return the number of labels of a step, over all ranks.
@@ -325,12 +320,9 @@ class Setup:
         return total, norm
 
     def train(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        steps: Sequence[Sequence[Sequence[WholeBatch]]],
-        run: Run,
-    ) -> Iterable[tuple[Loss, Loss | None]]:
+        self, model: nn.Module, optimizer: torch.optim.Optimizer,
+        steps: Sequence[Sequence[Sequence[WholeBatch]]], run: Run,
+    ) -> Iterable[tuple[Loss, Loss | None]]:  # fmt: skip
         """Take all steps. Default: `step` with the micro-batches of this data rank. One of your own calls `run.see` for
         each micro-batch, at least in the first step.
 

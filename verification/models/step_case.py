@@ -10,8 +10,9 @@ import torch
 from reference import shards, validators
 from reference.pattern import Pattern
 from reference.shards import Division, Shards
-from verification.case import DEVICES, DTYPES, EXCHANGES, ORDERS, ORDERS_BY_DOCUMENT, SEEDED_ORDERS
-from verification.models.declared import INTEGERS, REAL, check_fields, choice, integer, optional, read_fields
+from verification.case import DEVICES, DTYPES, EXCHANGES, ORDERS, ORDERS_BY_DOCUMENT, division_of
+from verification.models.declared import INTEGERS, REAL, check_fields, choice, integer, optional
+from verification.saved_fields import read_fields
 
 ARRANGEMENTS = ("contiguous", "strided")
 CHECKPOINTING = ("none", "reentrant", "non-reentrant", "selective")
@@ -53,11 +54,7 @@ class StepCase:
             raise ValueError(f"data is {self.data}; it must divide world, {self.world}")
         Pattern.dense(documents=self.lengths).validate_tokens(self.tokens)
         if self.cuts is not None:
-            self._check_cuts(self.cuts, self.context + 1)
-
-    def _check_cuts(self, cuts: tuple[int, ...], number: int) -> None:
-        if len(cuts) != number or (cuts[0], cuts[-1]) != (0, self.tokens) or list(cuts) != sorted(cuts):
-            raise ValueError(f"cuts is {cuts}; it must be {number} non-decreasing offsets from 0 to {self.tokens}")
+            validators.offsets("cuts", self.cuts, self.context, self.tokens)
 
     @property
     def lengths(self) -> tuple[int, ...] | None:
@@ -140,9 +137,7 @@ class StepCase:
 
     def division(self) -> Division:
         """Return the arguments of `reference.shards.shards`."""
-        seed = self.seed if self.order in SEEDED_ORDERS else 0
-        documents = self.lengths if self.order in ORDERS_BY_DOCUMENT else None
-        return self.order, self.tokens, self.context, self.cuts, seed, documents
+        return division_of(self.order, self.tokens, self.context, self.cuts, self.seed, self.lengths)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object; `from_dict` turns it back into an equal Case."""

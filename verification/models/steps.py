@@ -20,7 +20,6 @@ from verification.models.noise import Rounded, exact
 from verification.models.observation import TRACED, ModelExpectation, ModelObservation, ModuleTrace
 from verification.models.precision import computing_in
 from verification.models.recording import (
-    PREFIXES,
     arrays,
     buffers_of,
     gradients_of,
@@ -57,7 +56,7 @@ def train_on_rank(transport: Transport, case: ModelCase, name: str, traced: bool
         named = named_parameters(wrapped)
         optimizer = _optimizer(setup, named, run)
         record_gradients(optimizer, seen, lambda: gradients_of(named), traced)
-        trace = ModuleTrace(model, PREFIXES, case.accumulation) if traced else None
+        trace = ModuleTrace(model, case.accumulation) if traced else None
         _take_steps(setup, wrapped, optimizer, run, seen, steps_of(case, traced))
         seen.parameters = arrays(named)
         seen.note_buffers(buffers, buffers_of(model))
@@ -126,7 +125,7 @@ def train_alone(
     with computing_in(case.dtype):
         model = _started(setup, case, None, seen)
         run, named, buffers = Run(case), named_parameters(model), buffers_of(model)
-        trace = ModuleTrace(model, PREFIXES, 1) if traced else None
+        trace = ModuleTrace(model, 1) if traced else None
         if rounded is not exact:
             round_parameters(named, rounded)
             _round_outputs(model, rounded)

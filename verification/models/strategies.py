@@ -29,17 +29,8 @@ _dtypes = st.sampled_from(("float64",) * 7 + ("float32",))
 _checkpointing = st.sampled_from(("none", *MODEL_CHECKPOINTING))
 _flags = st.sampled_from((False, False, True))
 _orders = (
-    "contiguous",
-    "zigzag",
-    "striped",
-    "hilbert",
-    "spliced",
-    "paired",
-    "shuffled",
-    "permuted",
-    "swapped",
-    "stepped",
-)
+    "contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped", "stepped",
+)  # fmt: skip
 _fields = {
     "arrangement": st.sampled_from(ARRANGEMENTS), "batch": st.sampled_from((1, 1, 2)),
     "order": st.sampled_from(_orders), "exchange": st.sampled_from(("direct", "ring", "gather")),

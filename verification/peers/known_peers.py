@@ -33,6 +33,7 @@ ADAPTERS = (
     context_parallel, ringmaster, diffusers, deepspeed_ulysses,
 )  # fmt: skip
 KNOWN = {peer.name: peer for module in ADAPTERS for peer in vars(module).values() if isinstance(peer, Peer)}
+FORM = f"package.module:adapter, or one of {', '.join(KNOWN)}"
 
 
 def selected(name: str, among: Mapping[str, Any] = KNOWN) -> list[str]:
@@ -60,7 +61,7 @@ def load(name: str) -> Peer:
     if name in KNOWN:
         return KNOWN[name]
     if ":" not in name:  # so a file that is replayed, which names no module, cannot import one
-        raise Refused(f"{name!r} is no peer; it must be package.module:adapter, or one of {', '.join(KNOWN)}")
+        raise Refused(f"{name!r} is no peer; it must be {FORM}")
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:  # scripts run Python with -P, which omits it
         sys.path.append(os.getcwd())

@@ -104,19 +104,18 @@ def outputs_of(
     """
     out, lse = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     for name, value, required in (("out", out, tuple(shape)), ("lse", lse, tuple(lse_shape))):
-        if isinstance(value, array) and tuple(value.shape) != required:
-            axes = AXES[name]
-            first = tuple(value.shape) == tuple(required[i] for i in (0, 2, 1, 3)) if name == "out" else False
-            hint = ": with heads first, return out.transpose(1, 2), or set heads_first=True" if first else ""
-            raise Malformed(
-                f"attend returned {name} of shape {tuple(value.shape)}; it must be {required}, {axes}{hint}"
-            )
-        if not isinstance(value, array) and (name == "out" or value is not None):
+        if name == "lse" and value is None:
+            continue
+        if not isinstance(value, array):
             returned = "None" if value is None else type(value).__name__
             kind = "a tensor" if array is Tensor else f"a {array.__module__.partition('.')[0]} array"
             must = f"it must be {kind} of shape {required}: return out, or (out, lse)"
             raise Malformed(f"attend returned {returned} as {name}; {must}")
-    for name, value in (("out", out), ("lse", lse)):
+        shape = tuple(value.shape)
+        if shape != required:
+            first = name == "out" and shape == tuple(required[i] for i in (0, 2, 1, 3))
+            hint = ": with heads first, return out.transpose(1, 2), or set heads_first=True" if first else ""
+            raise Malformed(f"attend returned {name} of shape {shape}; it must be {required}, {AXES[name]}{hint}")
         if isinstance(value, Tensor) and not (
             value.layout is torch.strided and value.is_floating_point() and value.device.type == case.device
         ):

@@ -20,7 +20,7 @@ from verification.check.attention_on_ranks import AttentionOnRanks, Implementati
 from verification.check.expectation import counts_of, of_case
 from verification.check.laws import LAWS, Law
 from verification.experiments import law_experiment
-from verification.failures import Refused, VerificationFailure
+from verification.failures import Refused, VerificationFailure, WrongResult
 from verification.peers import claims, interpolated_merge
 from verification.peers.known_peers import load, ready
 from verification.peers.peer import Peer
@@ -119,8 +119,12 @@ def check(attention: Implementation, checks: Sequence[str], backend: Backend, ca
     return properties.check(case, expectation, observations, checks)
 
 
-def cause_of(name: str, attention: Implementation, backend: Backend, minimal: Case, first: Case) -> str | None:
-    """Return the cause of a peer's wrong result in words, or None. first: the example before it was shrunk."""
+def cause_of(
+    name: str, attention: Implementation, failure: WrongResult, backend: Backend, minimal: Case, first: Case
+) -> str | None:
+    """Return the cause of a peer's wrong numbers in words, or None. first: the example before it was shrunk."""
+    if failure.check not in properties.OF_NUMBERS:
+        return None
 
     def results(backend: Backend, case: Case) -> tuple[Expectation, list[Observation]]:
         observations, expectation = AttentionOnRanks(backend, attention).observe_and_expect(case)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from reference import validators
-from verification.failures import Refused
-from verification.peers.known_peers import KNOWN, load
+from verification.peers.known_peers import FORM, load
 from verification.peers.peer_experiment import LAWS_OF_ANY, attend_of, experiment, law_of
 from verification.peers.peer_rank import prepare
 from verification.replay.records import read_case
-from verification.replay.registry import Saved, SavedExample
+from verification.replay.registry import Saved, SavedExample, experiment_with
 from verification.run.backends import Backend, Unavailable
-from verification.search.experiment import Experiment
 
 
 class SavedPeerExample(SavedExample):
@@ -31,27 +28,16 @@ class SavedPeerExample(SavedExample):
         backend.calls = attend_of(name)
 
 
-def experiment_with(record: Any, field: str, known: Iterable[str], make: Callable[[str], Experiment]) -> Experiment:
-    """Return the Experiment with the peer named in the record. Raises ValueError for one that cannot be loaded."""
-    name = record[field]
-    if not isinstance(name, str):
-        raise ValueError(f"{field} is {name!r}; it must be package.module:adapter, or one of {', '.join(known)}")
-    try:
-        return make(name)
-    except Refused as error:
-        raise ValueError(str(error)) from error
-
-
 def read_peer_example(record: dict[str, Any]) -> Saved:
     """Read a saved record. Raises ValueError if it is malformed or its peer cannot be loaded."""
     if "law" not in record:
         validators.exactly("a counter-example of a peer", record, ["peer", "case"])
         case = read_case(record["case"])
-        return SavedPeerExample(experiment_with(record, "peer", KNOWN, experiment), case, record)
+        return SavedPeerExample(experiment_with(record, "peer", FORM, experiment), case, record)
     validators.exactly("a counter-example of a law with a peer", record, ["peer", "law", "case", "how"])
     laws = {law.name: law for law in LAWS_OF_ANY}
     validators.choice("law", record["law"], tuple(laws))
     law, case = laws[record["law"]], read_case(record["case"])
     law.validate(case, record["how"])
-    make = partial(law_of, law=law)
-    return SavedPeerExample(experiment_with(record, "peer", KNOWN, make), (case, record["how"]), record)
+    experiment_of = partial(law_of, law=law)
+    return SavedPeerExample(experiment_with(record, "peer", FORM, experiment_of), (case, record["how"]), record)

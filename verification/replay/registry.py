@@ -4,11 +4,12 @@ has none of these fields."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from verification.failures import VerificationFailure
+from verification.failures import Refused, VerificationFailure
 from verification.report.counter_example import counter_example
 from verification.report.report import Report
 from verification.run.backends import Backend, Unavailable
@@ -90,3 +91,15 @@ class SavedExample(Saved):
         else:
             report.held(case.dtype, ratios, time.perf_counter() - started)
         report.end_world("replay")
+
+
+def experiment_with(record: Any, field: str, form: str, make: Callable[[str], Experiment]) -> Experiment:
+    """Return the Experiment with what a field of the record names. form: of the name. Raises ValueError for one that
+    cannot be loaded."""
+    name = record[field]
+    if not isinstance(name, str):
+        raise ValueError(f"{field} is {name!r}; it must be {form}")
+    try:
+        return make(name)
+    except Refused as error:
+        raise ValueError(str(error)) from error

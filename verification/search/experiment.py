@@ -52,8 +52,8 @@ class Experiment:
     validate      raises ValueError for a subject that cannot be drawn: it validates simpler subjects
                   (`verification.search.simplify`). None: subjects are not simplified
     without_subjects what to say where the strategy, by a peer's claim, draws none
-    explain       cause of a wrong result in words, from the backend, the shrunk subject and the first one; None if it
-                  finds none. None: causes are not searched for
+    explain       cause of a wrong result in words, from the failure, the backend, the shrunk subject and the first one;
+                  None if it finds none. None: causes are not searched for
     """
 
     name: str
@@ -68,7 +68,7 @@ class Experiment:
     on_fewer: bool = False
     fewest_ranks: int = 1
     validate: Callable[[Any], None] | None = None
-    explain: Callable[[Backend, Any, Any], str | None] | None = None
+    explain: Callable[[WrongResult, Backend, Any, Any], str | None] | None = None
     without_subjects: str = ""
 
     def placed(self, subject: Any, device: str) -> Any:
@@ -79,8 +79,9 @@ class Experiment:
     def add_cause(self, failure: VerificationFailure, backend: Backend, subject: Any, first: Any) -> None:
         """Add the cause of a wrong result, if `explain` finds it, as a note (PEP 678), on a backend that has the world
         size of the subject."""
-        if isinstance(failure, WrongResult) and self.explain and (cause := self.explain(backend, subject, first)):
-            failure.add_note(cause)
+        if isinstance(failure, WrongResult) and self.explain:
+            if cause := self.explain(failure, backend, subject, first):
+                failure.add_note(cause)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from typing import Any
 
 from reference import validators
 from reference.pattern import Pattern
-from verification.models.declared import FLAG, INTEGERS, choice, instance, integer, optional, read_fields
+from verification.models.declared import FLAG, INTEGERS, choice, instance, integer, optional
 from verification.models.step_case import STEP_ORDERS, StepCase
+from verification.saved_fields import read_fields
 from verification.training.training_model import Model
 
 HANDLES = ("recorded", "group", "mesh")

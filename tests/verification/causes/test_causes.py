@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -134,11 +135,13 @@ def merged(shares: Callable[[Tensor], Tensor], base: type[Ring] = Ring) -> type[
     return ring(base, merge=lambda self, outs, lses: ((shares(lses)[..., None] * outs).sum(0), lses.logsumexp(0)))
 
 
-def heads_for_tokens(self: Any, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor]) -> Any:
-    """Attend over axis 1 of (B, H, L, D)."""
+def heads_for_tokens(self: Any, q: Any, k: Any, v: Any, causal: bool = False) -> Any:
+    """Attend over axis 1 of (B, H, L, D). causal: with a mask that goes by heads."""
     results = []
     for queries, keys, values in zip(q, k, v, strict=True):
         scores = queries.transpose(1, 2) @ keys.transpose(1, 2).mT * self.case.softmax_scale  # (B, L, H, Hk)
+        if causal:
+            scores = scores.masked_fill(~torch.ones(scores.shape[-2:]).tril().bool(), -math.inf)
         results.append(((scores.softmax(-1) @ values.transpose(1, 2)).transpose(1, 2), scores.logsumexp(-1).mT))
     return results
 
@@ -182,16 +185,6 @@ def merged_by(shares: Callable[[Tensor, Tensor], Tensor]) -> type[Ring]:
 
 def base_two(self: Any, q: Any, k: Any, v: Any) -> Any:
     return [(out, lse / math.log(2)) for out, lse in DenseRing.attend(self, q, k, v)]
-
-
-def causal_over_heads(self: Any, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor]) -> Any:
-    """Attend over axis 1 of (B, H, L, D), with a mask that goes by heads."""
-    results = []
-    for queries, keys, values in zip(q, k, v, strict=True):
-        scores = queries.transpose(1, 2) @ keys.transpose(1, 2).mT * self.case.softmax_scale
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:]).tril().bool(), -math.inf)
-        results.append(((scores.softmax(-1) @ values.transpose(1, 2)).transpose(1, 2), scores.logsumexp(-1).mT))
-    return results
 
 
 def all_keys(self: Any, rank: int) -> Tensor:
@@ -273,6 +266,16 @@ def a_sink_at_each_hop(self: Ring, outs: Tensor, lses: Tensor) -> tuple[Tensor, 
     for _ in range(self.size):
         outs, lses = Ring.with_sinks(self, outs, lses)
     return outs, lses
+
+
+def a_sink_where_a_hop_has_keys(self: Ring, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    sinks = torch.where(lses > -math.inf, self.sinks[0].to(lses.dtype)[:, None], -math.inf)
+    return torch.cat((outs, torch.zeros_like(outs))), torch.cat((lses, sinks))
+
+
+def larger_sinks(self: Ring, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    outs, lses = Ring.with_sinks(self, outs, lses)
+    return outs, torch.cat((lses[:-1], lses[-1:] + 1))
 
 
 def uncapped_forward(self: Ring, rank: int, owner: int, backward: bool) -> Tensor:
@@ -363,7 +366,7 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("unseen rows: lse", blind(right_out), {"pattern": BLIND}),
     ("unseen rows: NaN", blind(lambda r, rank: torch.tensor(math.nan)), {"pattern": BLIND}),
     ("attention over heads", ring(DenseRing, attend=heads_for_tokens), {}),
-    ("attention over heads, causal", ring(DenseRing, attend=causal_over_heads), {}),
+    ("attention over heads, causal", ring(DenseRing, attend=partialmethod(heads_for_tokens, causal=True)), {}),
     ("reshaped", ring(DenseRing, attend=reshaped), {"pattern": Pattern.dense()}),
     ("out, lse of the next rank", turned((0, 1), 1), {}),
     ("out, lse, dq, dk, dv of the previous rank", turned(range(5), -1), {}),
@@ -400,11 +403,14 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("dk, dv of the interleaved sum", heads_summed(lambda at, group: torch.ones(at.shape), True), {}),
     ("no sinks", ring(with_sinks=lambda self, *parts: parts), {"sinks": "normal"}),
     ("sinks per rank", ring(with_sinks=a_sink_at_each_hop), {"sinks": "normal"}),
+    ("sinks per rank seen", ring(with_sinks=a_sink_where_a_hop_has_keys), {"sinks": "normal"}),
     ("dsinks: zero times", edited(lambda r, shards: [x[5].zero_() for x in shards]), {"sinks": "some"}),
     ("no dlse to sinks", ring(dsinks=lambda self, rank, out, lse: -(
         (self.sinks[0][:, None] - lse).exp() * (self.dout[rank] * out).sum(-1)).sum((0, 2))), {"sinks": "normal"}),
     ("no softcap / forward", ring(scores=uncapped_forward), {"softcap": 1.0}),
     ("no slope / backward", ring(slope=lambda self, scores: torch.ones_like(scores)), {"softcap": 1.0}),
+    ("softcap before scale", ring(DenseRing, capped=lambda self, scores: self.case.softmax_scale * Ring.capped(
+        self, scores / self.case.softmax_scale)), {"softcap": 1.0, "pattern": Pattern.dense()}),
     ("scale doubled", scaled(lambda x: 2 * x), {"softcap": 1.0, "sinks": "normal"}),
     ("gradients in bfloat16", in_16_bits(torch.bfloat16), {}),
     ("gradients in float16", in_16_bits(torch.float16), {"dtype": "float64"}),
@@ -443,16 +449,20 @@ def noise(self: Ring, shards: list[list[Tensor]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "made",
+    "made, changes",
     [
-        Ring, edited(noise), multiplied("dk", lambda r: 1.25), multiplied("dq", lambda r: 1.01),
-        scaled(lambda x: 1.1 * x), other_lse(lambda r, rank, x: x + 1),
-        mask(lambda r, rank, owner: Ring.count(r, rank, owner, False) * (r.at[owner] != 5)),
+        (Ring, {}), (Ring, {"softcap": 1.0, "sinks": "normal"}), (edited(noise), {}),
+        (multiplied("dk", lambda r: 1.25), {}), (multiplied("dq", lambda r: 1.01), {}),
+        (scaled(lambda x: 1.1 * x), {}), (other_lse(lambda r, rank, x: x + 1), {}),
+        (mask(lambda r, rank, owner: Ring.count(r, rank, owner, False) * (r.at[owner] != 5)), {}),
+        (ring(capped=lambda self, scores: 1.1 * Ring.capped(self, scores / 1.1)), {"softcap": 1.0}),
+        (ring(with_sinks=larger_sinks), {"sinks": "normal"}),
     ],
-    ids=["none", "noise", "dk times 1.25", "dq times 1.01", "scale times 1.1", "lse + 1", "a key is missing"],
+    ids=["none", "none with sinks and softcap", "noise", "dk times 1.25", "dq times 1.01", "scale times 1.1", "lse + 1",
+         "a key is missing", "softcap times 1.1", "sinks + 1"],
 )  # fmt: skip
-def test_other_faults_are_given_no_cause(made: type[Ring]) -> None:
-    for case in cases({}):
+def test_other_faults_are_given_no_cause(made: type[Ring], changes: dict[str, Any]) -> None:
+    for case in cases(changes):
         assert explain(case, expect(case), observed(case, made(case))) == []
 
 

@@ -16,6 +16,7 @@ from tests.support.printed import unbroken
 from tests.support.ring_with_mistakes import MISTAKES
 from verification.__main__ import main
 from verification.causes.find import drawn_cases, larger_cases
+from verification.failures import WrongResult
 from verification.peers.known_peers import load
 from verification.peers.peer_experiment import experiment, nearest_claimed
 from verification.run.backends import GlooBackend
@@ -49,13 +50,18 @@ def backend() -> Iterator[GlooBackend]:
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_mistake_of_a_ring_is_named(backend: GlooBackend, mistake: str) -> None:
     spec = f"{RINGS}:{mistake}"
-    case, explain = nearest_claimed(load(spec), SMALL), experiment(spec).explain
-    assert explain is not None and re.search(CAUSES[mistake], str(explain(backend, case, case)))
+    case, found = nearest_claimed(load(spec), SMALL), experiment(spec)
+    with pytest.raises(WrongResult) as caught:
+        found.check(backend, case)
+    found.add_cause(caught.value, backend, case, case)
+    assert re.search(CAUSES[mistake], caught.value.__notes__[0])
 
 
 def test_a_right_ring_has_no_cause(backend: GlooBackend) -> None:
-    explain = experiment(f"{RINGS}:right").explain
-    assert explain is not None and explain(backend, SMALL, SMALL) is None
+    failure = WrongResult()
+    failure.check = "values"
+    experiment(f"{RINGS}:right").add_cause(failure, backend, SMALL, SMALL)
+    assert not hasattr(failure, "__notes__")
 
 
 def test_further_cases_are_claimed_and_differ() -> None:

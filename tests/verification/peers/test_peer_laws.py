@@ -13,24 +13,18 @@ import pytest
 from reference.fast_oracle import multiplicity
 from tests.support import peer_examples
 from tests.support.drawing import draw_many
+from tests.support.peer_examples import EXAMPLES
 from tests.support.plain_case import PLAIN
 from tests.support.printed import unbroken
 from verification.__main__ import main
 from verification.check.laws.law import changed
 from verification.failures import VerificationFailure
 from verification.peers.known_peers import load
-from verification.peers.peer_experiment import (
-    LAWS_OF_ANY,
-    experiments,
-    law_of,
-    nearest_claimed,
-)
+from verification.peers.peer_experiment import LAWS_OF_ANY, experiments, law_of, nearest_claimed
 from verification.replay import records
 from verification.run.backends import GlooBackend
 
 pytestmark = pytest.mark.ranks
-
-EXAMPLES = "tests.support.peer_examples"
 
 FAULTS_OF_LAWS = [
     ("later tokens change nothing", "peeks", {"position": 1}, "was .* when the tokens after position 1 change"),

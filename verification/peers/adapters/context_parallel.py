@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from verification.case import Case
 from verification.failures import Refused
 from verification.peers import claims
-from verification.peers.adapters import flash_attn_shim
+from verification.peers.adapters.flash_attn_shim import aten_backward, aten_forward
 from verification.peers.peer import Peer, Result
 
 MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -50,30 +50,13 @@ def claimed(case: Case) -> Case:
     return dataclasses.replace(case, exchange=exchange)
 
 
-def kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Replacement for aten's kernel: (B, H, N, D) -> out, lse (B, H, N)."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse, _, _ = flash_attn_shim.forward(q, k, v, 0.0, scale, is_causal)
-    return out.transpose(1, 2), lse
-
-
-def kernel_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    flash_attn_shim.backward(dout, q, k, v, o, logsumexp, dq, dk, dv, 0.0, scale, is_causal)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
 class _TorchRing(torch.autograd.Function):
     """Autograd function of torch's ring, as the dispatcher has it for aten's kernel."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, group: ProcessGroup) -> Tensor:
         ring = importlib.import_module(MODULE)._templated_ring_attention
-        out, lse = ring(group, 2, kernel, query=q, key=k, value=v, is_causal=causal, scale=scale)
+        out, lse = ring(group, 2, aten_forward, query=q, key=k, value=v, is_causal=causal, scale=scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = causal, scale, group
         return out
@@ -83,7 +66,7 @@ class _TorchRing(torch.autograd.Function):
         (causal, scale, group), (q, k, v, out, lse) = ctx.settings, ctx.saved_tensors
         ring = importlib.import_module(MODULE)._templated_ring_attention_backward
         grads = ring(
-            group, 2, kernel_backward, grad_out=incoming[0], grad_out_name="grad_out", query=q, key=k, value=v,
+            group, 2, aten_backward, grad_out=incoming[0], grad_out_name="grad_out", query=q, key=k, value=v,
             out=out, logsumexp=lse, is_causal=causal, scale=scale,
         )  # fmt: skip
         return *grads, None, None, None

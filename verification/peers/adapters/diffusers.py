@@ -77,11 +77,9 @@ def native_forward(
     return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, Tensor, Tensor, Tensor]:  # fmt: skip
     """(B, H, N, D) -> out, lse (B, H, N), and what only the backward on GPUs uses."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out, lse, _, _ = flash_attn_shim.forward(q, k, v, dropout_p, scale, is_causal)
+    out, lse = flash_attn_shim.aten_forward(query, key, value, is_causal, scale, dropout_p)
     unused = [query.new_empty(0) for _ in range(5)]
-    return out.transpose(1, 2), lse, *unused[:2], query.shape[2], key.shape[2], *unused[2:]  # type: ignore[return-value]
+    return out, lse, *unused[:2], query.shape[2], key.shape[2], *unused[2:]  # type: ignore[return-value]
 
 
 def native_backward(
@@ -90,13 +88,9 @@ def native_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """rest: two tensors, two lengths, dropout_p, is_causal, and two tensors."""
     dropout_p, is_causal = rest[4:6]
-    dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
     if query.shape[1] % key.shape[1]:  # as the operator on GPUs
         raise RuntimeError("Number of heads in key/value must divide number of heads in query")
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    flash_attn_shim.backward(dout, q, k, v, o, logsumexp, dq, dk, dv, dropout_p, scale, is_causal)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    return flash_attn_shim.aten_backward(grad_out, query, key, value, out, logsumexp, is_causal, scale, dropout_p)
 
 
 @lru_cache(maxsize=64)

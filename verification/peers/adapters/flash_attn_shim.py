@@ -80,6 +80,28 @@ def backward(
     dv.copy_(summed_by_group(torch.einsum("bhij,bihd->bjhd", p, incoming), v))
 
 
+def aten_forward(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, dropout_p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Stand in for aten's kernel: (B, H, N, D) -> out, lse (B, H, N)."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, lse, _, _ = forward(q, k, v, dropout_p, scale, is_causal)
+    return out.transpose(1, 2), lse
+
+
+def aten_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool,
+    scale: float | None, dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Stand in for the backward of aten's kernel: return dq, dk, dv, (B, H, N, D)."""
+    dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    backward(dout, q, k, v, o, logsumexp, dq, dk, dv, dropout_p, scale, is_causal)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
 def varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1,

@@ -32,6 +32,9 @@ def repeatable() -> None:
     torch.use_deterministic_algorithms(True)  # the fastest kernels need not give the same bits again
 
 
+one_rank = partial(Peer, worlds=(1,), arithmetic="gpu", prepare=repeatable, timeout=COMPILES)
+
+
 def nearest(case: Case, head_dims: tuple[int, ...], lse: bool, positive: bool = True, equal: bool = False) -> Case:
     """Dense attention in bf16 on one process. lse: returned and differentiated. positive: a scale above 0. equal: as
     many key/value heads as query heads where values have another head dim."""
@@ -87,23 +90,21 @@ def flash4_ready() -> None:
     import flash_attn.cute.interface  # noqa: F401
 
 
-flash_attention_4 = Peer(
+by_flash4 = partial(one_rank, attend=flash4, package="flash-attn-4", prepare=flash4_ready)
+flash_attention_4 = by_flash4(
     "flash-attention-4",
     "dense, bf16, head dims 32, 64, 96, 128, 160, 192, 256, or 192 with values of 128, scale > 0, lse, softcap, sinks",
     claims.takes("sinks", "softcap", "value_dim")(
         partial(nearest, head_dims=(32, 64, 96, 128, 160, 192, 256), lse=True, equal=True)
     ),
-    flash4, (1,), "flash-attn-4", arithmetic="gpu", prepare=flash4_ready, timeout=COMPILES,
-)  # fmt: skip
-flash_attention_4_any_head_dim = Peer(
+)
+flash_attention_4_any_head_dim = by_flash4(
     "flash-attention-4 with any head dim", "dense, bf16, head dims 32, 40, 64, 72, 96, 128, scale > 0, lse",
-    partial(nearest, head_dims=(32, 40, 64, 72, 96, 128), lse=True), flash4, (1,), "flash-attn-4",
-    arithmetic="gpu", prepare=flash4_ready, timeout=COMPILES,
+    partial(nearest, head_dims=(32, 40, 64, 72, 96, 128), lse=True),
 )  # fmt: skip
-flash_attention_4_any_scale = Peer(
+flash_attention_4_any_scale = by_flash4(
     "flash-attention-4 with any scale", "dense, bf16, head dim 64, any scale, lse",
-    partial(nearest, head_dims=(64,), lse=True, positive=False), flash4, (1,), "flash-attn-4",
-    arithmetic="gpu", prepare=flash4_ready, timeout=COMPILES,
+    partial(nearest, head_dims=(64,), lse=True, positive=False),
 )  # fmt: skip
 
 
@@ -125,17 +126,15 @@ def cudnn_nearest(case: Case) -> Case:
     return replace(nearest(case, (32, 64, 128, 192, 256), lse=False), strided=False)
 
 
-cudnn = Peer(
+cudnn = one_rank(
     "cudnn", "dense, bf16, contiguous, head dims 32, 64, 128, 192, 256, or 192 with values of 128, scale > 0",
-    cudnn_nearest,
-    partial(by_backend, SDPBackend.CUDNN_ATTENTION), (1,), "torch", arithmetic="gpu", timeout=COMPILES,
+    cudnn_nearest, partial(by_backend, SDPBackend.CUDNN_ATTENTION), package="torch",
     prepare=on_gpu,  # torch leaves cuDNN out where kernels are to be deterministic
 )  # fmt: skip
-flash_attention_2 = Peer(
+flash_attention_2 = one_rank(
     "flash-attention-2", "dense, bf16, head dims 8 to 256, scale > 0",
     partial(nearest, head_dims=(8, 32, 64, 96, 128, 256), lse=False),
-    partial(by_backend, SDPBackend.FLASH_ATTENTION), (1,), "torch", arithmetic="gpu", prepare=repeatable,
-    timeout=COMPILES,
+    partial(by_backend, SDPBackend.FLASH_ATTENTION), package="torch",
 )  # fmt: skip
 
 
@@ -178,7 +177,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> tuple[Te
     return out.transpose(1, 2), lse
 
 
-flex_attention = Peer(
+flex_attention = one_rank(
     "flex-attention", "dense, documents, windows, bf16, 32 and 128 tokens, head dim 64, scale > 0, lse",
-    flexible, flex, (1,), "torch", arithmetic="gpu", prepare=repeatable, timeout=COMPILES,
+    flexible, flex, package="torch",
 )  # fmt: skip

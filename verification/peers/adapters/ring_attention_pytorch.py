@@ -45,14 +45,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | No
 
 
 def variant(name: str, supported: str, claims: Callable[[Case], Case]) -> Peer:
-    return Peer(
-        name,
-        supported,
-        claims,
-        attend,
-        package="ring-attention-pytorch",
-        prepare=partial(importlib.import_module, MODULE),
-    )
+    prepare = partial(importlib.import_module, MODULE)
+    return Peer(name, supported, claims, attend, package="ring-attention-pytorch", prepare=prepare)
 
 
 plain = variant(

@@ -23,11 +23,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -35,6 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from verification.case import Case
 from verification.peers import claims
+from verification.peers.adapters.ring_flash_attn_varlen import lengths
 from verification.peers.adapters.yunchang import all_to_all_ranks
 from verification.peers.peer import Peer, Result
 
@@ -92,7 +91,8 @@ class Way:
         elif self.kind == "usp":
             groups = hybrid_groups(all_to_all_ranks(case), case.world) | {"cp_group": group}
         config = master.RingmasterConfig(size=len(case.ranks), load_balance=master.LoadBalance(self.balance))
-        runtime.set_runtime(runtime.CPRuntime(config=config, varlen=self.lengths(case), **groups))
+        varlen = lengths(case) if self.packed else None
+        runtime.set_runtime(runtime.CPRuntime(config=config, varlen=varlen, **groups))
         window = claims.window(case)
         options: dict[str, Any] = {} if window is None else {"sliding_window": window + 1}
         module = SimpleNamespace(num_key_value_groups=case.heads // case.kv_heads)
@@ -113,13 +113,6 @@ class Way:
             rotation = "allgather" if case.exchange == "gather" else "alltoall"
         make = getattr(importlib.import_module(f"{strategies}.{self.kind}"), f"make_{self.kind}_attention")
         return make("math", "math", importlib.import_module("ringmaster").RotateMethod(rotation))
-
-    def lengths(self, case: Case) -> tuple[Tensor, int] | None:
-        """Return the package's (cumulative lengths, longest) of the documents, if packed."""
-        if not self.packed:
-            return None
-        documents = case.pattern.documents or (case.tokens,)
-        return torch.tensor(list(accumulate(documents, initial=0)), dtype=torch.int32), max(documents)
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,119 @@
+"""`python -m verification peers`: a user's own adapter, expected failures, one Case."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.peer_examples import EXAMPLES
+from tests.support.printed import unbroken
+from verification.__main__ import main
+from verification.case import Case
+from verification.peers.expected_failures import read_expected_failures
+from verification.peers.known_peers import load
+from verification.peers.peer_experiment import TITLES
+
+pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).parents[3]
+NOT_RUN = {
+    "dies:adapter": "ended with exit code 3",
+    "mine:needy": "the package no-such-distribution is not installed",
+    "mine:claims_nothing": "returned None for all 20 Cases",
+    "torchscale": "releases of torchscale up to 0.3.0 do not have it",
+}
+
+
+def verification(folder: Path, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command as scripts do it: with -P, so that the working directory is no place to import from."""
+    python_path = os.pathsep.join(map(str, (ROOT, path or folder / "shadows")))
+    environment = os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "verification", *arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path) -> None:
+    """The adapter that verification/README.md shows holds, and with another mask is found, shrunk and replayed."""
+    page = (ROOT / "verification/README.md").read_text()
+    (code,) = re.findall(r"```python\n# my_attention\.py\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_attention.py").write_text(code)
+    (tmp_path / "wrong.py").write_text(code.replace(".tril(start)", ".tril()"))  # as if it were alone
+    shutil.copy(ROOT / "tests/support/peer_examples.py", tmp_path / "mine.py")
+    (tmp_path / "dies.py").write_text("import os; os._exit(3)")
+    (tmp_path / "shadows").mkdir()
+    (tmp_path / "shadows/torchscale.py").write_text("raise ModuleNotFoundError('as if not there', name='torchscale')")
+    names, where = ("my_attention:adapter", "wrong:adapter", *NOT_RUN), ("--failures", "kept", "--json", "report.json")
+    done = verification(tmp_path, "peers", *names, "--examples", "10", "--seed", "5", *where)
+    assert done.returncode == 2, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["seed"] == 5 and report["command"].startswith("python -m verification peers ")
+    held, found, *others = report["peers"]
+    assert (held["verdict"], held["examples"], held["case"], held["others"]) == ("held", 45, None, [])  # 15 of laws
+    assert held["supported"] == "dense causal, fp32, even contiguous shards"
+    assert (found["name"], found["verdict"], found["check"]) == ("wrong:adapter", "counter-example", "output and lse")
+    case = Case.from_json(json.dumps(found["case"]))
+    assert case == replace(case, world=2, tokens=2, batch=1, heads=1, head_dim=1, values="normal", strided=False)
+    for peer in others:
+        assert peer["verdict"] == "not run" and NOT_RUN[peer["name"]] in peer["message"], peer
+        assert peer["examples"] == 0 and peer["case"] is None
+    assert others[-1]["supported"] == load("torchscale").supported
+    *start, file = shlex.split(found["replay"])
+    replay = shlex.join([*start, os.path.relpath(file, tmp_path)])  # as seen from the working directory
+    message = unbroken(found["message"])
+    assert f"replay: {replay}" in unbroken(done.stdout) and message in unbroken(done.stdout)
+    assert "the mask compared positions of queries within their shard, of keys global ones" in message
+    assert json.loads(Path(file).read_text()) == {"peer": "wrong:adapter", "case": found["case"]}
+    assert verification(tmp_path, "replay", file).returncode == 2, "a file imports nothing by itself"
+    again = verification(tmp_path, "replay", file, "--attention", "wrong:adapter")
+    assert again.returncode == 1 and message in unbroken(again.stdout), again.stdout + again.stderr
+
+
+def test_a_ring_in_jax_holds(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    done = verification(tmp_path, "peers", "jax_ring:adapter", "--examples", "8", "--seed", "1", path=ROOT / "scripts")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_expected_failures_leave_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "xfails").write_text("# known\ngradients\n\ntests.support.peer_examples:sound: output and lse  # not\n")
+    arguments = ("--examples", "4", "--only", "gradients", "--failures", str(tmp_path), "--xfails")
+    names = [f"{EXAMPLES}:detached", f"{EXAMPLES}:sound"]
+    assert main(("peers", *names, *arguments, str(tmp_path / "xfails"))) == 0
+    said = unbroken(capsys.readouterr().out)
+    assert f"{names[0]}: failed as --xfails expects: gradients (" in said
+    assert f"{names[1]}: held, though --xfails names it: gradients" in said
+    (tmp_path / "xfails").write_text("gradient\n")
+    assert main(("peers", *names, *arguments, str(tmp_path / "xfails"))) == 2
+    assert "argument --xfails: line 1 of" in capsys.readouterr().err
+
+
+def test_titles_of_expected_failures(tmp_path: Path) -> None:
+    title, file = "nothing selected: 0, -inf", tmp_path / "xfails"
+    file.write_text(f"\ufeff{title}\nmine:sound: {title}  # with two colons\n", encoding="utf-8")
+    assert read_expected_failures(file, TITLES) == {None: {title}, "mine:sound": {title}}
+    file.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="xfails must be text in UTF-8"):
+        read_expected_failures(file, TITLES)
+
+
+def test_a_case_of_ones_own_is_checked_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, arguments = f"{EXAMPLES}:sound", ("--failures", str(tmp_path), "--json", str(tmp_path / "report"), "--case")
+    assert main(("peers", name, *arguments, "world=1 tokens=40 heads=4 head_dim=32 causal=true")) == 0
+    assert json.loads((tmp_path / "report").read_text())["peers"][0]["examples"] == 1
+    assert main(("peers", name, *arguments, "world=1 kv_heads=1 heads=2")) == 2
+    assert "argument --case: the claim changes the Case to" in unbroken(capsys.readouterr().out)
+    for more in (("--only", "gradients"), ("--examples", "3"), ("--world", "2")):
+        assert main(("peers", name, *arguments, "world=1", *more)) == 2
+        assert "argument --case: it is one example; leave out --only, --world" in capsys.readouterr().err
