@@ -91,6 +91,7 @@ class AttentionCollector(pytest.Collector):
         from verification.peers.expected_failures import read_expected_failures
         from verification.run.backends import Unavailable
         from verification.testing.conformance import EXAMPLES, SLUGS, Conformance
+        from verification.wording import printable
 
         option = self.config.option
         try:
@@ -104,9 +105,9 @@ class AttentionCollector(pytest.Collector):
             )  # fmt: skip
             self.suite.prepare()
         except (OSError, ValueError) as error:
-            raise pytest.UsageError(f"--attention-xfails: {error}") from error
+            raise pytest.UsageError(printable(f"--attention-xfails: {error}")) from error
         except (Refused, Unavailable) as error:
-            raise pytest.UsageError(f"--attention {self.name}: {error}") from error
+            raise pytest.UsageError(printable(f"--attention {self.name}: {error}")) from error
 
     def collect(self) -> Iterable[pytest.Item]:
         from verification.testing.conformance import SLUGS
@@ -146,9 +147,10 @@ class AttentionItem(pytest.Item):
         from verification.run.backends import Unavailable
         from verification.search.experiment import ToolError
         from verification.testing.conformance import CounterExamples
+        from verification.wording import printable
 
         if isinstance(excinfo.value, (CounterExamples, ToolError, Unavailable)):
-            return str(excinfo.value)
+            return printable(str(excinfo.value))
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:

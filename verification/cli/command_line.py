@@ -11,6 +11,7 @@ from typing import Any
 from verification.cli.arguments import MODULE, STATUS, check_outputs, console, prog_name
 from verification.run.backends import Unavailable
 from verification.search.experiment import ToolError
+from verification.wording import printable
 
 # Modules of this package. Each has HELP, ABOUT, add_arguments(parser) and carry_out(options, console), which returns
 # the exit status. A module whose exit statuses differ from the default has its own STATUS.
@@ -44,22 +45,29 @@ def command_module(name: str) -> Any:
     return import_module(f"{__package__}.{name}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status (see STATUS)."""
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of a command line, with the modules of its command imported."""
     given = sys.argv[1:] if arguments is None else arguments
     options, unknown = parser(given[:1] if given[:1] and given[0] in COMMANDS else COMMANDS).parse_known_args(given)
     if unknown:  # `parse_args` would print the usage of the top parser, not of the command
         hint = "; separate world sizes by commas, as --world 2,4" if "".join(unknown).isdigit() else ""
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return options
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status (see STATUS)."""
     try:
         check_outputs(options)
         return int(command_module(options.command).carry_out(options, console()))
     except (Unavailable, OSError) as error:
-        print(f"{prog_name()}: error: {error}", file=sys.stderr)
+        print(f"{prog_name()}: error: {printable(str(error))}", file=sys.stderr)
+    except SystemExit as error:  # of a user's module; no command raises it
+        print(f"{prog_name()}: error: a user's module raised SystemExit: {printable(str(error))}", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"{prog_name()}: interrupted", file=sys.stderr)
     except ToolError as error:
         if error.__cause__ is not None:  # an unexpected exception: show its traceback
             raise RuntimeError(f"the test harness failed on an example: {error}") from error
-        print(f"{prog_name()}: error: {error}", file=sys.stderr)
+        print(f"{prog_name()}: error: {printable(str(error))}", file=sys.stderr)
     return 2

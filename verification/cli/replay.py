@@ -8,9 +8,13 @@ from pathlib import Path
 from rich.console import Console
 
 from verification.cli.arguments import add_backend, add_json, must_exist, write_json
+from verification.failures import Refused
+from verification.models import loading as models
+from verification.peers.probe import probe
+from verification.peers.training.known_step_peers import ready_step_peer
 from verification.replay import replay
 from verification.report.report import Report
-from verification.run.backends import BACKENDS, open_backend
+from verification.run.backends import BACKENDS, Unavailable, open_backend
 
 HELP = "run one saved counter-example again"
 ABOUT = """\
@@ -22,12 +26,13 @@ with its Case."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("case", type=Path, metavar="FILE", help="the JSON file that a run saved")
-    parser.add_argument(
+    own = parser.add_mutually_exclusive_group()
+    own.add_argument(
         "--attention",
         metavar="NAME",
         help="run it with this peer, or package.module:adapter: needed for a counter-example of your own module",
     )
-    parser.add_argument("--model", metavar="NAME", help="likewise for a model: module:attribute")
+    own.add_argument("--model", metavar="NAME", help="likewise for a model: module:attribute")
     add_backend(parser, BACKENDS)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="of the tensors (default: cpu; on nccl cuda)")
     add_json(parser)
@@ -36,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """Return 0 if the example holds, 1 if it fails again. Raises Unavailable if it cannot run."""
     must_exist(options.device)
+    for name, ready in ((options.attention, ready_step_peer), (options.model, models.load)):
+        if name is not None:  # imported in a process of its own first: an import may hang, exit or abort
+            try:
+                probe(name, ready=ready)
+            except Refused as error:
+                raise Unavailable(str(error)) from error
     backend = open_backend(options.backend)
     backend.device = options.device or backend.device
     report = replay.replay(options.case, Report(console), backend, attention=options.attention or options.model)

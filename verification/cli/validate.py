@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import signal
@@ -29,6 +28,7 @@ from verification.peers.probe import probe
 from verification.problems import links, long_problems
 from verification.problems.long_problems import LongProblem
 from verification.replay import replay as replays
+from verification.replay.torchrun_problems import read_torchrun_problem
 from verification.report.counter_example import CounterExample, save_record
 from verification.report.provenance import surroundings
 from verification.report.report import Report
@@ -38,7 +38,7 @@ from verification.run.torchrun.backend import ShrinkBackend, TorchrunBackend
 from verification.run.torchrun.rank_zero import AgentLost, Agents
 from verification.search.experiment import ToolError, case_record
 from verification.search.search import Search
-from verification.wording import counted
+from verification.wording import counted, printable
 
 SCRIPT = "scripts/validate_nccl.py"
 HOW = "torchrun --nproc-per-node=2 -m verification.cli.validate"
@@ -177,7 +177,7 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
         report.interrupt()
         report.summary()
     except (Exception, ToolError):
-        traceback.print_exc()
+        print(printable(traceback.format_exc()), end="", file=sys.stderr)
         return _refuse("the test harness itself failed, see above")
     finally:
         shrink_backend.close()
@@ -185,14 +185,17 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
         world = agents.address.world_size
         command = f"torchrun --nproc-per-node={world} {SCRIPT} {shlex.join(sys.argv[1:])}"
         report.extras |= surroundings("cuda" if options.backend == "nccl" else "cpu", world, command.rstrip())
-        cli.write_json(options.json, report.to_dict())
+        try:
+            cli.write_json(options.json, report.to_dict())
+        except OSError as error:
+            return _refuse(f"argument --json: {error}")
     if report.interrupted:
         return _refuse("interrupted")
     return 1 if report.failures else 0
 
 
 def _refuse(why: str) -> int:
-    print(f"{SCRIPT}: error: {why}", file=sys.stderr, flush=True)
+    print(f"{SCRIPT}: error: {printable(why)}", file=sys.stderr, flush=True)
     return 2
 
 
@@ -326,24 +329,20 @@ def run_long(
 
 def _replay(options: argparse.Namespace, report: Report, backend: TorchrunBackend) -> None:
     file: Path = options.replay
-    try:
-        record = json.loads(file.read_text())
-        special = next((name for name in ("links", "long") if isinstance(record, dict) and name in record), None)
-        problem = LongProblem(**record["long"]) if special == "long" else None
-        if special == "links" and record["links"]["world"] != backend.agents.address.world_size:
-            ranks = counted(record["links"]["world"], "rank")
-            raise ValueError(f"it was found on {ranks}; torchrun must start as many")
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise Unavailable(f"argument --replay: cannot read a counter-example from {file}: {error}") from error
-    if special is None:
+    world = backend.agents.address.world_size
+    with replays.naming(file, "--replay"):
+        problem = read_torchrun_problem(replays.read_record(file))
+        if problem is not None and problem.long is None and problem.world != world:
+            raise ValueError(f"it was found on {counted(problem.world, 'rank')}; torchrun must start as many")
+    if problem is None:
         replays.replay(file, report, backend, "--replay", options.attention)
         return
     with report:
-        backend.start(backend.agents.address.world_size if problem is None else problem.world)
-        if problem is None:
+        backend.start(problem.world)
+        if problem.long is None:
             run_links(report, backend, options.failures)
         else:
-            run_long(report, backend, problem, options.failures, options.attention)
+            run_long(report, backend, problem.long, options.failures, options.attention)
     report.summary(replayed=True)
 
 

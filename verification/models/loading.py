@@ -73,7 +73,7 @@ def _setup(name: str, value: Any) -> Setup:
     if isinstance(value, type) and issubclass(value, Setup):
         try:
             value = value()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise Refused(f"{name}() {_raised(error)}; it must take no argument") from error
     if isinstance(value, Setup):
         return value
@@ -104,7 +104,7 @@ def calling(function: str) -> Iterator[None]:
     """Name the user's function in its exceptions."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, (Misuse, UserError)):
             raise
         raise UserError(f"{function} {_raised(error)}") from error

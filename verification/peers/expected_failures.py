@@ -13,17 +13,21 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from verification.regular_file import read_regular
+
 MAX_SHOWN = 100  # characters of a wrong line
 
 
 def read_expected_failures(file: Path, titles: Collection[str]) -> dict[str | None, set[str]]:
-    """Return the titles of the file by the name of a peer; None: of all. Raises OSError, or ValueError naming the line
-    that has no title of these."""
+    """Return the titles of the file by the name of a peer; None: of all. Raises OSError; ValueError as
+    `read_regular`, and naming the line that has no title of these."""
     expected: dict[str | None, set[str]] = {}
     try:
-        lines = file.read_text("utf-8-sig").splitlines()
+        lines = read_regular(file).decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} must be text in UTF-8: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
     for number, text in enumerate(lines, 1):
         line = text.partition("#")[0].strip()
         if not line:

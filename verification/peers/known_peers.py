@@ -98,7 +98,7 @@ def prepare(peer: Any, name: str) -> None:
         peer.prepare()
     except Refused:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if peer.package is not None and peer.version is None:
             raise Refused(f"the package {peer.package} is not installed ({type(error).__name__}: {error})") from error
         raise Refused(f"{peer.package or name} cannot be imported: {type(error).__name__}: {error}") from error

@@ -4,21 +4,44 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from verification.regular_file import read_regular
 from verification.replay.records import parse
+from verification.replay.torchrun_problems import read_torchrun_problem
 from verification.report.report import Report
 from verification.run.backends import MAX_RANKS, Backend, Unavailable
 
-MAX_BYTES = 2**20  # of a file; runs save some kilobytes
 _SHOWN = 500  # characters of an error, which may quote the file
+
+
+def read_record(file: Path) -> object:
+    """Return the JSON of a file. Raises OSError, ValueError, or RecursionError for too deeply nested lists."""
+    content = read_regular(file)
+    try:
+        return json.loads(content.decode())
+    except ValueError as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+
+
+@contextmanager
+def naming(file: Path, argument: str) -> Iterator[None]:
+    """Raise what reading a counter-example raises as Unavailable, in a line. argument: that named the file."""
+    try:
+        yield
+    except (OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        reason = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN]}..."
+        raise Unavailable(f"argument {argument}: cannot read a counter-example from {file}: {reason}") from error
 
 
 def _refuse_torchrun(record: object, file: Path, backend: Backend) -> None:
     """Raise ValueError with the command for problems of ranks that torchrun starts: links and long sequences."""
-    problem = next((record[name] for name in ("links", "long") if isinstance(record, dict) and name in record), None)
-    if isinstance(problem, dict):
-        words = ["torchrun", f"--nproc-per-node={problem.get('world')}", "-m", "verification.cli.validate"]
+    problem = read_torchrun_problem(record)
+    if problem is not None:
+        words = ["torchrun", f"--nproc-per-node={problem.world}", "-m", "verification.cli.validate"]
         words += ["--backend", "nccl" if backend.name == "nccl" else "gloo", "--replay", str(file)]
         raise ValueError(f"it is a problem of ranks that torchrun starts; write {shlex.join(words)}")
 
@@ -30,21 +53,10 @@ def replay(
     attention: as for `verification.replay.records.parse`.
 
     Raises Unavailable for a file that cannot be read or holds no counter-example."""
-    try:
-        with file.open("rb") as stream:
-            content = stream.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES} bytes; a counter-example has at most that many")
-        try:
-            record = json.loads(content.decode())
-        except ValueError as error:
-            raise ValueError(f"it is not JSON: {error}") from error
+    with naming(file, argument):
+        record = read_record(file)
         _refuse_torchrun(record, file, backend)
         saved = parse(record, attention)
-    except (OSError, ValueError, RecursionError) as error:  # RecursionError: too deeply nested lists
-        reason = " ".join(str(error).split())
-        reason = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN]}..."
-        raise Unavailable(f"argument {argument}: cannot read a counter-example from {file}: {reason}") from error
     saved.prepare(backend)
     most = MAX_RANKS[backend.name]
     if saved.world > most:

@@ -14,13 +14,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verification.wording import printable
+
 WIDTH = 80
 _TOGETHER = re.compile(r'"(?:[^"\\]|\\.)*"(?:: )?')  # a JSON string, with the colon if it is a key
 
 
 def paragraph(text: str, indent: str = "", hanging: str | None = None) -> list[str]:
-    """Wrap each line of the text at WIDTH. All but the first begin with `hanging`, by default `indent`."""
-    hanging = indent if hanging is None else hanging
+    """Wrap each line of the text at WIDTH, as `printable` has it. All but the first begin with `hanging`, by default
+    `indent`."""
+    return _wrapped(printable(text), indent, indent if hanging is None else hanging)
+
+
+def _wrapped(text: str, indent: str, hanging: str) -> list[str]:
     lines: list[str] = []
     for line in text.splitlines():
         lines += textwrap.wrap(
@@ -33,7 +39,7 @@ def paragraph(text: str, indent: str = "", hanging: str | None = None) -> list[s
 def json_lines(head: str, record: Mapping[str, Any]) -> list[str]:
     """Format the record as JSON after `head`, wrapped between values only: the joined lines are JSON again."""
     whole = _TOGETHER.sub(lambda string: string[0].replace(" ", "\0"), json.dumps(dict(record)))
-    return [line.replace("\0", " ") for line in paragraph(head + whole, hanging="  ")]
+    return [line.replace("\0", " ") for line in _wrapped(head + whole, "", "  ")]
 
 
 def command_lines(head: str, words: Sequence[str]) -> list[str]:
@@ -43,7 +49,7 @@ def command_lines(head: str, words: Sequence[str]) -> list[str]:
     shortened = (
         os.path.relpath(x, folder) if Path(x).is_absolute() and Path(x).is_relative_to(folder) else x for x in words
     )
-    for number, word in enumerate(map(shlex.quote, shortened)):
+    for number, word in enumerate(printable(shlex.quote(word)) for word in shortened):
         last = number == len(words) - 1
         if len(lines[-1]) + len(word) + (0 if last else 2) > WIDTH and lines[-1].strip() != head.strip():
             lines[-1] += "\\"

@@ -19,7 +19,7 @@ def apply_claim(name: str, claims: Callable[[AnyCase], AnyCase | None], case: An
     try:
         nearest = claims(case)
         settled = None if nearest is None else claims(nearest)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ToolError(f"claims of {name} raised {type(error).__name__}: {error} ({_place_of(error)})") from error
     if nearest is None:
         return None
@@ -31,7 +31,7 @@ def apply_claim(name: str, claims: Callable[[AnyCase], AnyCase | None], case: An
     return nearest
 
 
-def _place_of(error: Exception) -> str:
+def _place_of(error: BaseException) -> str:
     """Return where the innermost frame outside this package raised, or called what did."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = [f for f in frames if not f.filename.startswith(PACKAGE)][-1:] or frames[-1:]

@@ -6,24 +6,28 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.plain_case import plain
 from tests.support.planted import plant_wrong_result
 from tests.support.printed import printed, recording, unbroken
 from verification import whole_run
 from verification.__main__ import main
-from verification.cli import validate
+from verification.cli import command_line, validate
 from verification.cli.arguments import TYPED, check_file, check_folder, title_of
 from verification.cli.command_line import COMMANDS
 from verification.replay.replay import replay
 from verification.report.report import Report
 from verification.run.backends import GlooBackend
 from verification.runner import titles
+from verification.search.experiment import case_record
 
 pytestmark = pytest.mark.ranks
 
@@ -198,3 +202,77 @@ def test_a_counter_example_gives_1_and_a_line_that_replays_it(
     assert verdict.startswith("no example held in ") and verdict.endswith(" s: 1 counter-example")
     mended = subprocess.run(line, cwd=ROOT, capture_output=True)
     assert mended.returncode == 0, "nothing is wrong without the defect"
+
+
+def started(arguments: list[str], folder: Path, *, limit: int | None = None) -> subprocess.Popen[str]:
+    """Start a command. limit: the most blocks of 512 bytes in a file that it writes."""
+    limited = [] if limit is None else ["sh", "-c", f'ulimit -f {limit}; exec "$@"', "sh"]
+    return subprocess.Popen(
+        [*limited, sys.executable, "-m", "verification", *arguments], cwd=folder, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", (0.4, 0.8, 1.6))
+def test_ctrl_c_during_imports_is_one_line(seconds: float, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    command = started(["replay", "fifo"], tmp_path)
+    time.sleep(seconds)
+    command.send_signal(signal.SIGINT)
+    assert command.communicate()[1].count("\n") == 1 and command.returncode == 2
+
+
+@pytest.mark.slow
+def test_no_room_for_files_is_one_line(tmp_path: Path) -> None:
+    command = started(["replay", "missing"], tmp_path, limit=0)
+    error = command.communicate()[1]
+    assert command.returncode == 2 and error.count("\n") == 1 and "cannot start: " in error, error
+
+
+ENDING = """
+import sys
+from verification.peers import Peer, claims
+adapter = Peer("ends", "nothing", lambda case: case, lambda *_: sys.exit(0), worlds=(1,))
+def ends(case): sys.exit(0)
+claim = Peer("ends", "nothing", ends, lambda *_: sys.exit(0), worlds=(1,))
+later = Peer("ends", "nothing", lambda case: case, lambda *_: sys.exit(0), worlds=(1,), prepare=lambda: sys.exit(0))
+"""
+
+
+@pytest.mark.parametrize(
+    "name, status, said",
+    [
+        ("exits:x", 2, "SystemExit"), ("interrupts:x", 2, "KeyboardInterrupt"), ("ends:later", 2, "SystemExit"),
+        ("ends:claim", 1, "SystemExit"), ("ends:adapter", 1, "raised in attend of ends:adapter"),
+    ],
+)  # fmt: skip
+def test_an_adapter_that_ends_the_process_fails(
+    name: str,
+    status: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "exits.py").write_text("import sys; sys.exit(0)")
+    (tmp_path / "interrupts.py").write_text("raise KeyboardInterrupt")
+    (tmp_path / "ends.py").write_text(ENDING)
+    file = tmp_path / "case.json"
+    file.write_text(json.dumps({"peer": name, "case": case_record(plain(1))}))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "ends", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(("replay", str(file))) == 2
+    assert "a replay imports no module that a file names" in unbroken(capfd.readouterr().err)
+    assert main(("replay", "--attention", name, str(file))) == status
+    assert said in unbroken("".join(capfd.readouterr()))
+    assert main(("peers", name, "--examples", "1", "--only", "gradients")) == (2 if name == "ends:claim" else status)
+
+
+def test_a_command_that_a_users_module_ends_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command_line.command_module("doctor"), "carry_out", lambda *_: sys.exit(0))
+    assert main(("doctor",)) == 2
+    assert "error: a user's module raised SystemExit: 0" in capsys.readouterr().err

@@ -19,7 +19,8 @@ from verification.case import Case
 from verification.check.laws import LAWS, Law
 from verification.check.laws.refusal_cases import MISTAKES
 from verification.experiments import law_experiment
-from verification.replay import records, replay
+from verification.regular_file import MAX_BYTES
+from verification.replay import records
 from verification.replay.registry import SavedExample
 from verification.run.backends import SimBackend, Unavailable
 from verification.search.experiment import case_record as as_json
@@ -62,6 +63,11 @@ CALL = {"peer": "torchscale", "case": case()}
 REFUSED: list[tuple[Any, str]] = [
     (7, "must be a JSON object, got int"),
     ({}, "missing fields"),
+    ({"peer": "os:system", "case": {}}, "a replay imports no module that a file names; if it is yours, write --attent"),
+    ({"peer": "os:system", "law": "x", "case": {}, "how": {}}, "imports no module that a file names"),
+    ({"step_peer": "os:system", "training_case": {}}, "imports no module that a file names"),
+    ({"model": "os:system", "case": {}}, "a replay imports no module that a file names; if it is yours, write --model"),
+    ({"peer": "os", "case": case()}, "'os' is no peer"),
     (case(tokens=10**18), "tokens is 1000000000000000000; it must be at most"),
     (case(world=10**6), "world is 1000000; it must be at most 1024"),
     (case(tokens=2**16), "scores; at most"),
@@ -137,7 +143,7 @@ def test_what_needs_processes_is_not_replayed_in_a_simulation() -> None:
     "content",
     ["", "{", "[" * 100_000, "\x00", "1" * 5000, "7",
      *(json.dumps(case(**x)) for x in ({"kernel": "x" * 10**5}, {"cuts": [10**5 * "1"]}, {"y" * 10**5: 1})),
-     " " * replay.MAX_BYTES + json.dumps(case())],
+     " " * MAX_BYTES + json.dumps(case())],
     ids=range(10),
 )  # fmt: skip
 def test_a_refusal_is_one_short_line(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +153,7 @@ def test_a_refusal_is_one_short_line(content: str, tmp_path: Path, capsys: pytes
     error = capsys.readouterr().err
     assert f"argument FILE: cannot read a counter-example from {file}: " in error
     assert error.count("\n") == 1 and len(error) < 1000
-    assert ("more than 1048576 bytes" in error) == (len(content) > replay.MAX_BYTES)
+    assert ("more than 1048576 bytes" in error) == (len(content) > MAX_BYTES)
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
