@@ -50,8 +50,8 @@ def needs_of(ranges: Ranges, causal: bool) -> Needs:
 
 
 def _needs(ranges: Ranges, causal: bool) -> Needs:
-    everything = Subranges.whole(ranges, np.arange(len(ranges.count)))
-    tables = [_remote(ranges, pairs) for pairs in pair_up(ranges, everything, everything, causal)]
+    queries, keys = (Subranges.whole(ranges, which) for which in (ranges.queries, ranges.keys))
+    tables = [_remote(ranges, pairs) for pairs in pair_up(ranges, queries, keys, causal)]
     needs = Needs(*(concatenated(columns) for columns in zip(*tables, strict=True)))
     # Merge overlapping and adjacent entries. Offset each range by `span`, so that entries of two ranges never merge.
     span = int(ranges.count.max(initial=0)) + 2
