@@ -25,7 +25,7 @@ from tests.support import peer_examples
 from tests.support.plain_case import PLAIN, plain
 from tests.support.printed import unbroken
 from verification.__main__ import main
-from verification.case import Case
+from verification.case import Case, Keys
 from verification.check.expectation import inputs_of as inputs_of_case
 from verification.failures import VerificationFailure
 from verification.peers import Peer, Refused, probe
@@ -164,6 +164,7 @@ def test_each_fault_is_reported_as_what_it_is(
         ("sound", replace(PLAIN, dtype="float64")),
         ("with_scores", SCORED),
         ("with_scores", replace(SCORED, again="pipelined")),
+        ("with_scores", replace(SCORED, keys=Keys(9))),
         ("with_scores", replace(SCORED, again="kv", softcap=None)),
         ("packed", PACKED),
         ("heads_first", PLAIN),
