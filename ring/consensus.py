@@ -200,6 +200,7 @@ class CallKind(NamedTuple):
     device: str
     pattern: Pattern
     layout: Layout
+    key_layout: Layout
     exchange: str
     bucket: int | None
     kernel: str
@@ -217,7 +218,7 @@ def kind_of(call: Call, thread: str) -> CallKind:
     q = call.q
     return CallKind(
         q.shape[0], q.shape[2], call.k.shape[2], q.shape[3], call.v.shape[3], q.dtype, q.device.type, call.pattern,
-        call.layout, call.exchange, call.bucket, call.kernel, call.scale, call.softcap,
+        call.layout, call.key_layout, call.exchange, call.bucket, call.kernel, call.scale, call.softcap,
         None if call.sinks is None else call.sinks.dtype, call.return_lse, call.differentiated,
         call.sinks_differentiated, thread,
     )  # fmt: skip
@@ -232,6 +233,10 @@ def _thread_role() -> str:
     return "the main one" if threading.current_thread() is threading.main_thread() else "another one"
 
 
+def _described(layout: Layout) -> str:
+    return f"{layout.n} tokens, cuts {layout.cuts}, order {layout.digest.hex()}"
+
+
 def signature_of(kind: CallKind) -> Signature:
     entries = {
         "batch size": kind.batch,
@@ -243,7 +248,8 @@ def signature_of(kind: CallKind) -> Signature:
         "device type": kind.device,
         "pattern": replace(kind.pattern, documents=None).to_dict(),
         "documents": kind.pattern.documents,
-        "layout": f"{kind.layout.n} tokens, cuts {kind.layout.cuts}, order {kind.layout.digest.hex()}",
+        "layout": _described(kind.layout),
+        "key_layout": _described(kind.key_layout),
         "exchange": kind.exchange,
         "bucket": kind.bucket,
         "kernel": kind.kernel,
