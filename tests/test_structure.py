@@ -17,7 +17,8 @@ PACKAGES = ("reference", "ring", "verification")
 # stops only.
 ROAD = (
     "reference",
-    "ring.whole_file", "ring.caching", "ring.precision", "ring.balance", "ring.layout", "ring.plan", "ring.strided_view", "ring.comm",
+    "ring.whole_file",
+    "ring.caching", "ring.precision", "ring.balance", "ring.layout", "ring.plan", "ring.strided_view", "ring.comm",
     "ring.compute",
     "ring.lowering", "ring.default_bucket", "ring.validation",
     "ring.consensus", "ring.execute", "ring.dispatcher_op", "ring.torch_compile", "ring.attention",

@@ -176,7 +176,7 @@ def _check_values(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError for NaN and +inf in a parameter or the optimizer's state. -inf may be that of a sink."""
     states = [(name, x) for name, x in tensors.items() if name.startswith("optimizer.")]
     for name, x in (*model.named_parameters(), *states):
-        values = x.detach().to_local() if isinstance(x, DTensor) else x.detach()
+        values = (x.to_local() if isinstance(x, DTensor) else x).detach()
         if values.is_floating_point() and not (values < math.inf).all():
             raise ValueError(f"{name} of the checkpoint must have no NaN and no inf, got some: keep the one before it")
 

@@ -197,9 +197,9 @@ def _damaged_for_all(folder: Path) -> str:
     with small_disk(0 if rank == 1 else 10**9), pytest.raises(OSError, match="rank 1: cannot write .*/__1_0") as full:
         checkpoint.save(folder / "2", *a_run())
     texts.append(str(full.value))
-    with pytest.raises(OSError, match="rank 0: .* is held by process") as held, checkpoint_lock.hold(folder):
-        with checkpoint_lock.hold(folder):
-            pass
+    held_by = pytest.raises(OSError, match="rank 0: .* is held by process")
+    with checkpoint_lock.hold(folder), held_by as held, checkpoint_lock.hold(folder):
+        pass
     texts.append(str(held.value))
     checkpoint.save(folder / "2", *a_run(), step=2)
     assert checkpoint.load(folder / "2", *a_run()) == {"step": 2}
