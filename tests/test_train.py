@@ -157,7 +157,7 @@ STARTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("start, number", [("train.py", 9), ("train.py", 15), ("torchrun", 9), ("torchrun", 15)])
 def test_ranks_end_with_their_launcher(tmp_path: Path, start: str, number: int) -> None:
-    """What was saved stays whole, and its lock is free."""
+    """The last checkpoint stays whole, and the lock is free."""
     words = (*SMALL.split(), "--folder", str(tmp_path), "--steps", "1000000", "--every", "1")
     command = [sys.executable, *STARTS[start], *words]
     with subprocess.Popen(

@@ -20,7 +20,7 @@ _DIGEST = "sha256"  # the fastest of hashlib where CPUs have instructions for it
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """Contents of a checkpoint.
 
     files      size in bytes and digest of each file, by name
     tensors    dtype and whole shape of each tensor, by name
