@@ -17,13 +17,11 @@ ranks, up to rounding, because its batch depends on the step alone.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -47,6 +45,7 @@ from ring import Layout, whole_file
 from ring.nn import ContextParallel, LongNetBlock, clip_grad_norm, cross_entropy, next_tokens, shard_batch
 from ring.nn.frameworks import checkpoint, checkpoint_lock
 from verification.cli.arguments import check_file, check_folder
+from verification.run.processes.parent_death import end_with_parent
 
 LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}  # of parameters
@@ -57,8 +56,7 @@ KEPT = (
     "held_out", "lr", "seed",
 )  # fmt: skip
 RESUMABLE = ("lr", "layout")  # besides --ranks, --data, --steps and --every, which it does not keep
-LAUNCHER = "TRAIN_LAUNCHER"  # environment variable: process number of the launcher
-PR_SET_PDEATHSIG = 1  # of Linux' prctl
+LAUNCHER = "TRAIN_LAUNCHER"  # environment variable: number of the parent process, with which this one ends
 BOUND = 1e-9  # on the relative difference of two fp64 curves: far above rounding, far below the effect of any bug
 
 
@@ -233,8 +231,7 @@ def train(options: argparse.Namespace) -> None:
     """Train on this rank."""
     mesh, device = join(options)
     with checkpoint_lock.hold(options.folder):
-        if checkpoints(options.folder)[-1:] != options.last:
-            raise ValueError(f"--folder {options.folder} was held by another training until now: start again")
+        check_last(options)
         train_on(options, mesh, device)
 
 
@@ -286,7 +283,8 @@ def check(options: argparse.Namespace) -> int:
         command = [word for word in command if word != "--check"] + ["--json", str(folder / "record.json")]
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        subprocess.run([sys.executable, __file__, *command], check=True, preexec_fn=end_with_parent)
+        environment = os.environ | {LAUNCHER: str(os.getpid())}
+        subprocess.run([sys.executable, __file__, *command], check=True, env=environment)
         records.append(json.loads((folder / "record.json").read_text()))
     one, four = records
     difference = max(abs(a - b) / abs(a) for a, b in zip(one["losses"], four["losses"], strict=True))
@@ -372,36 +370,40 @@ def resumed(
     return options
 
 
-def check_checkpoints(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Exit if checkpoints cannot be written, or if there is one that is not resumed."""
-    if options.last and not options.resume and not options.check:
-        name = options.last[0].name
-        parser.error(f"--folder {options.folder} has the checkpoint {name}: write --resume, or name another folder")
+def check_last(options: argparse.Namespace) -> None:
+    """Raise ValueError if the folder has a checkpoint that is not to be resumed, or another than when it was read."""
+    last = checkpoints(options.folder)[-1:]
+    if last and not options.resume:
+        raise ValueError(f"--folder {options.folder} has {last[0].name}: write --resume, or name another folder")
+    if last != options.last:
+        raise ValueError(f"--folder {options.folder} was held by another training until now: start again")
+
+
+def launched(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of a launcher. Exits, before ranks are started, if their folder is of no use or held."""
+    folder = parser.parse_args(arguments).folder
     try:
-        check_folder("--folder", options.folder)
-    except OSError as error:
+        check_folder("--folder", folder)
+        with checkpoint_lock.hold(folder):
+            options = parse(parser, arguments)
+            if not options.check:
+                check_last(options)
+    except (OSError, ValueError) as error:
         parser.error(str(error))
-
-
-def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that ends (Linux' prctl)."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return options
 
 
 def main() -> int:
     parser = parser_of()
-    if "RANK" in os.environ:
+    if "RANK" in os.environ or LAUNCHER in os.environ:
         end_with_parent()
         if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):  # it ended before that call
             return 1
-        options = parse(parser)
-        if os.environ["RANK"] == "0":
-            check_checkpoints(options, parser)
-        train(options)
+    if "RANK" in os.environ:
+        train(parse(parser))
         leave()
         return 0
-    options = parse(parser)
-    check_checkpoints(options, parser)
+    options = launched(parser)
     if options.check:
         return check(options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ring.nn.frameworks import checkpoint, checkpoint_lock
-from verification.run.processes.process_tree import descendants
+from verification.run.processes.process_tree import alive, descendants
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ROOT = Path(__file__).parents[1]
@@ -120,24 +120,15 @@ def test_a_folder_or_file_of_no_use_is_refused_before_the_run(
     missing = tmp_path / "dangling.json"
     missing.symlink_to(tmp_path / "nowhere" / "record.json")
     for words, said in (
-        (("--folder", f"{tmp_path}/full"), "has the checkpoint step-2: write --resume, or name another folder"),
+        (("--folder", f"{tmp_path}/full"), "has step-2: write --resume, or name another folder"),
         (("--folder", f"{tmp_path}/new", "--resume"), "has no checkpoint: leave it out"),
         (("--folder", f"{tmp_path}/new", "--json", str(tmp_path)), "argument --json: cannot write"),
         (("--folder", f"{tmp_path}/new", "--json", str(missing)), "argument --json: cannot write"),
         (("--folder", str(missing / "x")), "argument --folder: cannot write to"),
     ):
-        parser = train.parser_of()
         with pytest.raises(SystemExit):
-            train.check_checkpoints(train.parse(parser, words), parser)
+            train.launched(train.parser_of(), words)
         assert said in capsys.readouterr().err
-
-
-def alive(pids: set[int]) -> set[int]:
-    """Return those that run, without zombies."""
-    states = {pid: Path(f"/proc/{pid}/stat") for pid in pids}
-    return {
-        pid for pid, file in states.items() if file.exists() and file.read_text().rpartition(")")[2].split()[0] != "Z"
-    }
 
 
 def until(done: Callable[[], bool], seconds: float) -> bool:
@@ -183,10 +174,11 @@ def test_a_rank_whose_launcher_has_ended_does_not_begin() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_second_training_in_the_folder_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ("train.py", "torchrun"))
+def test_a_second_training_in_the_folder_is_refused(tmp_path: Path, start: str) -> None:
     with checkpoint_lock.hold(tmp_path):
-        done = run("scripts/train.py", "--folder", str(tmp_path), "--steps", "1")
-    assert done.returncode == 1 and f"{tmp_path} is held by process {os.getpid()} of " in done.stderr
+        done = run(*STARTS[start], "--folder", str(tmp_path), "--steps", "1")
+    assert done.returncode and f"{tmp_path} is held by process {os.getpid()} of " in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
