@@ -66,7 +66,7 @@ def save(folder: Path, run: Run, step: int) -> None:
 def refusal(folder: Path, run: Run) -> str | None:
     """Load a checkpoint, and return the text of its refusal; None if it was loaded.
 
-    Raises MishandledFault if the model was changed by what was refused."""
+    Raises MishandledFault if it raised another error, or changed the model before."""
     before = [x.detach().clone() for x in run[0].parameters()]
     try:
         with warnings.catch_warnings():
@@ -75,6 +75,10 @@ def refusal(folder: Path, run: Run) -> str | None:
     except Exception as error:  # torch raises whatever a damaged file leads to
         if not all(torch.equal(x, y) for x, y in zip(before, run[0].parameters(), strict=True)):
             raise MishandledFault(f"silent: the model was changed by a checkpoint that was refused: {error}") from error
+        if not isinstance(error, ValueError):
+            raise MishandledFault(
+                f"misnamed: a refusal must be a ValueError, got {type(error).__name__}: {error}"
+            ) from error
         return str(error)
     return None
 

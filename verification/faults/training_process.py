@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ring.nn.frameworks import checkpoint_lock, checkpoint_manifest
@@ -40,10 +41,10 @@ def striking(kind: str) -> Callable[[random.Random, Path], None]:
     def strike(draw: random.Random, folder: Path) -> None:
         if not SCRIPT.is_file():
             raise Unavailable(f"faults of processes train with {SCRIPT}, which is missing: run in the repository")
-        errors = folder / "errors"
         saved = folder / "training"
-        with begun(saved, errors) as launcher:
-            pids = {launcher.pid}
+        with begun(saved) as launcher, ThreadPoolExecutor(1) as reader:
+            assert launcher.stderr is not None
+            errors, pids = reader.submit(launcher.stderr.read), {launcher.pid}
             try:
                 wait_for(lambda: any(saved.glob("step-*")) or launcher.poll() is not None, BEGUN, "no checkpoint")
                 time.sleep(draw.random() / 4)
@@ -57,18 +58,19 @@ def striking(kind: str) -> Callable[[random.Random, Path], None]:
                 for pid in alive(pids):
                     os.kill(pid, signal.SIGKILL)
         check_folder(saved, clean=kind == "disk")
-        if kind == "disk" and "MiB are free on its disk" not in (text := errors.read_text()):
+        if kind == "disk" and "MiB are free on its disk" not in (text := errors.result()):
             raise MishandledFault(f"misnamed: {STRIKES[kind]}, got: {text[-1000:]}")
 
     return strike
 
 
-def begun(folder: Path, errors: Path) -> subprocess.Popen[str]:
-    """Start a training, which ends with this process."""
+def begun(folder: Path) -> subprocess.Popen[str]:
+    """Start a training, which ends with this process. Its errors go to a pipe: the limit of a full disk cuts files."""
     command = [sys.executable, str(SCRIPT), *SMALL.split(), "--folder", str(folder)]
     own = {"TRAIN_LAUNCHER": str(os.getpid())}
-    with errors.open("w") as file:
-        return subprocess.Popen(command, env=environment() | own, stdout=subprocess.DEVNULL, stderr=file, text=True)
+    return subprocess.Popen(
+        command, env=environment() | own, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
 
 
 def environment() -> dict[str, str]:
