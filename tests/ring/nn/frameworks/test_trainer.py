@@ -15,13 +15,21 @@ from accelerate import ParallelismConfig
 from peft import LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, TaskType, get_peft_model
 from torch import Tensor
 from torch.utils.data import IterableDataset
-from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from ring.nn.frameworks import transformers
 from ring.nn.frameworks.trainer import ContextParallelTrainer
 from tests.support.framework_example import EXACT, ROUNDED
 from tests.support.ranks import Ranks
-from tests.support.trainer_runs import Run, Sequences, arguments, begin, llama, trained, trainer_of
+from tests.support.trainer_runs import SIZES, Run, Sequences, arguments, begin, llama, trained, trainer_of
 
 pytestmark = pytest.mark.ranks
 
@@ -35,6 +43,10 @@ RUNS = {
     "packed": Run(4, 4, "packed", batch=3, settings={"gradient_accumulation_steps": 2}),
     "packed on data ranks": Run(4, 2, "packed", batch=4, held=8),
     "rows packed from other documents": Run(2, 2, "packed rows", settings={"gradient_accumulation_steps": 2}),
+    "masked": Run(2, 2, "padded", settings={"gradient_accumulation_steps": 2}, model="modernbert"),
+    "masked, positions from padding": Run(4, 2, "padded", batch=4, model="roberta"),
+    "classes of tokens": Run(4, 2, "typed", batch=4, held=6, model="bert"),
+    "classes of tokens, without padding": Run(4, 4, "equal", "own", model="bert"),
     "a loss of one's own": Run(4, 2, "padded", "own", batch=4, settings={"gradient_accumulation_steps": 2}),
     "smoothed labels": Run(2, 2, "padded", "smoothed", settings={"gradient_accumulation_steps": 2}),
     "the mean over a rank alone": Run(
@@ -69,7 +81,7 @@ def assert_same(got: Any, expected: Any, bound: float, where: str = "") -> None:
 def test_a_training_is_that_of_one_process(name: str, ranks: Ranks, tmp_path: Path) -> None:
     run = RUNS[name]
     expected = trained(run, str(tmp_path / "alone"))
-    if run.collator == "padded" and run.data > 1:
+    if run.collator in ("padded", "typed") and run.data > 1:
         del expected["logs"][-2]["total_flos"]  # counts padding, of which one batch of all rows has more
     for got in ranks(run.world).run(trained, run, str(tmp_path / "sharded")):
         for key, value in expected.items():
@@ -110,10 +122,6 @@ class Endless(IterableDataset[dict[str, list[int]]]):
         return iter(Sequences(6, 1, True).rows)
 
 
-def bert() -> BertForMaskedLM:
-    return BertForMaskedLM(BertConfig(vocab_size=19, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
-
-
 def adapted(config: PeftConfig) -> PeftModel:
     return get_peft_model(llama(), config)
 
@@ -136,7 +144,21 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "cp_size": ({"parallelism_config": ParallelismConfig(cp_size=2)}, {}, "parallelism_config must be left out"),
     "iterable": ({"max_steps": 2}, {"train_dataset": Endless()}, "train_dataset must have a length"),
     "iterable, evaluated": ({}, {"eval_dataset": {"other": Endless()}}, "other must have a length"),
-    "bert": ({}, {"model": bert}, "model must be a causal language model, got BertForMaskedLM"),
+    "pooled": (
+        {},
+        {"model": lambda: BertForSequenceClassification(BertConfig(**SIZES))},
+        "model must be a language model, causal or masked, or a token classifier, got BertForSequenceClassification",
+    ),
+    "the last token": (
+        {},
+        {"model": lambda: LlamaForSequenceClassification(LlamaConfig(**SIZES))},
+        "got LlamaForSequenceClassifi",
+    ),
+    "another sequence": (
+        {},
+        {"model": lambda: T5ForConditionalGeneration(T5Config(vocab_size=19))},
+        "got T5ForConditionalGeneration",
+    ),
     "prompts": ({}, {"model": lambda: adapted(PromptTuningConfig(TaskType.CAUSAL_LM, num_virtual_tokens=2))}, "LORA"),
     "invocations": (
         {},
