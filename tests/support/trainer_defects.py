@@ -20,6 +20,8 @@ from verification.models.trainers import accelerate_loop, lightning_trainer, pef
 class DividedTwice(transformers_trainer.Llama):
     """Divides each micro-batch's share of the mean by their number."""
 
+    evaluates = resumes = False
+
     def trainer(self, *arguments: Any, **options: Any) -> Any:
         trainer = super().trainer(*arguments, **options)
         loss_of, number = trainer.compute_loss, trainer.args.gradient_accumulation_steps
