@@ -41,19 +41,20 @@ def _refused(direction: str, check: bool) -> list[bool]:
     wrong = dist.get_rank() == world - 1
     q, k, v = (torch.ones(1, 2, 1, 4, requires_grad=True) for _ in range(3))
     tensors = [weakref.ref(x) for x in (q, k, v)]
-    layout, settings = Layout.contiguous(2 * world, world), {"check": check, "group": dist.group.WORLD}
+    attend = partial(ring_attention, q, k, v, Pattern.dense(), Layout.contiguous(2 * world, world), check=check)
     if direction == "forward":
         with pytest.raises(ValueError, match="exchange must be"):
-            ring_attention(q, k, v, Pattern.dense(), layout, exchange="no such" if wrong else "ring", **settings)
+            attend(exchange="no such" if wrong else "ring", group=dist.group.WORLD)
     else:
-        out = ring_attention(q, k, v, Pattern.dense(), layout, **settings)
+        out = attend(group=dist.group.WORLD)
+        assert isinstance(out, torch.Tensor)
         with (
             patch.object(Calls, "check_backward", _refuse if wrong else Mock()),
             pytest.raises(ValueError, match="refused"),
         ):
             out.sum().backward()
         del out
-    del q, k, v
+    del q, k, v, attend
     return [tensor() is not None for tensor in tensors]
 
 
