@@ -162,11 +162,13 @@ class SharedPage:
         while not self._has_answered(rank, number):
             now = time.monotonic()
             if now - began > self._timeout.total_seconds():
-                self._give_up(number, f"the group's timeout of {self._timeout} is over")
+                self._give_up(number, self._missing(number), f"the group's timeout of {self._timeout} is over")
             if now - last_look > _LOOK:
                 last_look = now
                 if self._process_has_ended(rank):
-                    self._give_up(number, "its process has ended")
+                    # Others may just be late.
+                    ended = [other for other in self._missing(number) if self._process_has_ended(other)]
+                    self._give_up(number, ended, "its process has ended")
             time.sleep(_PAUSE if now - began < _SOON else _LATE_PAUSE)
         theirs = self._page[begin : begin + _SLOT]
         if theirs[_NUMBER : _NUMBER + PAYLOAD] == _GAVE_UP:
@@ -178,11 +180,14 @@ class SharedPage:
         slot = self._page[begin : begin + _SLOT]
         return slot == _slot_of(number, slot[_NUMBER : _NUMBER + PAYLOAD])
 
-    def _give_up(self, number: int, reason: str) -> None:
+    def _missing(self, number: int) -> list[int]:
+        return [rank for rank in range(self._world_size) if not self._has_answered(rank, number)]
+
+    def _give_up(self, number: int, missing: list[int], reason: str) -> None:
         """Tell the other ranks, and raise MissingRanks."""
         begin = self._begin(self._rank, number)
         self._page[begin : begin + _SLOT] = _slot_of(number, _GAVE_UP)
-        raise MissingRanks([rank for rank in range(self._world_size) if not self._has_answered(rank, number)], reason)
+        raise MissingRanks(missing, reason)
 
     def _process_has_ended(self, rank: int) -> bool:
         try:

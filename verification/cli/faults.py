@@ -18,9 +18,10 @@ MAX_WORLD = 8  # more ranks than cores are slow and find nothing else
 HELP = "inject faults and check that each error names the faulty rank"
 ABOUT = """\
 Injects faults into ranks over gloo, at a random post of a random rank: kill -9,
-SIGSTOP, an exception, a message that is too short or too long. The error must
-name the fault and its rank. Afterwards all ranks must run again, the next
-example must be right, and no process may be left over. No GPU is needed."""
+SIGSTOP, an exception, a message that is too short or too long; or a rank comes
+after the others' timeout. The error must name the fault and its rank. Afterwards
+all ranks must run again, the next example must be right, and no process may be
+left over. No GPU is needed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
