@@ -158,6 +158,8 @@ class Agent:
             self._send("reply", number, self._start(argument))
         elif what == "stacks":
             self._send("reply", number, self._ranks.stacks([0])[0] if self._ranks else "")
+        elif what == "records":
+            self._send("reply", number, self._ranks.records([0]).get(0) if self._ranks else None)
         elif what == "any runnable":
             self._send("reply", number, self._ranks is not None and self._ranks.any_runnable([0]))
         elif what in ("end", "ping"):
