@@ -69,11 +69,11 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
         if transport.world_size > 1:
             where = numbered.forward
     except Exception as exception:  # of any type: the other ranks must learn of it
+        if not check:
+            raise
         error = exception
     if check and (transport.world_size > 1 or error is not None):
         _compare(where, signature, error, transport)
-    elif error is not None:
-        raise error
     return setting
 
 
@@ -116,11 +116,11 @@ def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) ->
     try:
         numbered.calls.check_backward(numbered)
     except ValueError as exception:
+        if not check:
+            raise
         error = exception
     if check and (transport.world_size > 1 or error is not None):
         _compare(numbered.backward, _NO_ARGUMENTS, error, transport)
-    elif error is not None:
-        raise error
     numbered.backwards += 1  # on all ranks; after an error on none
 
 
@@ -137,6 +137,7 @@ def compare(where: str, signature: Mapping[str, object], error: Exception | None
 
 def _compare(where: str, signature: Signature, error: Exception | None, transport: Consensus) -> None:
     """`compare`, with a signature that has its digest."""
+    _drop_frames(error)
     digest = b"\0" * _DIGEST if error is not None else _digest(where.encode() + b"\0" + signature.digest)
     try:
         if transport.all_equal(digest) and error is None:
@@ -148,6 +149,15 @@ def _compare(where: str, signature: Signature, error: Exception | None, transpor
     gathered = all_gather_json([report, transport.calls.number], transport)
     transport.calls.advance_to(max(number for _, number in gathered))
     raise _joint_error([(str(kind), text) for (kind, text), _ in gathered])
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of an error and of its causes. Their frames hold the error itself and the call's tensors: a
+    cycle, which would keep the tensors until the garbage collector runs.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _digest(content: bytes) -> bytes:
