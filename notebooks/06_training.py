@@ -157,8 +157,8 @@ STEPS = 200 if LONG else 30
 WAYS = {"1 rank": "--ranks 1", "2 ranks": "--ranks 2", "4 ranks": "--ranks 4", "2 x 2": "--ranks 4 --data 2"}
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{SCRIPTS}", "PYTHONWARNINGS": "ignore"}
 curves = {}
-with tempfile.TemporaryDirectory() as folder:
-    for name, ranks in WAYS.items():
+for name, ranks in WAYS.items():
+    with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "record.json"
         words = f"{SMALL} {ranks} --steps {STEPS} --every {STEPS} --folder {folder} --json {file}".split()
         done = subprocess.run(

@@ -10,7 +10,8 @@ Vocabulary
     travel  the farthest that a slot of rank s must go along the ring: max of (d - s) mod p over the d != s
             that need it, 0 if no other rank does.
 
-A layout is the list of the global positions of each rank; their local order does not change costs.
+A layout is the list of the global positions of each rank; their local order does not change costs. In cross-attention
+keys have a list of their own, of another length perhaps.
 Sinks are one number for each query head on every rank: they are not sent, and not counted. A softcap costs no bytes.
 Counts are exact: int64 arrays (far below 2**53) or Python integers. Bytes, unless a name says slots or pairs.
 """
@@ -43,6 +44,7 @@ class Setting:
         batch, heads, kv_heads, head_dim: sizes of the tensors; heads is a multiple of kv_heads.
         itemsize: bytes of the working type: 8, 4 or 2.
         value_dim: head dim of the values, Dv; None: head_dim.
+        key_positions: of the keys and values, like positions; None: positions.
 
     Raises:
         ValueError: positions, heads, itemsize or sizes are invalid or inconsistent.
@@ -56,9 +58,12 @@ class Setting:
     head_dim: int
     itemsize: int = 4
     value_dim: int | None = None
+    key_positions: Sequence[Ints] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "positions", tuple(np.asarray(x, np.int64) for x in self.positions))
+        if self.key_positions is not None:
+            object.__setattr__(self, "key_positions", tuple(np.asarray(x, np.int64) for x in self.key_positions))
         for name in ("batch", "heads", "kv_heads", "head_dim"):
             validators.at_least(name, getattr(self, name), 1)
         if self.value_dim is not None:
@@ -66,13 +71,15 @@ class Setting:
         validators.grouped_heads(self.heads, self.kv_heads)
         if self.itemsize not in (2, 4, 8):
             raise ValueError(f"itemsize is {self.itemsize}; it must be 2, 4 or 8 bytes")
-        if not self.positions or any(x.ndim != 1 for x in self.positions):
-            raise ValueError("positions must be one one-dimensional array per rank, for at least one rank")
-        n = self.rows.size
-        if n and (self.rows.min() < 0 or self.rows.max() >= n or np.bincount(self.rows).max() > 1):
-            raise ValueError(f"positions must hold every number of range({n}) exactly once")
+        for name, positions in (("positions", self.positions), ("key_positions", self.keys)):
+            if len(positions) != max(self.world, 1) or any(x.ndim != 1 for x in positions):
+                raise ValueError(f"{name} must be one one-dimensional array per rank, for at least one rank")
+            rows = np.concatenate(positions)
+            n = rows.size
+            if n and (rows.min() < 0 or rows.max() >= n or np.bincount(rows).max() > 1):
+                raise ValueError(f"{name} must hold every number of range({n}) exactly once")
+            self.pattern.validate_tokens(n)
         self.pattern.validate(self.heads)
-        self.pattern.validate_tokens(n)
 
     @property
     def world(self) -> int:
@@ -98,20 +105,40 @@ class Setting:
         elements = self.batch * sum(self.dims)
         return elements * self.itemsize, elements * (self.itemsize if narrow else self.accumulator_itemsize)
 
+    @property
+    def keys(self) -> Sequence[Ints]:
+        """Global positions of the keys of each rank."""
+        return self.positions if self.key_positions is None else self.key_positions
+
     @cached_property
     def counts(self) -> Ints:
-        """Number of tokens of each rank, (p,)."""
+        """Number of queries of each rank, (p,)."""
         return np.array([x.size for x in self.positions], np.int64)
 
     @cached_property
-    def rows(self) -> Ints:
-        """Global positions, shard after shard, (n,)."""
+    def key_counts(self) -> Ints:
+        """Number of keys of each rank, (p,)."""
+        return np.array([x.size for x in self.keys], np.int64)
+
+    @cached_property
+    def query_rows(self) -> Ints:
+        """Global positions of the queries, shard after shard, (n_q,)."""
         return np.concatenate(self.positions)
+
+    @cached_property
+    def query_owner(self) -> Ints:
+        """Rank of each of `query_rows`, (n_q,)."""
+        return np.repeat(np.arange(self.world), self.counts)
+
+    @cached_property
+    def rows(self) -> Ints:
+        """Global positions of the keys, shard after shard, (n,)."""
+        return np.concatenate(self.keys)
 
     @cached_property
     def owner(self) -> Ints:
         """Rank of each of `rows`, (n,)."""
-        return np.repeat(np.arange(self.world), self.counts)
+        return np.repeat(np.arange(self.world), self.key_counts)
 
     @cached_property
     def needs(self) -> tuple[Need, ...]:
@@ -195,7 +222,7 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
     elif exchange == "direct":
         keys, gradients = setting.slots, setting.slots.T
     else:
-        keys = (setting.counts * setting.kv_heads)[:, None] * (ranks[:, None] != ranks)
+        keys = (setting.key_counts * setting.kv_heads)[:, None] * (ranks[:, None] != ranks)
         gradients = keys.T
     size, gradient_size = setting.slot_bytes(narrow)
     return Traffic(keys * size, keys * size, gradients * gradient_size)
@@ -244,7 +271,7 @@ def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False) 
     """Return the bytes of every communication buffer that an exchange allocates. All are 0 for one rank.
 
     With cap = bucket * Hk slots, most = cap + W - 1, v(s, t) = slots of s with travel >= t, e(s, t) = those
-    with travel == t, n_r = rows of rank r; in slots of rank d:
+    with travel == t, n_r = keys of rank r; in slots of rank d:
 
                  receive                       send                        returned
         ring     max_t min(v(d-t, t), most)    min(v(d, 1), most)          receive + max_t min(e(d, t), most)
@@ -276,7 +303,7 @@ def _buffer_slots(setting: Setting, exchange: str, bucket: int) -> tuple[Ints, I
     """Slots (p,) of a receive buffer, of the send buffer and of `returned`, by the table of `buffers`."""
     p, ranks = setting.world, np.arange(setting.world)
     most = _cap(setting, bucket) + setting.widest - 1
-    own = setting.counts * setting.kv_heads
+    own = setting.key_counts * setting.kv_heads
     receive, send, returned = np.zeros((3, p), np.int64)
     if known(exchange) == "gather":
         return own.sum() - own, own if p > 1 else 0 * own, (p - 1) * own
@@ -365,7 +392,9 @@ def flops(setting: Setting) -> Flops:
     Args:
         setting: the problem.
     """
-    before = np.zeros(setting.rows.size + 1, np.int64)  # cumulative pairs, so that those of a shard are a difference
+    before = np.zeros(
+        setting.query_rows.size + 1, np.int64
+    )  # cumulative pairs, so that those of a shard are a difference
     for need in setting.needs:
         before[1:] += np.cumsum(need.pairs)
     ends = np.cumsum(setting.counts)
@@ -396,7 +425,10 @@ def resident(setting: Setting) -> Resident:
     Args:
         setting: the problem.
     """
-    rows, wide = setting.batch * setting.counts, setting.accumulator_itemsize
-    lse, kv_heads = rows * setting.heads, rows * setting.kv_heads  # elements
+    wide = setting.accumulator_itemsize
+    lse, kv_heads = (
+        setting.batch * setting.counts * setting.heads,
+        setting.batch * setting.key_counts * setting.kv_heads,
+    )
     (q, out), (k, v) = ([x * dim for dim in setting.dims] for x in (lse, kv_heads))
     return Resident((q + k + v + out) * setting.itemsize + lse * wide, (out + lse) * wide, (q + k + v) * wide)

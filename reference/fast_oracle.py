@@ -47,7 +47,7 @@ class Inputs:
         dlse: (B, H, R), or None for zeros: the bounds then leave it out.
         pattern: the mask; key j is at position j.
         scale: factor on q . k.
-        rows: (R,) ascending positions of the queries; None: those of the keys, R = N.
+        rows: (R,) ascending positions of the queries, which may lie behind the keys; None: those of the keys, R = N.
         counted: (Hk, N) bool, False for keys that are treated as if no branch selected them; None: all True.
         sinks: (H,), score of one more key, of value 0, in each row of a query head; -inf for a head without one. None:
             no head has one.
@@ -156,10 +156,10 @@ def evaluate(inputs: Inputs, r: Arithmetic) -> Expectation:
 # --- the mask ---------------------------------------------------------------------------------------------------------
 
 
-def multiplicity(pattern: Pattern, heads: int, n: int) -> Array:
-    """c (heads, n, n) as fp64: how many branches see the pair of positions (i, j) for a query head."""
-    position = np.arange(n)
-    return _count(pattern, position, position, range(heads), heads)
+def multiplicity(pattern: Pattern, heads: int, n: int, keys: int | None = None) -> Array:
+    """c (heads, n, keys) as fp64: how many branches see the pair of positions (i, j) for a query head. keys: their
+    number; None: n."""
+    return _count(pattern, np.arange(n), np.arange(n if keys is None else keys), range(heads), heads)
 
 
 def _multiplicity(inputs: Inputs, served: range, selection: slice) -> Array:
@@ -178,10 +178,11 @@ def _count(pattern: Pattern, rows: Any, position: Any, served: range, heads: int
     queries, n = len(rows), len(position)
     total = _filled(position, (len(served), queries, n), 0.0)
     order = rows[:, None] >= position if pattern.causal else None  # (rows, n)
-    begin = _document_begins(pattern, position)
-    origins = (rows, begin[rows]), (position, begin)
+    end = max(n, int(rows[-1]) + 1 if queries else 0)
+    begin = _document_begins(pattern, end, position)
+    origins = (rows, begin[rows]), (position, begin[:n])
     for branch in pattern.branches:
-        length = n if branch.segment_length is None else branch.segment_length
+        length = end if branch.segment_length is None else branch.segment_length
         offsets = [-1 if o is None else o for o in branch.offsets(heads)]
         distinct = sorted({offsets[h] for h in served})
         pairs = _filled(position, (len(distinct), queries, n), False)
@@ -204,11 +205,11 @@ def _count(pattern: Pattern, rows: Any, position: Any, served: range, heads: int
     return total
 
 
-def _document_begins(pattern: Pattern, position: Any) -> Any:
-    """Start of the document of each position 0, 1, ... n - 1: (n,), on the device of `position`."""
-    lengths = np.array((len(position),) if pattern.documents is None else pattern.documents, np.int64)
+def _document_begins(pattern: Pattern, n: int, like: Any) -> Any:
+    """Start of the document of each position 0, 1, ... n - 1: (n,), on the device of `like`."""
+    lengths = np.array((n,) if pattern.documents is None else pattern.documents, np.int64)
     begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return begins if isinstance(position, np.ndarray) else torch.from_numpy(begins).to(position.device)
+    return begins if isinstance(like, np.ndarray) else torch.from_numpy(begins).to(like.device)
 
 
 def _label(position: Any, begin: Any, length: int, rate: int, offset: int, unselected: int) -> Any:

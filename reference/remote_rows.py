@@ -6,7 +6,7 @@ The vocabulary is that of `reference.cost`, which counts the messages that these
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,10 @@ class SettingView(Protocol):
     @property
     def world(self) -> int: ...
     @property
+    def query_rows(self) -> Ints: ...
+    @property
+    def query_owner(self) -> Ints: ...
+    @property
     def rows(self) -> Ints: ...
     @property
     def owner(self) -> Ints: ...
@@ -50,7 +54,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Need:
-    """Remote rows of one branch; the n rows in the order of `Setting.rows`.
+    """Remote rows of one branch; the n rows in the order of `Setting.rows`, queries in that of `Setting.query_rows`.
 
     A branch puts a row into one block at most: the grids of its offsets, all below its rate, are disjoint.
     """
@@ -59,7 +63,7 @@ class Need:
     width: Ints  # (n,) slots of the row; 0 if no block selects it
     needed: Flags  # (p, n) True if the rank needs the row and is not its owner
     travel: Ints  # (n,) largest distance round the ring to a rank that needs the row
-    pairs: Ints  # (n,) (query head, key) pairs that the row sees as a query
+    pairs: Ints  # (n_q,) (query head, key) pairs that each query sees
 
 
 def blocks(setting: SettingView, index: int) -> list[Block]:
@@ -74,53 +78,65 @@ def blocks(setting: SettingView, index: int) -> list[Block]:
 
 def branch_need(setting: SettingView, index: int, branch: Branch, distance: Ints) -> Need:
     """Remote rows of branch `index`. distance: (p, n), round the ring from a row's owner to each rank."""
-    p, rows, owner, n = setting.world, setting.rows, setting.owner, setting.rows.size
+    p, queries, keys = setting.world, setting.query_rows, setting.rows
+    n = max(queries.size, keys.size)
     length = max(1, min(branch.segment_length or n, n))  # a segment longer than the sequence changes nothing
     rate = min(branch.dilation_rate, length)  # nor does a rate beyond the segment: one row per phase
-    begin, end = _segments(setting, length)
-    local = rows - begin
-    phase = local % rate  # a block selects the rows whose phase is its offset, because 0 <= offset < rate
+    (query_begin, query_end), (key_begin, _) = (_segments(setting.pattern, rows, n, length) for rows in (queries, keys))
+    # A block selects the rows whose phase is its offset, because 0 <= offset < rate.
+    query_phase, key_phase = (queries - query_begin) % rate, (keys - key_begin) % rate
 
     by_phase = np.zeros((3, rate), np.int64)
     by_phase[2] = -1
     for block in blocks(setting, index):
         if block.offset < rate:  # the others select nothing
             by_phase[:, block.offset] = block.width, block.query_heads, block.offset
-    width, query_heads, offset = by_phase[:, phase]  # (3, n)
+    width, _, offset = by_phase[:, key_phase]  # (3, n_k)
 
-    grid = begin + phase  # (n,): the first position of a grid names it
+    # (rows,): the first position of a grid names it
+    asking, asked = _OnGrid(queries, query_begin + query_phase), _OnGrid(keys, key_begin + key_phase)
     if branch.window is None:
-        needed = _needed_without_window(rows, owner, grid, p, setting.pattern.causal)
+        needed = _needed_without_window(asking, setting.query_owner, asked, p, n, setting.pattern.causal)
     else:
-        needed = _needed_within_window(rows, owner, grid, p, setting.pattern.causal, branch.window)
+        needed = _needed_within_window(asking, setting.query_owner, asked, p, n, setting.pattern.causal, branch.window)
     needed &= (width > 0) & (distance > 0)
     travel = distance.max(axis=0, where=needed, initial=0)
 
-    # Keys on the grid of the row's segment: local indices phase, phase + rate, ..., of which the row is number `place`.
-    place, last = (local - phase) // rate, (end - begin - 1 - phase) // rate
+    # Keys on the grid of a query's segment: local indices phase, phase + rate, ...; number `place` is at the query.
+    place = (queries - query_begin - query_phase) // rate
+    last = (np.minimum(query_end, keys.size) - query_begin - 1 - query_phase) // rate
     reach = n if branch.window is None else branch.window // rate
-    before, behind = np.minimum(place, reach), np.minimum(last - place, reach)
-    seen = before + 1 if setting.pattern.causal else before + 1 + behind
-    return Need(offset, width, needed, travel, query_heads * seen)
+    ahead = place if setting.pattern.causal else place + reach
+    seen = np.maximum(np.minimum(ahead, last) - np.maximum(place - reach, 0) + 1, 0)
+    return Need(offset, width, needed, travel, by_phase[1, query_phase] * seen)
 
 
-def _needed_without_window(rows: Ints, owner: Ints, grid: Ints, p: int, causal: bool) -> Flags:
-    """(p, n): a rank sees a row if its last query on the row's grid exists and, if causal, is not before the row."""
-    n = rows.size
+class _OnGrid(NamedTuple):
+    """Positions, and the grid of each, both (rows,)."""
+
+    position: Ints
+    grid: Ints
+
+
+def _needed_without_window(queries: _OnGrid, owner: Ints, keys: _OnGrid, p: int, n: int, causal: bool) -> Flags:
+    """(p, n_k): a rank sees a key if its last query on the key's grid exists and, if causal, is not before the key."""
     last = np.full(p * n, -1, np.int64)
-    np.maximum.at(last, owner * n + grid, rows)
-    return last.reshape(p, n)[:, grid] >= (rows if causal else 0)
+    np.maximum.at(last, owner * n + queries.grid, queries.position)
+    return last.reshape(p, n)[:, keys.grid] >= (keys.position if causal else 0)
 
 
-def _needed_within_window(rows: Ints, owner: Ints, grid: Ints, p: int, causal: bool, window: int) -> Flags:
-    """(p, n): the same with a window: the rank's next query on the row's grid is within it or, if not causal, the last.
+def _needed_within_window(
+    asking: _OnGrid, owner: Ints, keys: _OnGrid, p: int, n: int, causal: bool, window: int
+) -> Flags:
+    """(p, n_k): the same with a window: the rank's next query on the key's grid is within it or, if not causal, the
+    last.
 
     Sorting by (grid, position) keeps the positions of one grid together.
     """
-    n, seen = rows.size, np.zeros((p, rows.size), bool)
-    place = grid * n + rows
+    seen = np.zeros((p, keys.grid.size), bool)
+    place, grid = keys.grid * n + keys.position, keys.grid
     for rank in range(p):
-        queries = np.sort(place[owner == rank])
+        queries = np.sort((asking.grid * n + asking.position)[owner == rank])
         if queries.size:
             behind = np.searchsorted(queries, place)
             for index in (behind,) if causal else (behind, behind - 1):
@@ -130,10 +146,10 @@ def _needed_within_window(rows: Ints, owner: Ints, grid: Ints, p: int, causal: b
     return seen
 
 
-def _segments(setting: SettingView, length: int) -> tuple[Ints, Ints]:
-    """Begin and end of the segment of each row, each (n,). Segments restart in each document."""
-    documents, rows = setting.pattern.documents, setting.rows
-    lengths = np.array((rows.size,) if documents is None else documents, np.int64)
+def _segments(pattern: Pattern, rows: Ints, n: int, length: int) -> tuple[Ints, Ints]:
+    """Begin and end of the segment of each row, each (rows,), of n positions. Segments restart in each document."""
+    documents = pattern.documents
+    lengths = np.array((n,) if documents is None else documents, np.int64)
     ends = np.cumsum(lengths)
     document = np.searchsorted(ends, rows, side="right")  # skips empty documents
     start, end = (ends - lengths)[document], ends[document]

@@ -219,8 +219,9 @@ def window_factor(branch: Branch, causal: bool, tokens: int) -> int:
     return 3 if causal else 5
 
 
-def max_run_parts(exchange: str, order: str, cut: bool, ranks: int, causal: bool, windows: bool) -> int:
-    """Most parts of a rank's keys, or rows, of one run, for any bucket. order, cut: as in `max_partials`.
+def max_run_parts(exchange: str, order: str | None, cut: bool, ranks: int, causal: bool, windows: bool) -> int:
+    """Most parts of a rank's keys, or rows, of one run, for any bucket. order, cut: as in `max_partials`; None for
+    queries and keys of different layouts, whose runs may overlap in any way.
 
     Causal, with tokens of several ranks interleaved: a run begins with keys that all rows see, or ends with rows that
     see all keys, and a separate call may take these beside the causal square. In striped order there are none, since

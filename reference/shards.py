@@ -144,21 +144,25 @@ def swapped(n: int, seed: int) -> Ints:
     return ordered
 
 
-def default_bucket(largest: int, heads: int, kv_heads: int, itemsize: int, device: str = "cpu") -> int:
+def default_bucket(
+    largest: int, heads: int, kv_heads: int, itemsize: int, device: str = "cpu", largest_of_keys: int | None = None
+) -> int:
     """Return the default tokens of a bucket.
 
     A token of a bucket takes two receive buffers, for keys and values in the working type, and three gradient buffers
     in the accumulator's type, which has 8 bytes for fp64 and 4 for others. The bucket has as many tokens as fit into a
-    tenth of the queries, outputs, keys and values of the largest shard, but at least MIN_BUCKET, and on GPUs 64 Ki.
+    tenth of the queries, outputs, keys and values of the largest shards, but at least MIN_BUCKET, and on GPUs 64 Ki.
 
     Args:
         largest: tokens of the largest shard.
         heads, kv_heads: numbers of query and of key/value heads.
         itemsize: bytes of the working type.
         device: "cpu" or "cuda".
+        largest_of_keys: tokens of the largest shard of keys; None: largest.
     """
     accumulator = 8 if itemsize == 8 else 4
-    shard = largest * (2 * heads + 2 * kv_heads) * itemsize
+    keys = largest if largest_of_keys is None else largest_of_keys
+    shard = 2 * (largest * heads + keys * kv_heads) * itemsize
     token = 2 * kv_heads * (2 * itemsize + 3 * accumulator)
     return max(MIN_BUCKET_ON_GPUS if device == "cuda" else MIN_BUCKET, shard // (10 * token))
 

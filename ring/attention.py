@@ -36,6 +36,7 @@ def ring_attention(
     pattern: Pattern,
     layout: Layout,
     *,
+    key_layout: Layout | None = None,
     group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
     exchange: str = "ring",
     bucket: int | None = None,
@@ -58,6 +59,10 @@ def ring_attention(
         pattern: the attention mask, by global position (LongNet, arXiv 2307.02486). For a packed sequence it has the
             lengths of the documents, which must add up to the layout's tokens; no document sees another.
         layout: the positions of each rank's local tokens, for as many ranks as the group has.
+        key_layout: for cross-attention, the layout of k and v, whose sequence may have another length; None: `layout`.
+            Both sequences begin at position 0, so with a causal pattern query i sees keys up to position i, unlike in
+            kernels that align the ends. Segments, dilation, offsets and windows go by these positions too. Documents
+            must add up to the tokens of both.
         group: a process group, a `DeviceMesh` of one dimension, a `Transport`, or None: the default group, or no group
             for a layout of one rank. Only one thread may call on a group. Errors in `group` are raised on their own
             rank, since ranks communicate through it; errors in other arguments are raised on every rank.
@@ -98,15 +103,16 @@ def ring_attention(
     q, k, v = in_autocast_type(q, k, v)
     if torch.compiler.is_compiling() and not unknown:
         return traced(
-            q, k, v, pattern, layout, group=group, return_lse=return_lse, exchange=exchange, bucket=bucket,
-            kernel=kernel, scale=scale, softcap=softcap, sinks=sinks, check=check, name=name,
+            q, k, v, pattern, layout, key_layout=key_layout, group=group, return_lse=return_lse, exchange=exchange,
+            bucket=bucket, kernel=kernel, scale=scale, softcap=softcap, sinks=sinks, check=check, name=name,
         )  # fmt: skip
     transport = transport_over(group, layout.world_size if isinstance(layout, Layout) else 1)
     with _on_device_of(q), transport.calls.lock():
         numbered = transport.calls.begin(name)
         call = Call(
-            q, k, v, pattern, layout, exchange, bucket, kernel, scale, softcap, sinks, return_lse,
-            wants_gradients(q, k, v, sinks), sinks is not None and wants_gradients(sinks), (*unknown,),
+            q, k, v, pattern, layout, layout if key_layout is None else key_layout, exchange, bucket, kernel, scale,
+            softcap, sinks, return_lse, wants_gradients(q, k, v, sinks),
+            sinks is not None and wants_gradients(sinks), (*unknown,),
         )  # fmt: skip
         setting = agree(call, numbered, transport, check)
         # Selecting symmetric memory is collective: only after consensus do all ranks have GPU tensors.

@@ -69,11 +69,11 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
         if transport.world_size > 1:
             where = numbered.forward
     except Exception as exception:  # of any type: the other ranks must learn of it
+        if not check:
+            raise
         error = exception
     if check and (transport.world_size > 1 or error is not None):
         _compare(where, signature, error, transport)
-    elif error is not None:
-        raise error
     return setting
 
 
@@ -116,11 +116,11 @@ def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) ->
     try:
         numbered.calls.check_backward(numbered)
     except ValueError as exception:
+        if not check:
+            raise
         error = exception
     if check and (transport.world_size > 1 or error is not None):
         _compare(numbered.backward, _NO_ARGUMENTS, error, transport)
-    elif error is not None:
-        raise error
     numbered.backwards += 1  # on all ranks; after an error on none
 
 
@@ -137,6 +137,7 @@ def compare(where: str, signature: Mapping[str, object], error: Exception | None
 
 def _compare(where: str, signature: Signature, error: Exception | None, transport: Consensus) -> None:
     """`compare`, with a signature that has its digest."""
+    _drop_frames(error)
     digest = b"\0" * _DIGEST if error is not None else _digest(where.encode() + b"\0" + signature.digest)
     try:
         if transport.all_equal(digest) and error is None:
@@ -148,6 +149,15 @@ def _compare(where: str, signature: Signature, error: Exception | None, transpor
     gathered = all_gather_json([report, transport.calls.number], transport)
     transport.calls.advance_to(max(number for _, number in gathered))
     raise _joint_error([(str(kind), text) for (kind, text), _ in gathered])
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of an error and of its causes. Their frames hold the error itself and the call's tensors: a
+    cycle, which would keep the tensors until the garbage collector runs.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _digest(content: bytes) -> bytes:
@@ -200,6 +210,7 @@ class CallKind(NamedTuple):
     device: str
     pattern: Pattern
     layout: Layout
+    key_layout: Layout
     exchange: str
     bucket: int | None
     kernel: str
@@ -217,7 +228,7 @@ def kind_of(call: Call, thread: str) -> CallKind:
     q = call.q
     return CallKind(
         q.shape[0], q.shape[2], call.k.shape[2], q.shape[3], call.v.shape[3], q.dtype, q.device.type, call.pattern,
-        call.layout, call.exchange, call.bucket, call.kernel, call.scale, call.softcap,
+        call.layout, call.key_layout, call.exchange, call.bucket, call.kernel, call.scale, call.softcap,
         None if call.sinks is None else call.sinks.dtype, call.return_lse, call.differentiated,
         call.sinks_differentiated, thread,
     )  # fmt: skip
@@ -232,6 +243,10 @@ def _thread_role() -> str:
     return "the main one" if threading.current_thread() is threading.main_thread() else "another one"
 
 
+def _described(layout: Layout) -> str:
+    return f"{layout.n} tokens, cuts {layout.cuts}, order {layout.digest.hex()}"
+
+
 def signature_of(kind: CallKind) -> Signature:
     entries = {
         "batch size": kind.batch,
@@ -243,7 +258,8 @@ def signature_of(kind: CallKind) -> Signature:
         "device type": kind.device,
         "pattern": replace(kind.pattern, documents=None).to_dict(),
         "documents": kind.pattern.documents,
-        "layout": f"{kind.layout.n} tokens, cuts {kind.layout.cuts}, order {kind.layout.digest.hex()}",
+        "layout": _described(kind.layout),
+        "key_layout": _described(kind.key_layout),
         "exchange": kind.exchange,
         "bucket": kind.bucket,
         "kernel": kind.kernel,

@@ -17,15 +17,20 @@ MIN_BUCKET_ON_GPUS = 2**16
 MAX_ELEMENTS = 2**30
 
 
-def default_bucket(layout: Layout, heads: int, kv_heads: int, dtype: torch.dtype, device: str = "cpu") -> int:
+def default_bucket(
+    layout: Layout, heads: int, kv_heads: int, dtype: torch.dtype, device: str = "cpu",
+    key_layout: Layout | None = None,
+) -> int:  # fmt: skip
     """Key/value tokens per receive buffer and kernel call for `bucket=None`; the same on every rank. device: its type.
+    key_layout: of the keys; None: `layout`.
 
     A token takes space in two receive buffers, in the working dtype, and in backward in three gradient buffers, in the
-    accumulator's. The budget is a share of the largest shard, so memory stays O(n / p). Batch and head dims cancel.
-    (The math kernel bounds its scores by itself, by the size of its queries.)
+    accumulator's. The budget is a share of the largest shards of queries and of keys, so memory stays O(n / p). Batch
+    and head dims cancel. (The math kernel bounds its scores by itself, by the size of its queries.)
     """
     item, work = dtype.itemsize, accumulator_dtype(dtype).itemsize
-    shard = max(layout.counts) * 2 * (heads + kv_heads) * item  # q, k, v and output
+    queries, keys = (max(x.counts) for x in (layout, layout if key_layout is None else key_layout))
+    shard = 2 * (queries * heads + keys * kv_heads) * item  # q, k, v and output
     token = 2 * kv_heads * (2 * item + 3 * work)
     return max(MIN_BUCKET_ON_GPUS if device == "cuda" else MIN_BUCKET, int(SHARE * shard / token))
 

@@ -72,12 +72,13 @@ def _programs_of(call: Call, rank: int) -> Programs:
 
 
 def _plan(call: Call, rank: int, varlen: int) -> Plan:
-    pattern, layout, q, exchange, bucket = call.pattern, call.layout, call.q, call.exchange, call.bucket
+    pattern, layout, keys, q = call.pattern, call.layout, call.key_layout, call.q
+    exchange, bucket = call.exchange, call.bucket
     heads, kv_heads, own = q.shape[2], call.k.shape[2], None
     if bucket is None:
-        bucket = default_bucket(layout, heads, kv_heads, q.dtype, q.device.type)
+        bucket = default_bucket(layout, heads, kv_heads, q.dtype, q.device.type, keys)
         own = default_local_bucket(q, call.v.shape[3], bucket)
-    return plan_of(pattern, layout, rank, heads, kv_heads, exchange, bucket, own, varlen)
+    return plan_of(pattern, layout, rank, heads, kv_heads, exchange, bucket, own, varlen, key_layout=keys)
 
 
 def forward(

@@ -241,7 +241,7 @@ class Layout:
             rank: 0 to world_size - 1.
         """
         self._check_rank(rank)
-        return torch.from_numpy(self._order[self.cuts[rank] : self.cuts[rank + 1]].copy())
+        return torch.from_numpy(self.order[self.cuts[rank] : self.cuts[rank + 1]].copy())
 
     def shard(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
         """Return the rows of a whole tensor that a rank holds: a new tensor, with length counts[rank] along `dim`.
@@ -271,12 +271,13 @@ class Layout:
         lengths = tuple(shard.shape[dim] for shard in shards)
         if lengths != self.counts:
             raise ValueError(f"shards must have {self.counts} tokens along dim {dim}, got {lengths}")
-        order = torch.from_numpy(self._order).to(shards[0].device)
+        order = torch.from_numpy(self.order).to(shards[0].device)
         gathered = torch.cat(list(shards), dim)
         return torch.empty_like(gathered).index_copy_(dim, order, gathered)
 
     @cached_property
-    def _order(self) -> np.ndarray:
+    def order(self) -> np.ndarray:
+        """All positions, shard after shard, (n,) int64."""
         if self.listed is not None:
             return self.listed
         assert self.runs is not None

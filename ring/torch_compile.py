@@ -37,7 +37,7 @@ NO_GROUP = ""
 def traced(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, layout: Layout, *,
     group: dist.ProcessGroup | DeviceMesh | Transport | None, kernel: str, return_lse: bool, packed: int | None = None,
-    sinks: Tensor | None = None, **settings: Any,
+    key_layout: Layout | None = None, sinks: Tensor | None = None, **settings: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`ring_attention` in a graph. packed: number of the pattern whose documents to use; None: those of `pattern`.
     settings: the other arguments.
@@ -45,8 +45,9 @@ def traced(
     Raises ValueError while traced if the group has no name. Other errors are raised when the graph runs.
     """
     out, lse, _ = torch.ops.ring.attention_forward(
-        q, k, v, sinks, layout=layout.number, pattern=pattern_to_text(pattern), group=group_name(group),
-        packed=pattern.number if packed is None else packed, return_lse=return_lse, kernel_name=kernel,
+        q, k, v, sinks, layout=layout.number, key_layout=(layout if key_layout is None else key_layout).number,
+        pattern=pattern_to_text(pattern), group=group_name(group), return_lse=return_lse, kernel_name=kernel,
+        packed=pattern.number if packed is None else packed,
         differentiated=wants_gradients(q, k, v, sinks), sinks_differentiated=wants_gradients(sinks), **settings,
     )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -129,9 +130,10 @@ def named_transport(group: str) -> Transport:
 
 @torch.library.custom_op("ring::attention_forward", mutates_args=())
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, layout: int, pattern: str, group: str, exchange: str,
-    bucket: int | None, kernel_name: str, scale: float | None, return_lse: bool, check: bool, name: str | None,
-    differentiated: bool, packed: int = 0, softcap: float | None = None, sinks_differentiated: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, layout: int, key_layout: int, pattern: str, group: str,
+    exchange: str, bucket: int | None, kernel_name: str, scale: float | None, return_lse: bool, check: bool,
+    name: str | None, differentiated: bool, packed: int = 0, softcap: float | None = None,
+    sinks_differentiated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q (B, N, H, D), k (B, N, Hk, D), v (B, N, Hk, Dv), sinks (H,) -> out (B, N, H, Dv), lse (B, H, N), and the number
     of the call, (1,) int64.
@@ -142,8 +144,8 @@ def attention_forward(
     with torch.cuda.device_of(q), transport.calls.lock(), torch.autocast(q.device.type, enabled=False):
         numbered = transport.calls.begin(name)
         call = Call(
-            q, k, v, _pattern(pattern, packed), numbered_layout(layout), exchange, bucket, kernel_name, scale, softcap,
-            sinks, return_lse, differentiated, sinks_differentiated,
+            q, k, v, _pattern(pattern, packed), numbered_layout(layout), numbered_layout(key_layout), exchange,
+            bucket, kernel_name, scale, softcap, sinks, return_lse, differentiated, sinks_differentiated,
         )  # fmt: skip
         setting = agree(call, numbered, transport, check)
         execution = execution_of(call, setting, numbered, select_transport(q, transport), check)
@@ -161,9 +163,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **settings: Any) ->
 @torch.library.custom_op("ring::attention_backward", mutates_args=())
 def attention_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
-    number: Tensor, *, layout: int, pattern: str, group: str, exchange: str, bucket: int | None, kernel_name: str,
-    scale: float | None, return_lse: bool, check: bool, name: str | None, packed: int = 0,
-    softcap: float | None = None, sinks_differentiated: bool = False,
+    number: Tensor, *, layout: int, key_layout: int, pattern: str, group: str, exchange: str,
+    bucket: int | None, kernel_name: str, scale: float | None, return_lse: bool, check: bool, name: str | None,
+    packed: int = 0, softcap: float | None = None, sinks_differentiated: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk, dv, dsinks, like q, k, v, sinks; an empty dsinks if they have no gradient. number: of the call, as
     returned by the forward.
@@ -172,8 +174,9 @@ def attention_backward(
     with torch.cuda.device_of(q), transport.calls.lock(), torch.autocast(q.device.type, enabled=False):
         numbered = transport.calls.get(int(number), name)
         call = Call(
-            q, k, v, _pattern(pattern, packed), numbered_layout(layout), exchange, bucket, kernel_name, scale, softcap,
-            sinks, return_lse, differentiated=True, sinks_differentiated=sinks_differentiated,
+            q, k, v, _pattern(pattern, packed), numbered_layout(layout), numbered_layout(key_layout), exchange,
+            bucket, kernel_name, scale, softcap, sinks, return_lse, differentiated=True,
+            sinks_differentiated=sinks_differentiated,
         )  # fmt: skip
         execution = execution_of(call, setting_of(call, transport), numbered, select_transport(q, transport), check)
         agree_backward(numbered, execution.transport, check)

@@ -44,6 +44,7 @@ class Call:
     v: torch.Tensor
     pattern: Pattern
     layout: Layout
+    key_layout: Layout  # of k and v
     exchange: str
     bucket: int | None
     kernel: str
@@ -63,8 +64,8 @@ class Call:
         )  # fmt: skip
         kinds = (type(self.bucket), type(self.scale), type(self.softcap), type(self.return_lse))
         sinks = None if self.sinks is None else _kind(self.sinks)
-        layout = self.layout.digest if isinstance(self.layout, Layout) else self.layout  # it may list its order
-        return _kind(self.q), _kind(self.k), _kind(self.v), sinks, self.pattern, layout, options, kinds
+        layouts = _identity(self.layout), _identity(self.key_layout)
+        return _kind(self.q), _kind(self.k), _kind(self.v), sinks, self.pattern, layouts, options, kinds
 
     @property
     def scoring(self) -> Scores:
@@ -74,6 +75,11 @@ class Call:
 
 def _kind(x: object) -> tuple[object, ...]:
     return (type(x), x.shape, x.dtype, x.device, x.layout) if isinstance(x, torch.Tensor) else (type(x),)
+
+
+def _identity(layout: object) -> object:
+    """Return what tells a layout from others, without the order that it may list."""
+    return layout.digest if isinstance(layout, Layout) else layout
 
 
 def wants_gradients(*tensors: torch.Tensor | None) -> bool:
@@ -91,15 +97,23 @@ def refuse_unknown(unknown: tuple[str, ...]) -> None:
 def validate(call: Call, transport: Transport) -> None:
     """Raise ValueError or NotImplementedError that names the argument, its value and the allowed ones."""
     check_pattern(call.pattern)
-    if not isinstance(call.layout, Layout):
-        raise ValueError(f"layout must be a Layout, as Layout.zigzag(n, p), got {call.layout!r}")
+    layouts = {"layout": call.layout, "key_layout": call.key_layout}
+    for name, layout in layouts.items():
+        if not isinstance(layout, Layout):
+            raise ValueError(f"{name} must be a Layout, as Layout.zigzag(n, p), got {layout!r}")
     _validate_options(call)
-    if call.layout.world_size != transport.world_size:
-        raise ValueError(
-            f"layout must be for the {transport.world_size} ranks of the group, got one for {call.layout.world_size}"
-        )
+    for name, layout in layouts.items():
+        if layout.world_size != transport.world_size:
+            raise ValueError(
+                f"{name} must be for the {transport.world_size} ranks of the group, got one for {layout.world_size}"
+            )
     call.pattern.validate_tokens(call.layout.n)
-    _validate_tensors(call, call.layout.counts[transport.rank])
+    if call.pattern.documents is not None and call.key_layout.n != call.layout.n:
+        raise ValueError(
+            f"key_layout must have the {call.layout.n} tokens of the pattern's documents, got {call.key_layout.n}; "
+            "without documents it may have any number"
+        )
+    _validate_tensors(call, call.layout.counts[transport.rank], call.key_layout.counts[transport.rank])
     call.pattern.validate(call.q.shape[2])
     if call.sinks is not None:
         _validate_sinks(call.sinks, call.q)
@@ -130,7 +144,8 @@ def _validate_options(call: Call) -> None:
         raise ValueError(f"return_lse must be True or False, got {call.return_lse!r}")
 
 
-def _validate_tensors(call: Call, tokens: int) -> None:
+def _validate_tensors(call: Call, queries: int, keys: int) -> None:
+    """queries, keys: tokens that the layouts give this rank."""
     tensors = {"q": call.q, "k": call.k, "v": call.v}
     for name, x in tensors.items():
         refuse_dtensor(name, x)
@@ -159,10 +174,12 @@ def _validate_tensors(call: Call, tokens: int) -> None:
         raise ValueError(f"batch, heads and head dim must be >= 1, got {shapes}")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"query heads must be a multiple of key/value heads, got {q.shape[2]} and {k.shape[2]}")
-    for name, x in tensors.items():
+    giver = "layout" if call.key_layout is call.layout else "key_layout"
+    for (name, x), tokens, by in zip(tensors.items(), (queries, keys, keys), ("layout", giver, giver), strict=True):
         if x.shape[1] != tokens:
             got = f"{x.shape[1]}: heads first? Write {name}.transpose(1, 2)" if x.shape[2] == tokens else x.shape[1]
-            raise ValueError(f"{name} must have the {tokens} tokens that the layout gives this rank, got {got}")
+            other = "" if by == "key_layout" or name == "q" else "; keys of another sequence take key_layout="
+            raise ValueError(f"{name} must have the {tokens} tokens that the {by} gives this rank, got {got}{other}")
     if call.kernel in ("flash", "cudnn", "fa4"):
         _validate_fused(call)
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ring import Layout
+from ring import Layout, whole_file
 from ring.nn import ContextParallel
 from verification.failures import RankFailure
 from verification.run.processes.pool import Pool
@@ -366,7 +366,7 @@ def main() -> int:
         verdicts = sweep(pool, arguments.architectures)
     print(Counter(x.kind for x in verdicts.values()))
     if arguments.write:
-        PAGE.write_text(page(verdicts))
+        whole_file.write(PAGE, page(verdicts))
     return int(any(x.kind == WRONG for x in verdicts.values()))
 
 

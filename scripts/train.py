@@ -3,9 +3,12 @@
 
     scripts/train.py --ranks 4                      # 4 processes on this machine, each with a quarter of the sequence
     scripts/train.py --ranks 4 --data 2             # 2 x 2: two batches in parallel, each over 2 ranks
-    scripts/train.py --ranks 2 --steps 400 --resume # resumes from a checkpoint, on another number of ranks
+    scripts/train.py --ranks 2 --steps 400 --resume # resumes from the last checkpoint, on another number of ranks
     scripts/train.py --check                        # trains on 1 and on 4 ranks; status 1 if the curves differ
     torchrun --nproc-per-node=8 scripts/train.py    # the same under torchrun; on GPUs with NCCL
+
+Checkpoints are folders step-N in --folder, of which the last is kept. With --resume, options that are not given are
+those of the checkpoint; only RESUMABLE ones may differ. The folder is locked, and ranks end with their launcher.
 
 Comments (1) to (6) mark what sharding adds to the code of one process. A step gives the same result on any number of
 ranks, up to rounding, because its batch depends on the step alone.
@@ -15,8 +18,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -27,19 +32,31 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.run import main as torchrun
 from torch.nn.parallel import DistributedDataParallel
 
-from ring import Layout
+from ring import Layout, whole_file
 from ring.nn import ContextParallel, LongNetBlock, clip_grad_norm, cross_entropy, next_tokens, shard_batch
+from ring.nn.frameworks import checkpoint, checkpoint_lock
+from verification.cli.arguments import check_file, check_folder
+from verification.run.processes.parent_death import end_with_parent
 
 LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}  # of parameters
 TEXTS = ("manual", "library")
+# Options that a checkpoint keeps; with --resume those in RESUMABLE may be given another value.
+KEPT = (
+    "tokens", "batch", "layers", "dim", "heads", "segment_length", "dilated_ratio", "layout", "dtype", "text",
+    "held_out", "lr", "seed",
+)  # fmt: skip
+RESUMABLE = ("lr", "layout")  # besides --ranks, --data, --steps and --every, which it does not keep
+LAUNCHER = "TRAIN_LAUNCHER"  # environment variable: number of the parent process, with which this one ends
 BOUND = 1e-9  # on the relative difference of two fp64 curves: far above rounding, far below the effect of any bug
 
 
@@ -108,6 +125,8 @@ class Training:
         self.context = ContextParallel(LAYOUTS[options.layout](options.tokens, ranks), self.mesh["context"])
         if options.resume:
             self.load()
+            for group in self.optimizer.param_groups:
+                group["lr"] = options.lr
         # (2) Gradients are averaged over all ranks, data and context.
         self.parallel = DistributedDataParallel(self.model, process_group=self.mesh._flatten().get_group())
 
@@ -142,22 +161,44 @@ class Training:
         return self.losses[-1]
 
     def save(self) -> None:
-        """Save a checkpoint from rank 0: all ranks have the same parameters, so any number of ranks can resume."""
+        """Save a checkpoint, which any number of ranks can resume, then remove the one before it."""
+        options = {name: getattr(self.options, name) for name in KEPT} | {"text_digest": text_digest(self.options)}
+        new = self.options.folder / f"step-{self.step}"
+        checkpoint.save(new, self.model, self.optimizer, step=self.step, losses=self.losses, options=options)
         if dist.get_rank() == 0:
-            state = {
-                "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step,
-                "losses": self.losses,
-            }  # fmt: skip
-            path = self.options.folder / "checkpoint.pt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(state, path.with_suffix(".new"))
-            path.with_suffix(".new").replace(path)
+            for old in checkpoints(self.options.folder)[:-1]:
+                shutil.rmtree(old)
 
     def load(self) -> None:
-        state = torch.load(self.options.folder / "checkpoint.pt", map_location=self.device, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.losses = state["step"], state["losses"]
+        progress = checkpoint.load(self.options.last[0], self.model, self.optimizer)
+        self.step, self.losses = progress["step"], progress["losses"]
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, the last step's last."""
+    found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def text_digest(options: argparse.Namespace) -> str:
+    """Return a digest of the text, which another Python may bring in another version."""
+    return hashlib.sha256(text(options.text).numpy().tobytes()).hexdigest()[:16]
+
+
+def kept_options(folder: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Return the options of a checkpoint, with all its progress validated. Raises ValueError."""
+    progress = checkpoint.read_progress(folder)
+    if set(progress) != {"step", "losses", "options"}:
+        raise ValueError(f"{folder} must be a checkpoint of this script, got one with {', '.join(progress) or 'none'}")
+    step, losses, options = progress["step"], progress["losses"], progress["options"]
+    if type(step) is not int or f"step-{step}" != folder.name:
+        raise ValueError(f"step of {folder} must be that of its name, got {step!r}")
+    if not isinstance(losses, list) or len(losses) != step or not all(type(loss) is float for loss in losses):
+        raise ValueError(f"losses of {folder} must be {step} numbers")
+    types = {name: type(parser.get_default(name)) for name in KEPT} | {"text_digest": str}
+    if not isinstance(options, dict) or {name: type(value) for name, value in options.items()} != types:
+        raise ValueError(f"options of {folder} must be {', '.join(types)}, got {options!r}")
+    return options
 
 
 class ActivationMeter:
@@ -189,6 +230,13 @@ def join(options: argparse.Namespace) -> tuple[DeviceMesh, torch.device]:
 def train(options: argparse.Namespace) -> None:
     """Train on this rank."""
     mesh, device = join(options)
+    with checkpoint_lock.hold(options.folder):
+        check_last(options)
+        train_on(options, mesh, device)
+
+
+def train_on(options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
+    """Train on a mesh, while no other training saves in the folder."""
     training, ranks = Training(options, mesh, device), dist.get_world_size()
     say = print if dist.get_rank() == 0 else lambda *_, **__: None
     say(f"{ranks} ranks ({options.data} data x {ranks // options.data} context), {options.tokens} tokens in a sequence")
@@ -209,7 +257,7 @@ def train(options: argparse.Namespace) -> None:
         say(f"held-out loss {held_out:.4f}")
     if options.json and dist.get_rank() == 0:
         record = {"ranks": ranks, "losses": training.losses, "activations": peak.item(), "held_out": held_out}
-        options.json.write_text(json.dumps(record) + "\n")
+        whole_file.write(options.json, json.dumps(record) + "\n")
 
 
 def leave() -> None:
@@ -233,8 +281,10 @@ def check(options: argparse.Namespace) -> int:
         folder = options.folder / f"check on {ranks}"
         command = [*sys.argv[1:], "--ranks", str(ranks), "--dtype", "float64", "--folder", str(folder)]
         command = [word for word in command if word != "--check"] + ["--json", str(folder / "record.json")]
-        folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, __file__, *command], check=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        environment = os.environ | {LAUNCHER: str(os.getpid())}
+        subprocess.run([sys.executable, __file__, *command], check=True, env=environment)
         records.append(json.loads((folder / "record.json").read_text()))
     one, four = records
     difference = max(abs(a - b) / abs(a) for a, b in zip(one["losses"], four["losses"], strict=True))
@@ -257,7 +307,7 @@ def parser_of(description: str | None = __doc__) -> argparse.ArgumentParser:
     parser.add_argument("--data", type=int, default=1, help="data-parallel groups, each with its own batch")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=10, help="steps between lines and checkpoints")
-    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in --folder")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in --folder")
     parser.add_argument("--check", action="store_true", help="train on 1 and on 4 ranks, and compare")
     parser.add_argument("--folder", type=Path, default=Path(".training"), help="for checkpoints and pictures")
     parser.add_argument("--json", type=Path, help="file for the losses")
@@ -279,6 +329,15 @@ def parser_of(description: str | None = __doc__) -> argparse.ArgumentParser:
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
+    last = checkpoints(options.folder)[-1:]
+    if options.resume:
+        options = resumed(options, parser, arguments, last)
+    options.last = last
+    if options.json and os.environ.get("RANK", "0") == "0":
+        try:
+            check_file("--json", options.json)
+        except OSError as error:
+            parser.error(str(error))
     ranks = int(os.environ.get("WORLD_SIZE", options.ranks))
     if options.data < 1 or ranks % options.data or options.batch % options.data:
         parser.error(f"--data is {options.data}; it must divide the {ranks} ranks and the batch of {options.batch}")
@@ -289,17 +348,68 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = Non
     return options
 
 
+def resumed(
+    options: argparse.Namespace, parser: argparse.ArgumentParser, arguments: Sequence[str] | None, last: list[Path]
+) -> argparse.Namespace:
+    """Return the options with those of the last checkpoint where none is given. Exits for others than RESUMABLE."""
+    if options.check or not last:
+        missing = "--check trains from the beginning" if options.check else f"{options.folder} has no checkpoint"
+        parser.error(f"--resume: {missing}: leave it out")
+    try:
+        kept = kept_options(last[0], parser)
+    except ValueError as error:
+        parser.error(f"--resume: {error}")
+    parser.set_defaults(**{name: kept[name] for name in KEPT})
+    options = parser.parse_args(arguments)
+    fixed = {name: getattr(options, name) for name in KEPT if name not in RESUMABLE}
+    fixed["text_digest"] = text_digest(options)
+    changed = [f"{name.replace('_', '-')} is {x}, was {kept[name]}" for name, x in fixed.items() if x != kept[name]]
+    if changed:
+        may = ", ".join(("ranks", "data", "steps", "every", *RESUMABLE))
+        parser.error(f"--resume: {'; '.join(changed)}. Only these may change: {may}")
+    return options
+
+
+def check_last(options: argparse.Namespace) -> None:
+    """Raise ValueError if the folder has a checkpoint that is not to be resumed, or another than when it was read."""
+    last = checkpoints(options.folder)[-1:]
+    if last and not options.resume:
+        raise ValueError(f"--folder {options.folder} has {last[0].name}: write --resume, or name another folder")
+    if last != options.last:
+        raise ValueError(f"--folder {options.folder} was held by another training until now: start again")
+
+
+def launched(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of a launcher. Exits, before ranks are started, if their folder is of no use or held."""
+    folder = parser.parse_args(arguments).folder
+    try:
+        check_folder("--folder", folder)
+        with checkpoint_lock.hold(folder):
+            options = parse(parser, arguments)
+            if not options.check:
+                check_last(options)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return options
+
+
 def main() -> int:
-    options = parse(parser_of())
-    if options.check:
-        return check(options)
+    parser = parser_of()
+    if "RANK" in os.environ or LAUNCHER in os.environ:
+        end_with_parent()
+        if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):  # it ended before that call
+            return 1
     if "RANK" in os.environ:
-        train(options)
+        train(parse(parser))
         leave()
         return 0
+    options = launched(parser)
+    if options.check:
+        return check(options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
-    return subprocess.run([*torchrun, __file__, *sys.argv[1:]]).returncode
+    os.environ[LAUNCHER] = str(os.getpid())
+    torchrun(["--standalone", f"--nproc-per-node={options.ranks}", __file__, *sys.argv[1:]])
+    return 0
 
 
 if __name__ == "__main__":

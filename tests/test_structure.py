@@ -17,6 +17,7 @@ PACKAGES = ("reference", "ring", "verification")
 # stops only.
 ROAD = (
     "reference",
+    "ring.whole_file",
     "ring.caching", "ring.precision", "ring.balance", "ring.layout", "ring.plan", "ring.strided_view", "ring.comm",
     "ring.compute",
     "ring.lowering", "ring.default_bucket", "ring.validation",

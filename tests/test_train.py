@@ -4,23 +4,30 @@ import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ring.nn.frameworks import checkpoint, checkpoint_lock
+from verification.run.processes.process_tree import alive, descendants
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ROOT = Path(__file__).parents[1]
 SMALL = "--tokens 64 --layers 1 --dim 16 --heads 2 --segment-length 16 64 --dilated-ratio 1 2 --dtype float64"
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 ONE_RANK = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *arguments, *SMALL.split()]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
 
 
 def trained(folder: Path, arguments: str) -> Any:
@@ -41,6 +48,154 @@ def test_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     found = trained(tmp_path / "shared", "--steps 4 --ranks 2 --resume")
     assert len(set(found)) == 4
     assert found == pytest.approx(wanted, rel=1e-12, abs=0)
+
+
+def checkpointed(folder: Path, **changes: Any) -> Any:
+    """Save the checkpoint of step 2 of a training of one process, and return the script's module."""
+    train = importlib.import_module("train")
+    options = train.parser_of().parse_args([*SMALL.split(), "--folder", str(folder)])
+    model = train.Model(options).double()
+    kept = {name: getattr(options, name) for name in train.KEPT} | {"text_digest": train.text_digest(options)}
+    progress = {"step": 2, "losses": [5.5, 5.25], "options": kept} | changes
+    checkpoint.save(folder / "step-2", model, torch.optim.AdamW(model.parameters()), **progress)
+    return train
+
+
+def test_what_is_not_given_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    train = checkpointed(tmp_path)
+    words = f"--resume --lr 0.5 --layout striped --ranks 2 --tokens 64 --segment-length 16 64 --folder {tmp_path}"
+    options = train.parse(train.parser_of(), words.split())
+    assert (options.lr, options.layout, options.ranks) == (0.5, "striped", 2)
+    assert (options.tokens, options.dim, options.dtype, options.seed) == (64, 16, "float64", 0)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--seed 1", "seed is 1, was 0"),
+        ("--tokens 128", "tokens is 128, was 64"),
+        ("--batch 4", "batch is 4, was 2"),
+        ("--dtype float32", "dtype is float32, was float64"),
+        ("--heads 4", "heads is 4, was 2"),
+        ("--text library", "text is library, was manual; text-digest is "),
+        ("--segment-length 64 64", "segment-length is [64, 64], was [16, 64]"),
+        ("--layers 2 --dim 32", "layers is 2, was 1; dim is 32, was 16. Only these may change: ranks, data, steps"),
+        ("--check", "--check trains from the beginning: leave it out"),
+    ],
+)
+def test_other_options_than_those_of_the_checkpoint_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    train = checkpointed(tmp_path)
+    with pytest.raises(SystemExit):
+        train.parse(train.parser_of(), ["--resume", "--folder", str(tmp_path), *words.split()])
+    assert f"--resume: {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"step": "x"}, "must be that of its name, got 'x'"),
+        ({"step": -5}, "must be that of its name, got -5"),
+        ({"step": 2.5}, "must be that of its name, got 2.5"),
+        ({"losses": [1.0]}, "must be 2 numbers"),
+        ({"losses": [1.0, "x"]}, "must be 2 numbers"),
+        ({"options": {"lr": 0.1}}, "must be tokens, batch"),
+        ({"more": 1}, "must be a checkpoint of this script, got one with"),
+    ],
+)
+def test_every_field_of_a_checkpoint_is_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], said: str
+) -> None:
+    train = checkpointed(tmp_path, **changes)
+    with pytest.raises(SystemExit):
+        train.parse(train.parser_of(), ["--resume", "--folder", str(tmp_path)])
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_or_file_of_no_use_is_refused_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = checkpointed(tmp_path / "full")
+    missing = tmp_path / "dangling.json"
+    missing.symlink_to(tmp_path / "nowhere" / "record.json")
+    for words, said in (
+        (("--folder", f"{tmp_path}/full"), "has step-2: write --resume, or name another folder"),
+        (("--folder", f"{tmp_path}/new", "--resume"), "has no checkpoint: leave it out"),
+        (("--folder", f"{tmp_path}/new", "--json", str(tmp_path)), "argument --json: cannot write"),
+        (("--folder", f"{tmp_path}/new", "--json", str(missing)), "argument --json: cannot write"),
+        (("--folder", str(missing / "x")), "argument --folder: cannot write to"),
+    ):
+        with pytest.raises(SystemExit):
+            train.launched(train.parser_of(), words)
+        assert said in capsys.readouterr().err
+
+
+def until(done: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        time.sleep(0.05)
+    return done()
+
+
+STARTS = {
+    "train.py": ("scripts/train.py", "--ranks", "2"),
+    "torchrun": (*ONE_RANK[:-1], "--nproc-per-node=2", "scripts/train.py"),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("start, number", [("train.py", 9), ("train.py", 15), ("torchrun", 9), ("torchrun", 15)])
+def test_ranks_end_with_their_launcher(tmp_path: Path, start: str, number: int) -> None:
+    """The last checkpoint stays whole, and the lock is free."""
+    words = (*SMALL.split(), "--folder", str(tmp_path), "--steps", "1000000", "--every", "1")
+    command = [sys.executable, *STARTS[start], *words]
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as launcher:
+        assert until(lambda: any(tmp_path.glob("step-*")), 60)
+        pids = descendants(launcher.pid) | {launcher.pid}
+        assert len(pids) == 3
+        launcher.send_signal(number)
+        assert until(lambda: not alive(pids), 10), alive(pids)
+    with checkpoint_lock.hold(tmp_path):
+        train = importlib.import_module("train")
+        last = train.checkpoints(tmp_path)[-1]
+        assert train.kept_options(last, train.parser_of())["tokens"] == 64
+        assert {path.name for path in tmp_path.iterdir()} <= {".lock", *(x.name for x in train.checkpoints(tmp_path))}
+
+
+def test_a_rank_whose_launcher_has_ended_does_not_begin() -> None:
+    environment = ENVIRONMENT | {"RANK": "0", "TRAIN_LAUNCHER": "1"}
+    command = [sys.executable, "scripts/train.py"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "Error" not in done.stderr  # it would miss its group's address
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ("train.py", "torchrun"))
+def test_a_second_training_in_the_folder_is_refused(tmp_path: Path, start: str) -> None:
+    with checkpoint_lock.hold(tmp_path):
+        done = run(*STARTS[start], "--folder", str(tmp_path), "--steps", "1")
+    assert done.returncode and f"{tmp_path} is held by process {os.getpid()} of " in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_full_disk_keeps_the_checkpoint_before_it(tmp_path: Path) -> None:
+    trained(tmp_path, "--steps 1")
+    before = (tmp_path / "record.json").read_text()
+    words = f"scripts/train.py --ranks 2 --resume --steps 3 --every 1 --folder {tmp_path} --json {tmp_path}/record.json"
+    command = ["prlimit", "--fsize=20000:20000", sys.executable, *words.split()]
+    done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.search(r"cannot write .*/__\d_0.distcp: File too large; .* MiB are free on its disk", done.stderr)
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "step-1", "record.json"}
+    assert (tmp_path / "record.json").read_text() == before
+    assert len(trained(tmp_path, "--steps 3 --resume")) == 3
 
 
 def test_data_groups_that_do_not_divide_the_ranks_are_refused() -> None:

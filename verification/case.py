@@ -8,7 +8,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,14 @@ def division_of(
     so that such Cases share a cache entry."""
     documents = documents if order in ORDERS_BY_DOCUMENT else None
     return order, tokens, ranks, cuts, seed if order in SEEDED_ORDERS else 0, documents
+
+
+class Keys(NamedTuple):
+    """The sequence of the keys in cross-attention: its length, and its order and cuts as in `Case`; in JSON a list."""
+
+    tokens: int
+    order: str = "contiguous"
+    cuts: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,8 @@ class Case:
     sinks         None, or a score for each query head, of one more key of value 0: "normal"; "large", of sizes up to
                   10^4; or "some", where about half of them are -inf. In the dtype of lse for odd seeds, else in that of
                   q. They require gradients, but in half of the second runs in which not all of q, k and v do
+    keys          None: those of the same tokens; or the `Keys` of a sequence of its own. Documents, if any, add up to
+                  the tokens of both
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """
@@ -133,6 +143,7 @@ class Case:
     value_dim: int | None = None
     softcap: float | None = None
     sinks: str | None = None
+    keys: Keys | None = None
 
     def __post_init__(self) -> None:
         for name, least in _SMALLEST.items():
@@ -158,6 +169,18 @@ class Case:
             object.__setattr__(self, "group", group)
         if self.cuts is not None:
             object.__setattr__(self, "cuts", validators.offsets("cuts", self.cuts, len(self.ranks), self.tokens))
+        if self.keys is not None:
+            object.__setattr__(self, "keys", self._valid_keys(self.keys))
+
+    def _valid_keys(self, value: object) -> Keys:
+        if not isinstance(value, (tuple, list)) or len(value) != len(Keys._fields):
+            raise ValueError(f"keys is {value!r}; it must be None or (tokens, order, cuts)")
+        tokens, order, cuts = value
+        validators.integer("tokens of keys", tokens, 1)
+        self.pattern.validate_tokens(tokens)
+        if cuts is not None:
+            cuts = validators.offsets("cuts of keys", cuts, len(self.ranks), tokens)
+        return Keys(tokens, validators.choice("order of keys", order, ORDERS), cuts)
 
     def _validate_scores(self) -> None:
         object.__setattr__(self, "score_scale", validators.number("score_scale", self.score_scale, _GREATEST_SCALE))
@@ -195,6 +218,11 @@ class Case:
         return self.head_dim, self.value_dim or self.head_dim
 
     @property
+    def key_tokens(self) -> int:
+        """Length of the sequence of the keys."""
+        return self.tokens if self.keys is None else self.keys.tokens
+
+    @property
     def through_lse(self) -> bool:
         """True if a gradient comes in through lse."""
         return self.lse in ("differentiated", "alone", "apart")
@@ -213,16 +241,29 @@ class Case:
         """Tokens of the bucket; the default bucket if the Case has none."""
         if self.bucket is not None:
             return self.bucket
-        largest = max(self.shards().counts)
-        return shards.default_bucket(largest, self.heads, self.kv_heads, self.torch_dtype.itemsize, self.device)
+        largest, of_keys = max(self.shards().counts), max(self.key_shards().counts)
+        return shards.default_bucket(
+            largest, self.heads, self.kv_heads, self.torch_dtype.itemsize, self.device, of_keys
+        )
 
     def shards(self) -> Shards:
         """Return the positions of each rank by definition; the ranks' `Layout` is checked against them."""
         return shards.shards(*self.division())
 
+    def key_shards(self) -> Shards:
+        """Return the positions of each rank's keys."""
+        return shards.shards(*self.key_division())
+
     def division(self) -> Division:
         """Return all that the shards depend on."""
         return division_of(self.order, self.tokens, len(self.ranks), self.cuts, self.seed, self.pattern.documents)
+
+    def key_division(self) -> Division:
+        """Return all that the shards of the keys depend on, like `division`."""
+        if self.keys is None:
+            return self.division()
+        tokens, order, cuts = self.keys
+        return division_of(order, tokens, len(self.ranks), cuts, self.seed, self.pattern.documents)
 
     def second_run_of(self, index: int) -> str:
         """Return `again` for the rank at that index of the group. "apart": some of q, k and v, by the seed. "written":
@@ -238,21 +279,27 @@ class Case:
         "alone", "differentiated" (both) or "neither", by the seed."""
         return self.lse if self.lse != "apart" else _LOSSES[(self.seed + index) % len(_LOSSES)]
 
+    def without_key_cuts(self) -> Case:
+        """Return the Case with its keys, if they have a sequence of their own, cut by the rule of their order."""
+        return self if self.keys is None else replace(self, keys=self.keys._replace(cuts=None))
+
     def lengthened(self, tokens: int, **changes: Any) -> Case:
         """Return the Case with these changes and at least as many tokens: the last document takes the new ones."""
         documents = self.pattern.documents
         if documents is None:
             return replace(self, tokens=tokens, **changes)
         longer = (*documents[:-1], documents[-1] + tokens - self.tokens)
+        if self.keys is not None:
+            changes = {"keys": self.keys._replace(tokens=tokens, cuts=None)} | changes
         return replace(self, tokens=tokens, pattern=replace(self.pattern, documents=longer), **changes)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return q (B, n, H, D), k (B, n, Hk, D), v (B, n, Hk, Dv), dout (B, n, H, Dv), dlse (B, H, n) and, with sinks,
-        these (H,): the whole sequence, contiguous, on the CPU. dlse is zero unless `through_lse`, dout is if lse is
-        "alone"."""
+        """Return q (B, n, H, D), k (B, m, Hk, D), v (B, m, Hk, Dv), dout (B, n, H, Dv), dlse (B, H, n) and, with sinks,
+        these (H,), of n tokens and m keys: the whole sequences, contiguous, on the CPU. dlse is zero unless
+        `through_lse`, dout is if lse is "alone"."""
         generator = torch.Generator().manual_seed(self.seed)
         dim, value_dim = self.dims
-        queries, keys = ((self.batch, self.tokens, heads) for heads in (self.heads, self.kv_heads))
+        queries, keys = (self.batch, self.tokens, self.heads), (self.batch, self.key_tokens, self.kv_heads)
         of_lse = self.batch, self.heads, self.tokens
         shapes = (*queries, dim), (*keys, dim), (*keys, value_dim), (*queries, value_dim), of_lse
         sizes = [math.prod(shape) for shape in shapes]

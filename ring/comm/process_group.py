@@ -24,7 +24,7 @@ T = TypeVar("T")
 _ALLREDUCE_MAX = dist.AllreduceOptions()
 _ALLREDUCE_MAX.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 _group_infos: WeakKeyDictionary[dist.ProcessGroup, _GroupInfo] = WeakKeyDictionary()
-# For consensus from the second round on; None: use the group's own backend.
+# For consensus; None: use the group's own backend.
 _shared_pages: WeakKeyDictionary[dist.ProcessGroup, SharedPage | None] = WeakKeyDictionary()
 
 
@@ -146,12 +146,12 @@ class ProcessGroupTransport(LocalBuffers):
         if self.world_size == 1:
             return True
         number = self.calls.next_round()
-        page = _shared_pages.get(self.group)
-        if page is not None:
-            return page.all_equal(payload, number)
-        equal = self.all_equal_by_group(payload, number)
-        self._find_shared_page()
-        return equal
+        first = self.group not in _shared_pages
+        page = self.meet()
+        # NCCL connects all ranks in their first collective: later ones may send messages to some of them only.
+        if page is None or (first and self._on_gpu):
+            return self.all_equal_by_group(payload, number)
+        return page.all_equal(payload, number)
 
     def all_equal_by_group(self, payload: bytes, number: int) -> bool:
         """`all_equal` by the group's own backend, as needed across machines. number: of the round."""
@@ -163,15 +163,19 @@ class ProcessGroupTransport(LocalBuffers):
         wait_for_all(done_by_work(self.group.allreduce([maximum], _ALLREDUCE_MAX)), self.group, number)
         return torch.equal(maximum, both)
 
-    def _find_shared_page(self) -> None:
-        """Set up the shared page if all ranks run on one machine. Collective."""
-        if self.group in _shared_pages:
-            return
-        store = self.group.get_group_store()
-        # A destroyed group of the same name may have left keys in the store.
-        generation = store.add(f"ring/machines/rank {self.rank}", 1)
-        fresh = dist.PrefixStore(f"ring/machines/{generation}", store)
-        _shared_pages[self.group] = shared_page_of(fresh, self.rank, self.world_size, timeout_of(self.group))
+    def meet(self) -> SharedPage | None:
+        """Return the shared page, None on several machines. Collective in the first call on a group.
+
+        That one goes through the group's store. A rank that is in a collective of the caller's own is missed there; by
+        the group's backend the two would match, and exchange their numbers.
+        """
+        if self.group not in _shared_pages:
+            store = self.group.get_group_store()
+            # A destroyed group of the same name may have left keys in the store.
+            generation = store.add(f"ring/machines/rank {self.rank}", 1)
+            fresh = dist.PrefixStore(f"ring/machines/{generation}", store)
+            _shared_pages[self.group] = shared_page_of(fresh, self.rank, self.world_size, timeout_of(self.group))
+        return _shared_pages[self.group]
 
     def _all_equal_on_gpus(self, both: torch.Tensor, number: int) -> bool:
         """Compare on a stream of its own, so that consensus waits for no other kernel."""

@@ -24,13 +24,15 @@ import torch.distributed as dist
 from ring.comm.transport import MissingRanks
 
 _NO_FILE = "/no file"  # cannot be opened
+_GIVEN_UP = "given up at"  # key in the store: name of the gather that a rank gave up
 PAYLOAD = 16  # bytes
 _NUMBER, _CHECK = 8, 8  # bytes of a round's number, and of the checksum that shows a half-written slot
 _SLOT = _NUMBER + PAYLOAD + _CHECK
 _GAVE_UP = b"gave up".ljust(PAYLOAD)
 _SPINS = 300  # reads before the first pause: about 0.1 ms
 _SOON, _PAUSE, _LATE_PAUSE = 0.002, 1e-5, 1e-3  # seconds; pauses are short during the first, then long
-_LOOK = 0.2  # seconds between checks that the other processes are alive
+_LOOK = 0.2  # seconds between checks that the other processes are alive, or have not given up
+_STORE_PAUSES, _STORE_SHARE = (2e-4, 0.25), 0.05  # seconds, first and longest; share of the time waited so far
 
 
 def shared_page_of(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> SharedPage | None:
@@ -72,7 +74,9 @@ def _new_file(size: int) -> int | None:
 
 @dataclass(frozen=True)
 class _StoreGather:
-    """Gathers strings of all ranks through a store."""
+    """Gathers strings of all ranks through a store. timeout: of one `gather`. A rank that comes when others have given
+    up raises, too, and blames none of them.
+    """
 
     store: dist.Store
     rank: int
@@ -84,15 +88,37 @@ class _StoreGather:
         keys = [f"{name} of rank {rank}" for rank in range(self.world_size)]
         try:
             self.store.set(keys[self.rank], value)
-            self.store.wait(keys, self.timeout)
-            return [encoded.decode() for encoded in self.store.multi_get(keys)]
+            self._wait(keys)
+            late, values = self.store.check([_GIVEN_UP]), self.store.multi_get(keys)
         except RuntimeError as error:
-            raise MissingRanks(self._missing(keys), str(error).partition("\n")[0]) from error
+            raise MissingRanks(self._give_up(name, keys), str(error).partition("\n")[0]) from error
+        if late:
+            raise MissingRanks((), "another rank has given up")
+        return [value.decode() for value in values]
 
-    def _missing(self, keys: list[str]) -> list[int] | None:
+    def _wait(self, keys: list[str]) -> None:
+        """Return once all keys are there. Polls: `store.wait` keeps Ctrl-C, and other threads' use of the store, out,
+        and TCPStore's prints warnings. Raises RuntimeError after the timeout, or soon after another rank has given up.
+        """
+        began = time.monotonic()
+        while not self.store.check(keys):
+            waited = time.monotonic() - began
+            if waited > self.timeout.total_seconds():
+                raise RuntimeError(f"the group's timeout of {self.timeout} is over")
+            if waited > _LOOK and self.store.check([_GIVEN_UP]):
+                raise RuntimeError("another rank has given up")
+            time.sleep(min(_STORE_PAUSES[1], max(_STORE_PAUSES[0], _STORE_SHARE * waited)))
+
+    def _give_up(self, name: str, keys: list[str]) -> list[int] | None:
+        """Tell ranks that come later. Return those that have not come here; none if others gave up before this rank
+        came; None if the store, which one of the ranks may have served, cannot be reached.
+        """
         with suppress(RuntimeError):
+            if self.store.check([_GIVEN_UP]) and self.store.get(_GIVEN_UP) != name.encode():
+                return []
+            self.store.set(_GIVEN_UP, name)
             return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-        return None  # one of the ranks may have served the store
+        return None
 
 
 class SharedPage:
@@ -136,11 +162,13 @@ class SharedPage:
         while not self._has_answered(rank, number):
             now = time.monotonic()
             if now - began > self._timeout.total_seconds():
-                self._give_up(number, f"the group's timeout of {self._timeout} is over")
+                self._give_up(number, self._missing(number), f"the group's timeout of {self._timeout} is over")
             if now - last_look > _LOOK:
                 last_look = now
                 if self._process_has_ended(rank):
-                    self._give_up(number, "its process has ended")
+                    # Others may just be late.
+                    ended = [other for other in self._missing(number) if self._process_has_ended(other)]
+                    self._give_up(number, ended, "its process has ended")
             time.sleep(_PAUSE if now - began < _SOON else _LATE_PAUSE)
         theirs = self._page[begin : begin + _SLOT]
         if theirs[_NUMBER : _NUMBER + PAYLOAD] == _GAVE_UP:
@@ -152,11 +180,14 @@ class SharedPage:
         slot = self._page[begin : begin + _SLOT]
         return slot == _slot_of(number, slot[_NUMBER : _NUMBER + PAYLOAD])
 
-    def _give_up(self, number: int, reason: str) -> None:
+    def _missing(self, number: int) -> list[int]:
+        return [rank for rank in range(self._world_size) if not self._has_answered(rank, number)]
+
+    def _give_up(self, number: int, missing: list[int], reason: str) -> None:
         """Tell the other ranks, and raise MissingRanks."""
         begin = self._begin(self._rank, number)
         self._page[begin : begin + _SLOT] = _slot_of(number, _GAVE_UP)
-        raise MissingRanks([rank for rank in range(self._world_size) if not self._has_answered(rank, number)], reason)
+        raise MissingRanks(missing, reason)
 
     def _process_has_ended(self, rank: int) -> bool:
         try:

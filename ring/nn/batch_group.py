@@ -84,7 +84,8 @@ class BatchRanks:
     `rank` is the number in the group or, in a mesh of a part of the world, in the mesh read row by row; `world_ranks`
     are the numbers of all in the world.
 
-    Raises ValueError for anything else, and on a process that is not among the ranks.
+    Raises ValueError for anything else, on all ranks if those of the others are the whole world; and on a process alone
+    that is not among its ranks.
     """
 
     def __init__(self, over: dist.ProcessGroup | DeviceMesh | None) -> None:
@@ -165,7 +166,10 @@ def _mesh_axes(over: dist.ProcessGroup | DeviceMesh | None) -> tuple[_MeshAxis, 
     if isinstance(over, dist.ProcessGroup):
         return (_whole_group(over),)
     if not is_mesh(over):
-        raise ValueError(f"over must be a process group, a DeviceMesh or None, got {over!r}")
+        error = ValueError(f"over must be a process group, a DeviceMesh or None, got {over!r}")
+        if dist.is_initialized():  # most likely the others are in a call over the whole world: they wait for this rank
+            BatchRanks(None).agree("over", {}, error)
+        raise error
     if over.get_coordinate() is None:
         raise ValueError(f"over must contain the calling process; world rank {dist.get_rank()} is not in {over!r}")
     if over.ndim > 1 and over.size() == dist.get_world_size():

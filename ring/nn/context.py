@@ -280,11 +280,11 @@ class ContextParallel:
                     calls.check_thread(call)
                 signature = check()
             except Exception as wrong:  # of any type: the other ranks must raise it too
+                if not self.check:
+                    raise
                 error = wrong
             if self.check:
                 compare(str(call), signature, error, self.transport)
-            elif error is not None:
-                raise error
 
     def raise_everywhere(self, error: Exception, name: str | None = None) -> NoReturn:
         """Raise this rank's error instead of a call of `attention`, in which the other ranks are or will be.

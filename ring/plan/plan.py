@@ -78,7 +78,7 @@ class Plan:
     """Tiles of a rank's own keys, then its steps."""
 
     rank: int
-    tokens: int
+    tokens: int  # of its keys
     exchange: str
     local: tuple[Tile, ...]
     steps: tuple[Step, ...]
@@ -99,7 +99,7 @@ _plans: BoundedCache[Hashable, Plan] = BoundedCache(128, most_bytes=MAX_BYTES)
 
 def plan_of(
     pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: str, bucket: int,
-    own: int | None = None, varlen: int = 0,
+    own: int | None = None, varlen: int = 0, *, key_layout: Layout | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan of `rank`. The arguments must be valid (`ring.validation` checks them).
 
@@ -109,34 +109,39 @@ def plan_of(
         own: the same for a call that takes several segments of the rank's own keys; None: `bucket`.
         varlen: most query rows, and keys, of packed documents of different lengths that share a call. Longer ones share
             it where they are less than half of the work. 0: none share a call.
+        key_layout: layout of the keys, for as many ranks; None: that of the queries, `layout`.
     """
+    layouts = layout, layout if key_layout is None else key_layout
+    digests = tuple(x.digest for x in layouts)  # a key without the layouts, which may list their orders
     rest = rank, heads, kv_heads, exchange, bucket, own, varlen
-    key = pattern, layout.digest, *rest  # without the layout, which may list its order
-    return _plans.get_or_make(key, lambda: _plan(pattern, layout, *rest), lambda plan: plan.nbytes)
+    return _plans.get_or_make(
+        (pattern, digests, *rest), lambda: _plan(pattern, layouts, *rest), lambda plan: plan.nbytes
+    )
 
 
 def _plan(
-    pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: str, bucket: int,
+    pattern: Pattern, layouts: tuple[Layout, Layout], rank: int, heads: int, kv_heads: int, exchange: str, bucket: int,
     own: int | None, varlen: int,
 ) -> Plan:  # fmt: skip
-    ranges = ranges_of(pattern, layout, heads, kv_heads)
+    layout, key_layout = layouts
+    ranges = ranges_of(pattern, layout, heads, kv_heads, key_layout)
     if exchange == "gather":
-        route = schedule.gather(layout, kv_heads, rank)
+        route = schedule.gather(key_layout, kv_heads, rank)
     else:
         make = schedule.ring if exchange == "ring" else schedule.direct
-        route = make(ranges, layout, pattern.causal, rank, bucket * kv_heads)
+        route = make(ranges, key_layout, pattern.causal, rank, bucket * kv_heads)
     limits = Limits(bucket=bucket, own=bucket if own is None else own, varlen=varlen)
     local, *received = tiles_of(
-        ranges, layout, route, rank=rank, kv_heads=kv_heads, causal=pattern.causal, limits=limits
+        ranges, key_layout, route, rank=rank, kv_heads=kv_heads, causal=pattern.causal, limits=limits
     )
     return Plan(
         rank=rank,
-        tokens=layout.counts[rank],
+        tokens=key_layout.counts[rank],
         exchange=exchange,
         local=local,
-        steps=_steps(ranges, layout, route, received, rank=rank, kv_heads=kv_heads, once=exchange == "direct"),
+        steps=_steps(ranges, key_layout, route, received, rank=rank, kv_heads=kv_heads, once=exchange == "direct"),
         sizes=route.sizes,
-        setting=(pattern, layout.digest, heads, kv_heads, exchange, bucket),
+        setting=(pattern, layout.digest, key_layout.digest, heads, kv_heads, exchange, bucket),
     )
 
 
@@ -144,7 +149,7 @@ def _steps(
     ranges: Ranges, layout: Layout, route: Schedule, received: Sequence[tuple[Tile, ...]], *,
     rank: int, kv_heads: int, once: bool,
 ) -> tuple[Step, ...]:  # fmt: skip
-    """Build the steps. once: every received slot is read at least once."""
+    """Build the steps. layout: of the keys. once: every received slot is read at least once."""
     tokens, others = layout.counts[rank], layout.world_size - 1
     steps = []
     for stage, tiles in zip(route.stages, received, strict=True):

@@ -1,6 +1,8 @@
 """The table of ranges. A range is the part of one block's grid that one rank holds in one segment.
 
 All ranges of all ranks are one table with an array for each column; the plan is made by joining this table with itself.
+In self-attention a range holds queries and keys. In cross-attention queries and keys have layouts of their own: the
+ranges of queries come first, those of keys behind them.
 Most ranges are arithmetic progressions in rows and in positions, like Python's `range`. A layout stored as runs has at
 most one such range for each run, block and segment, so the table takes O(runs x segments), not O(tokens). A layout
 with a listed order has listed ranges, in ascending order of position.
@@ -51,7 +53,8 @@ class Listing:
 
 @dataclass(frozen=True, eq=False)
 class Ranges:
-    """The table, in the order (block, segment, rank). Elements e of a range, 0 <= e < count, ascend in position.
+    """The table, in the order (block, segment, rank), in cross-attention for queries, then for keys. Elements e of a
+    range, 0 <= e < count, ascend in position.
 
     Without a listing, element e has row row + e * row_step and position first + e * step. With one, it has row
     listing.rows[row + e] and position listing.positions[row + e].
@@ -68,6 +71,17 @@ class Ranges:
     step: Ints
     listing: Listing | None = None
     packed: bool = False  # several documents
+    first_key: int | None = None  # ranges from this one on hold keys, those before it queries; None: all hold both
+
+    @property
+    def queries(self) -> Ints:
+        """The numbers of the ranges that hold queries."""
+        return np.arange(len(self.count))[: self.first_key]
+
+    @property
+    def keys(self) -> Ints:
+        """The numbers of the ranges that hold keys."""
+        return np.arange(len(self.count))[self.first_key :]
 
     def position(self, index: Ints, element: Ints) -> Ints:
         """Return the global position of an element of the range `index`."""
@@ -150,28 +164,32 @@ class Subranges:
 _tables: BoundedCache[Hashable, Ranges] = BoundedCache(64, most_bytes=2**28)
 
 
-def ranges_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Ranges:
-    """Return the ranges of all ranks."""
-    key = pattern, layout.digest, heads, kv_heads
-    return _tables.get_or_make(key, lambda: _ranges(pattern, layout, heads, kv_heads), lambda table: table.nbytes)
+def ranges_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int, key_layout: Layout | None = None) -> Ranges:
+    """Return the ranges of all ranks. key_layout: of the keys; None: `layout`."""
+    layouts = (layout,) if key_layout in (None, layout) else (layout, key_layout)
+    key = pattern, tuple(x.digest for x in layouts), heads, kv_heads
+    return _tables.get_or_make(key, lambda: _ranges(pattern, layouts, heads, kv_heads), lambda table: table.nbytes)
 
 
-def _ranges(pattern: Pattern, layout: Layout, heads: int, kv_heads: int) -> Ranges:
-    blocks = blocks_of(replace(pattern, documents=None), layout.n, heads, kv_heads)
-    documents = DocumentTable.of(pattern.documents, layout.n)
-    if layout.listed is not None:
-        return _listed_ranges(blocks, layout, documents)
-    runs = _runs_of(layout)
-    pieces = Pieces.of(runs, documents)
+def _ranges(pattern: Pattern, layouts: tuple[Layout, ...], heads: int, kv_heads: int) -> Ranges:
+    """Build the table. layouts: one for queries and keys, or one for each."""
+    n = max(layout.n for layout in layouts)
+    blocks = blocks_of(replace(pattern, documents=None), n, heads, kv_heads)
+    documents = DocumentTable.of(pattern.documents, n)
+    if any(layout.listed is not None for layout in layouts):
+        return _listed_ranges(blocks, layouts, documents)
     tables = []
-    for index, block in enumerate(blocks):
-        if block.window is None:
-            tables.append(_arithmetic_ranges(index, block, pieces, documents))
-        else:
-            segments = documents.cut(block.whole_segment)
-            tables.append(_arithmetic_ranges(index, block, Pieces.of(runs, segments), segments))
+    for runs in map(_runs_of, layouts):
+        pieces = Pieces.of(runs, documents)
+        for index, block in enumerate(blocks):
+            if block.window is None:
+                tables.append(_arithmetic_ranges(index, block, pieces, documents))
+            else:
+                segments = documents.cut(block.whole_segment)
+                tables.append(_arithmetic_ranges(index, block, Pieces.of(runs, segments), segments))
     columns: dict[str, Any] = {name: concatenated([table[name] for table in tables]) for name in COLUMNS}
-    return Ranges(blocks, packed=len(documents) > 1, **columns)
+    first_key = sum(len(table["rank"]) for table in tables[: len(blocks)]) if len(layouts) > 1 else None
+    return Ranges(blocks, packed=len(documents) > 1, first_key=first_key, **columns)
 
 
 def _runs_of(layout: Layout) -> Ints:
@@ -259,19 +277,20 @@ def _inverses(values: Ints, moduli: Ints) -> Ints:
     return np.array([pow(value, -1, modulus) for value, modulus in pairs], np.int64)
 
 
-def _listed_ranges(blocks: tuple[Block, ...], layout: Layout, documents: DocumentTable) -> Ranges:
-    """Build the table of a layout with a listed order, from every selected position."""
-    assert layout.listed is not None
-    ranks = np.repeat(np.arange(layout.world_size), layout.counts)
-    rows = np.arange(layout.n) - np.asarray(layout.cuts)[ranks]
-    selected = [_selected(block, layout.listed, documents) for block in blocks]
+def _listed_ranges(blocks: tuple[Block, ...], layouts: tuple[Layout, ...], documents: DocumentTable) -> Ranges:
+    """Build the table of layouts with a listed order, from every selected position."""
+    ranks = np.concatenate([np.repeat(np.arange(layout.world_size), layout.counts) for layout in layouts])
+    rows = np.concatenate([ragged_arange(np.array(layout.counts)) for layout in layouts])
+    listed = np.concatenate([layout.order for layout in layouts])
+    selected = [_selected(block, listed, documents) for block in blocks]
     entry, segment = (np.concatenate(columns) for columns in zip(*selected, strict=True))
     block = np.repeat(np.arange(len(blocks)), [len(entries) for entries, _ in selected])
-    order = np.lexsort((layout.listed[entry], ranks[entry], segment, block))
+    queries = layouts[0].n
+    order = np.lexsort((listed[entry], ranks[entry], segment, block, entry >= queries))
     entry, block, segment = entry[order], block[order], segment[order]
-    begin = np.flatnonzero(group_starts(block, segment, ranks[entry]))
+    begin = np.flatnonzero(group_starts(entry >= queries, block, segment, ranks[entry]))
     count = np.diff(np.append(begin, len(entry)))
-    positions, span = layout.listed[entry], layout.n + 1
+    positions, span = listed[entry], max(layout.n for layout in layouts) + 1
     return Ranges(
         blocks,
         block=block[begin],
@@ -284,6 +303,7 @@ def _listed_ranges(blocks: tuple[Block, ...], layout: Layout, documents: Documen
         step=np.zeros_like(begin),
         listing=Listing(rows[entry], positions, np.repeat(np.arange(len(begin)), count) * span + positions, span),
         packed=len(documents) > 1,
+        first_key=int((entry[begin] < queries).sum()) if len(layouts) > 1 else None,
     )
 
 
@@ -302,9 +322,10 @@ def merge_adjacent(ranges: Ranges, rank: int) -> Ranges:
     follow each other both in rows and in positions.
 
     Between own rows only their order counts, so the positions of a merged range are 0, 1, 2, ... The two halves of a
-    zigzag shard then are one causal square: one kernel call instead of three. Windows need distances: not merged.
+    zigzag shard then are one causal square: one kernel call instead of three. Windows need distances: not merged. Nor
+    are ranges of queries alone, whose order relative to the keys their positions tell.
     """
-    if ranges.listing is not None:
+    if ranges.listing is not None or ranges.first_key is not None:
         return ranges
     own = np.flatnonzero(ranges.rank == rank)
     own = own[np.lexsort((ranges.first[own], ranges.segment[own], ranges.block[own]))]

@@ -53,14 +53,15 @@ def needs_of(ranges: Ranges, causal: bool) -> Iterator[tuple[slice, Needs]]:
     """Yield the needs of all ranks, for some ranges of keys after others: the ranges, and their needs in the order
     (rank, range, first). Every rank computes all, so both ends of a message agree.
     """
-    group = group_of(ranges)
-    low, high = np.searchsorted(group, group - 1, "left"), np.searchsorted(group, group + 1, "right")
+    group, queries, keys = group_of(ranges), ranges.queries, ranges.keys
+    low = np.searchsorted(group[queries], group[keys] - 1, "left")
+    high = np.searchsorted(group[queries], group[keys] + 1, "right")
     batch = np.cumsum(high - low) // _BATCH
     begins = np.flatnonzero(group_starts(batch)).tolist() if len(batch) else []
     for begin, end in pairwise([*begins, len(batch)]):
-        keys = Subranges.whole(ranges, np.arange(begin, end))
-        queries = Subranges.whole(ranges, np.arange(low[begin], high[end - 1]))
-        yield slice(begin, end), _needs(ranges, queries, keys, causal)
+        near = Subranges.whole(ranges, queries[low[begin] : high[end - 1]])
+        chosen = keys[begin:end]
+        yield slice(chosen[0], chosen[-1] + 1), _needs(ranges, near, Subranges.whole(ranges, chosen), causal)
 
 
 def _needs(ranges: Ranges, queries: Subranges, keys: Subranges, causal: bool) -> Needs:

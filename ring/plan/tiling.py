@@ -113,7 +113,7 @@ class _Keys:
 
 def _own_keys(own: Ranges, rank: int) -> _Keys:
     """Return the rank's own keys, readable from the start. own: its ranges, merged where they are adjacent."""
-    whole = Subranges.whole(own, np.flatnonzero(own.rank == rank))
+    whole = Subranges.whole(own, own.keys[own.rank[own.keys] == rank])
     return _Keys.of(whole, stage=0, packed=False, base=0, scale=1)
 
 
@@ -134,7 +134,7 @@ def _gathered_keys(ranges: Ranges, layout: Layout, route: Schedule, rank: int, k
     for stage in route.stages:
         for transfer in stage.receives:
             bases[transfer.peer] = transfer.start
-    remote = Subranges.whole(ranges, np.flatnonzero(ranges.rank != rank))
+    remote = Subranges.whole(ranges, ranges.keys[ranges.rank[ranges.keys] != rank])
     return _Keys.of(remote, stage=1, packed=False, base=bases[ranges.rank[remote.range]], scale=kv_heads)
 
 
@@ -216,7 +216,7 @@ def _tiles(
     ranges: Ranges, keys: _Keys, rank: int, causal: bool, limits: Limits, fold_limit: int
 ) -> Iterator[tuple[int, Tile]]:
     """Yield (stage, tile) for all calls of `rank` with these keys. fold_limit: most key tokens of several segments."""
-    queries, _ = Subranges.whole(ranges, np.flatnonzero(ranges.rank == rank)).cut(limits.rows)
+    queries, _ = Subranges.whole(ranges, ranges.queries[ranges.rank[ranges.queries] == rank]).cut(limits.rows)
     tables = pair_up(ranges, queries, keys.subranges, causal)
     for mask, part in chain.from_iterable(split_by_mask(ranges, pairs) for pairs in tables):
         drafts = _drafts(ranges, keys, mask, part, fold_limit, limits)

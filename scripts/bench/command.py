@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from bench.rank_group import Failed, Lost, RankGroup, described
 from bench.workload import size
+from ring import whole_file
 from verification.cli.arguments import check_file
 from verification.peers.adapters import ring_flash_attn
 from verification.report.provenance import surroundings, typed_words
@@ -158,6 +159,4 @@ class BenchRecord:
             return
         print(self._format_row(row), flush=True)
         if self._file is not None:
-            new = self._file.with_name(f"{self._file.name}.new")
-            new.write_text(json.dumps(self._run | {"rows": self.rows}, indent=1) + "\n")
-            new.replace(self._file)
+            whole_file.write(self._file, json.dumps(self._run | {"rows": self.rows}, indent=1) + "\n")

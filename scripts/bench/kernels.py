@@ -23,6 +23,7 @@ import torch
 
 from bench.command import Parser, command_line, stop, tokens
 from bench.workload import document_lengths
+from ring import whole_file
 from ring.compute import kernel_choice, kernels
 from ring.compute.gpu.kernel_times import FILE, PASSES, Work
 from ring.compute.kernel_limits import FA4_VERSION, GPU_LIMITS, fa4_missing
@@ -79,7 +80,7 @@ def write(file: Path, record: dict[str, Any]) -> None:
     """Write the record, a row in a line."""
     head = json.dumps({name: value for name, value in record.items() if name != "rows"}, indent=1)
     lines = ",\n".join(f"  {json.dumps(row)}" for row in record["rows"])
-    file.write_text(f'{head[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
+    whole_file.write(file, f'{head[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
 def grid(dims: tuple[int, int], longest: int) -> Iterator[tuple[Work, list[int]]]:

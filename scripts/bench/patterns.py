@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from train import Training, join, leave, parse, parser_of, text
 
 from bench.command import command_line
+from ring import whole_file
 from verification.report.provenance import surroundings
 
 SHARED = ("tokens", "batch", "layers", "dim", "heads", "lr", "dtype", "text", "held_out", "layout", "seed", "data")
@@ -83,7 +84,7 @@ def compare(options: argparse.Namespace, mesh: DeviceMesh, device: torch.device)
                 print(
                     f"{pattern}: {size:,} bytes, {seconds:.1f} s: loss {loss:.4f}, held-out {held_out:.4f}", flush=True
                 )
-                options.json.write_text(json.dumps(record) + "\n")
+                whole_file.write(options.json, json.dumps(record) + "\n")
         steps = training.step
 
 

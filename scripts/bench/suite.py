@@ -29,6 +29,7 @@ from rich.console import Console
 
 from bench.command import Parser, positive
 from reference.pattern import Pattern
+from ring import whole_file
 from ring.comm.transport import Message
 from ring.default_bucket import default_bucket
 from ring.layout import Layout
@@ -112,7 +113,7 @@ def _recorded(file: Path | None, measured: Iterator[tuple[str, Any]]) -> int:
         print(f"{name}: {json.dumps(value, indent=2)}", flush=True)
         record[name] = value
     if file is not None:
-        file.write_text(json.dumps(record, indent=2) + "\n")
+        whole_file.write(file, json.dumps(record, indent=2) + "\n")
     return 0
 
 

@@ -28,7 +28,12 @@ def problems(draw: st.DrawFn) -> Setting:
     pattern = replace(draw(drawn_patterns.patterns(kv_heads * group)), documents=documents)
     sizes = draw(st.integers(1, 2)), kv_heads * group, kv_heads, draw(st.integers(1, 3))
     itemsize, value_dim = draw(st.sampled_from([2, 4, 8])), draw(st.none() | st.integers(1, 4))
-    return Setting(pattern, positions, *sizes, itemsize, value_dim)
+    keys = None
+    if draw(st.booleans()):
+        m = draw(st.integers(0, 16)) if documents is None else n
+        cuts = sorted(draw(st.lists(st.integers(0, m), min_size=p - 1, max_size=p - 1)))
+        keys = np.split(np.array(draw(st.permutations(range(m))), np.int64), cuts)
+    return Setting(pattern, positions, *sizes, itemsize, value_dim, keys)
 
 
 @dataclass
@@ -38,7 +43,7 @@ class Count:
     # Ranks other than the owner that need the slot.
     users: dict[Slot, set[int]] = field(default_factory=lambda: defaultdict(set))
     pairs: Counter[int] = field(default_factory=Counter)
-    owner: dict[int, int] = field(default_factory=dict)
+    owner: dict[int, int] = field(default_factory=dict)  # of keys
     widest: int = 0
     world: int = 1
 
@@ -48,15 +53,16 @@ class Count:
 
 def count(s: Setting) -> Count:
     found = Count(world=len(s.positions))
-    found.owner = {int(x): rank for rank, held in enumerate(s.positions) for x in held}
-    n = len(found.owner)
+    reader, found.owner = (
+        {int(x): rank for rank, held in enumerate(positions) for x in held} for positions in (s.positions, s.keys)
+    )
     for b, branch in enumerate(s.pattern.branches):
         offsets = branch.offsets(s.heads)
-        for head, i, j in np.ndindex(s.heads, n, n):
+        for head, i, j in np.ndindex(s.heads, len(reader), len(found.owner)):
             if (o := offsets[head]) is not None and sees(s.pattern, branch, head, i, j, s.heads):
-                found.pairs[found.owner[i]] += 1
-                if found.owner[i] != found.owner[j]:
-                    found.users[b, o, j, head * s.kv_heads // s.heads].add(found.owner[i])
+                found.pairs[reader[i]] += 1
+                if reader[i] != found.owner[j]:
+                    found.users[b, o, j, head * s.kv_heads // s.heads].add(reader[i])
         for offset in {slot[1] for slot in found.users if slot[0] == b}:
             served = {h * s.kv_heads // s.heads for h, x in enumerate(offsets) if x == offset}
             found.widest = max(found.widest, len(served))
@@ -97,8 +103,8 @@ def test_sent_message_by_message(s: Setting, narrow: bool) -> None:
         if exchange == "gather":
             for src, dst in np.ndindex(p, p):
                 if src != dst:
-                    kv[src, dst] += len(s.positions[src]) * s.kv_heads
-                    gradients[dst, src] += len(s.positions[src]) * s.kv_heads
+                    kv[src, dst] += len(s.keys[src]) * s.kv_heads
+                    gradients[dst, src] += len(s.keys[src]) * s.kv_heads
         for slot, users in true.users.items():
             owner = true.owner[slot[2]]
             if exchange == "direct":
@@ -198,6 +204,8 @@ def test_flops_of_values_of_another_head_dim() -> None:
         ({"positions": ([0, 1], [3])}, "positions"),
         ({"positions": ([0, 1], [-1])}, "positions"),
         ({"positions": ()}, "positions"),
+        ({"key_positions": ([0], [2])}, "key_positions"),
+        ({"key_positions": ([0, 1],)}, "key_positions"),
         ({"positions": ([[0], [1]],)}, "positions"),
         ({"kv_heads": 3}, "heads"),
         ({"batch": 0}, "batch"),

@@ -120,3 +120,6 @@ def test_default_bucket_on_paper(largest: int, heads: int, itemsize: int, device
 def test_the_default_bucket_goes_by_the_largest_shard_wherever_it_is(cuts: tuple[int, ...]) -> None:
     layout = Layout.from_cuts(range(9002), cuts)
     assert ring_bucket(layout, 8, 1, torch.float32) == default_bucket(9000, 8, 1, 4) == 9000 * 72 // (10 * 40)
+    keys = Layout.contiguous(15_000, 3)
+    wanted = default_bucket(9000, 8, 1, 4, largest_of_keys=5000)
+    assert ring_bucket(layout, 8, 1, torch.float32, key_layout=keys) == wanted == (9000 * 64 + 5000 * 8) // (10 * 40)

@@ -96,7 +96,8 @@ def test_one_offset_by_head_is_refused_for_several_heads_as_in_a_call(attention:
 def test_the_operators_are_as_torch_wants_them(pattern: Pattern) -> None:
     q, k, v, dout, dlse = inputs()
     q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
-    settings = SETTINGS | {"layout": ALONE.number, "pattern": pattern_to_text(pattern), "packed": pattern.number}
+    settings = SETTINGS | {"pattern": pattern_to_text(pattern), "packed": pattern.number}
+    settings |= {"layout": ALONE.number, "key_layout": ALONE.number}
     settings |= {"group": NO_GROUP, "kernel_name": "auto", "return_lse": True}
     forward, backward = torch.ops.ring.attention_forward, torch.ops.ring.attention_backward
     leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))

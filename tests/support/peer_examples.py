@@ -118,7 +118,7 @@ def then(**changes: Callable[[Case], Any]) -> Callable[[Case], Case]:
 
 in_16_bits = then(dtype=lambda case: "bfloat16", lse=lambda case: "returned")
 sound = Peer("mine", "dense, one process", claim, plain, worlds=(1,))
-with_scores = replace(sound, claims=claims.takes(*claims.SCORES)(claim), attend=scored)
+with_scores = replace(sound, claims=claims.takes(*claims.OPTIONAL)(claim), attend=scored)
 drops_sinks = replace(with_scores, attend=lambda q, k, v, case, group, sinks=None: scored(q, k, v, case, group))
 packed = replace(sound, claims=lambda case: claims.packed(claims.plain_process(case)), attend=document_by_document)
 unpacked = replace(packed, attend=plain)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 
+from ring.nn.frameworks import trainer_call
 from ring.nn.frameworks.lightning import ReplicatedStrategy
 from ring.nn.frameworks.trainer_accelerator import DataAccelerator
 from verification.models import Part, Run, WholeBatch
@@ -14,6 +19,8 @@ from verification.models.trainers import accelerate_loop, lightning_trainer, pef
 
 class DividedTwice(transformers_trainer.Llama):
     """Divides each micro-batch's share of the mean by their number."""
+
+    evaluates = resumes = False
 
     def trainer(self, *arguments: Any, **options: Any) -> Any:
         trainer = super().trainer(*arguments, **options)
@@ -69,8 +76,42 @@ class MeanOfMeans(lightning_trainer.Llama):
         def alike(strategy: Any, mean: Tensor, labelled: int) -> Tensor:
             return weighted(strategy, mean, 1)
 
-        ReplicatedStrategy.weighted = alike  # type: ignore[method-assign,assignment]
-        try:
+        with patch.object(ReplicatedStrategy, "weighted", alike):
             return super().train(model, optimizer, steps, run)
-        finally:
-            ReplicatedStrategy.weighted = weighted  # type: ignore[method-assign]
+
+
+class MeanOfRanks(transformers_trainer.Llama):
+    """Evaluates the mean of the ranks' means."""
+
+    def train(self, model: Any, optimizer: Any, steps: Any, run: Run) -> Any:
+        over_tokens = trainer_call.cross_entropy
+
+        def mean_of_means(logits: Tensor, labels: Tensor, over: DeviceMesh, **options: Any) -> Tensor:
+            if model.training:
+                return over_tokens(logits, labels, over, **options)
+            mean = functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).nan_to_num()
+            dist.all_reduce(mean, group=over.get_group())
+            return mean / over.size()
+
+        with patch.object(trainer_call, "cross_entropy", mean_of_means):
+            return super().train(model, optimizer, steps, run)
+
+
+class EvaluatedByBatches(lightning_trainer.Llama):
+    """Logs the loss without its number of labels."""
+
+    def train(self, model: Any, optimizer: Any, steps: Any, run: Run) -> Any:
+        log = lightning_trainer.Module.log_dict
+
+        def alike(module: Any, values: Any, batch_size: int) -> None:
+            log(module, values)
+
+        with patch.object(lightning_trainer.Module, "log_dict", alike):
+            return super().train(model, optimizer, steps, run)
+
+
+class WithoutMomenta(transformers_trainer.Llama):
+    """Resumes without the optimizer's state."""
+
+    def trainer(self, model: Any, settings: Any, *arguments: Any, **options: Any) -> Any:
+        return super().trainer(model, settings | {"save_only_model": True}, *arguments, **options)

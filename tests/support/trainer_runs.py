@@ -1,9 +1,11 @@
-"""Runs of transformers' Trainer with a small Llama in fp64: alone on one process, and sharded on ranks."""
+"""Runs of transformers' Trainer with a small model in fp64: alone on one process, and sharded on ranks."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,20 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
 from transformers import (
+    BertConfig,
+    BertForTokenClassification,
     DataCollatorWithFlattening,
     EvalPrediction,
     LlamaConfig,
     LlamaForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
     Trainer,
     TrainingArguments,
-)  # fmt: skip
+)
 
 from ring.nn.frameworks.trainer import ContextParallelTrainer
 
@@ -30,11 +39,13 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
 
 @dataclass(frozen=True)
 class Run:
     """A run. world, context: ranks, those that share sequences. batch, held: sequences of a step's micro-batch over all
-    data ranks, sequences of the evaluation. settings: of TrainingArguments."""
+    data ranks, sequences of the evaluation. settings: of TrainingArguments. model: of MODELS."""
 
     world: int
     context: int
@@ -44,6 +55,7 @@ class Run:
     sequences: int = 12
     held: int = 5
     settings: dict[str, Any] = field(default_factory=dict)
+    model: str = "llama"
 
     @property
     def data(self) -> int:
@@ -92,15 +104,22 @@ def packed_rows(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     return batch | {"labels": batch["labels"].masked_fill(positions == 0, -100), "position_ids": positions}
 
 
+def typed(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Add the types of BERT's tokens: the first five are of another sentence."""
+    batch = padded(rows)
+    return batch | {"token_type_ids": (torch.arange(batch["input_ids"].shape[1]) > 4).long().expand_as(batch["labels"])}
+
+
 COLLATORS: dict[str, Any] = {
-    "equal": None, "padded": padded, "packed rows": packed_rows,
+    "equal": None, "padded": padded, "packed rows": packed_rows, "typed": typed,
     "packed": DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True),
 }  # fmt: skip
 
 
-def in_fp64(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
-    """Compute the loss of causal language models, which transformers computes in fp32, in the dtype of the logits."""
-    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+def in_fp64(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None, ahead: int = 1) -> Tensor:
+    """Compute the loss, which transformers computes in fp32, in the dtype of the logits. ahead: 0 for labels of the
+    tokens themselves."""
+    logits, targets = outputs.logits[:, : -ahead or None].flatten(0, 1), labels[:, ahead:].flatten()
     total = functional.cross_entropy(logits, targets, reduction="sum")
     return total / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
@@ -120,6 +139,26 @@ def right(prediction: EvalPrediction) -> dict[str, float]:
 def llama() -> LlamaForCausalLM:
     torch.manual_seed(11)
     return LlamaForCausalLM(LlamaConfig(**SIZES)).double()
+
+
+def modernbert() -> ModernBertForMaskedLM:
+    torch.manual_seed(11)
+    return ModernBertForMaskedLM(ModernBertConfig(**SIZES, pad_token_id=0, local_attention=8)).double()
+
+
+def roberta() -> RobertaForMaskedLM:
+    torch.manual_seed(11)
+    return RobertaForMaskedLM(RobertaConfig(**SIZES, **NO_DROPOUT, pad_token_id=0)).double()
+
+
+def bert() -> BertForTokenClassification:
+    torch.manual_seed(11)
+    return BertForTokenClassification(BertConfig(**SIZES, **NO_DROPOUT, num_labels=VOCABULARY)).double()
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": llama, "modernbert": modernbert, "roberta": roberta, "bert": bert,
+}  # fmt: skip
 
 
 def arguments(run: Run, folder: str, data: int, **changes: Any) -> TrainingArguments:
@@ -153,11 +192,11 @@ def trainer_of(run: Run, folder: str, **changes: Any) -> Any:
         "data_collator": COLLATORS[run.collator], "compute_metrics": right,
     }  # fmt: skip
     if run.loss == "own" or (run.loss == "plain" and not sharded):
-        options["compute_loss_func"] = in_fp64
-    args = arguments(run, folder, run.data if sharded else 1, **changes)
+        options["compute_loss_func"] = partial(in_fp64, ahead=int(run.model == "llama"))
+    args, model = arguments(run, folder, run.data if sharded else 1, **changes), MODELS[run.model]()
     if sharded:
-        return ContextParallelTrainer(llama(), args, context_size=run.context, **options)
-    return Trainer(llama(), args, **options)
+        return ContextParallelTrainer(model, args, context_size=run.context, **options)
+    return Trainer(model, args, **options)
 
 
 def results(trainer: Any) -> dict[str, Any]:

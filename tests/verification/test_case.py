@@ -17,9 +17,9 @@ import torch
 
 from reference import Branch, Pattern
 from tests.support.plain_case import plain
-from verification.case import DTYPES, ORDERS, ORDERS_BY_DOCUMENT, SINKS, VALUES, Case
+from verification.case import DTYPES, ORDERS, ORDERS_BY_DOCUMENT, SINKS, VALUES, Case, Keys
 from verification.case_line import read_case_line
-from verification.run.layouts import layout_of, strided_copy
+from verification.run.layouts import key_layout_of, layout_of, strided_copy
 
 case = partial(
     plain, 4, group=(0, 1, 3), tokens=13, order="zigzag", cuts=(0, 5, 5, 13), batch=2, heads=4, kv_heads=2, head_dim=3,
@@ -30,11 +30,12 @@ case = partial(
 
 def test_json_turns_back_into_an_equal_case_without_fields_with_a_default_too() -> None:
     for given in (case(score_scale=1), plain(3, scale=-2), case(pattern=Pattern.dense(documents=(0, 12, 1))),
-                  case(value_dim=5, softcap=30, sinks="some")):  # fmt: skip
+                  case(value_dim=5, softcap=30, sinks="some"), case(keys=Keys(5, "zigzag", (0, 5, 5, 5)))):  # fmt: skip
         again = Case.from_json(given.to_json())
         assert again == given and hash(again) == hash(given) and "\n" not in given.to_json()
     data = json.loads(case(again="no_grad", measured=True).to_json())
     del data["again"], data["measured"], data["value_dim"], data["softcap"], data["sinks"]
+    del data["keys"]
     assert data["pattern"].pop("documents") is None
     assert Case.from_json(json.dumps(data)) == case()
 
@@ -59,6 +60,7 @@ def test_json_is_strict() -> None:
         "score_scale": (0.0, -1.0, 1e4), "values": ("other",), "seed": (-1, 2**63), "exchange": ("all",),
         "value_dim": (0, 2.0), "softcap": (0, -1.0, 1e31, 1e-31, float("nan")), "sinks": ("other", True),
         "bucket": (0,), "kernel": ("cutlass",), "lse": (True,), "strided": (1,), "again": ("never",),
+        "keys": ((5,), 5, (0, "zigzag", None), (5, "other", None), (5, "zigzag", (0, 5)), (5, "zigzag", (0, 1, 2, 6))),
         "measured": (None,), "pattern": (None, Pattern((Branch(heads=range(3, 5)),))),
     }.items(),
 )  # fmt: skip
@@ -75,6 +77,24 @@ def test_documents_must_add_up_and_the_last_is_lengthened() -> None:
     assert case(cuts=None).lengthened(16, order="striped") == case(tokens=16, cuts=None, order="striped")
     packed = case(cuts=None, pattern=Pattern.dense(documents=(3, 10)))
     assert packed.lengthened(16) == case(tokens=16, cuts=None, pattern=Pattern.dense(documents=(3, 13)))
+    with pytest.raises(ValueError, match="documents must add up to the 12 tokens"):
+        replace(packed, keys=Keys(12))
+    assert replace(packed, keys=Keys(13, "striped", (0, 3, 3, 13))).lengthened(16).keys == Keys(16, "striped")
+
+
+@pytest.mark.parametrize("keys", (None, Keys(5), Keys(20, "shuffled", (0, 0, 20, 20)), Keys(1, "hilbert")))
+def test_keys_may_have_a_sequence_of_their_own(keys: Keys | None) -> None:
+    """Shards and tensors of the queries stay; the layout of the keys is the defined one."""
+    given, tokens = case(keys=keys), 13 if keys is None else keys.tokens
+    q, k, v, dout, dlse = given.tensors()
+    assert q.shape == dout.shape == (2, 13, 4, 3) and k.shape == v.shape == (2, tokens, 2, 3)
+    assert dlse.shape == (2, 4, 13) and given.key_tokens == tokens
+    layout, defined = key_layout_of(given), given.key_shards()
+    assert layout.n == tokens and layout.counts == defined.counts
+    for rank, positions in enumerate(defined.positions):
+        assert layout.positions(rank).tolist() == positions.tolist()
+    assert given.without_key_cuts().keys == (keys and keys._replace(cuts=None))
+    assert given.shards() is case().shards()
 
 
 def digest(given: Case) -> str:

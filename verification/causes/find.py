@@ -88,6 +88,6 @@ def drawn_cases(case: Case, claim: Claim) -> list[Case]:
 
 def precise(case: Case, claim: Claim) -> Case | None:
     """Return the Case that the claim makes of it with plain values, in the first dtype that the claim leaves."""
-    case = replace(case, values="normal", score_scale=1.0)
+    case = replace(case, values="normal", score_scale=1.0, keys=None)
     claimed = ((dtype, claim(replace(case, dtype=dtype))) for dtype in (*PRECISE, case.dtype))
     return next((nearest for dtype, nearest in claimed if nearest and nearest.dtype == dtype), None)

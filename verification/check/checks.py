@@ -82,7 +82,7 @@ def check_answers(case: Case, expectation: Expectation, observations: Observatio
 
 def _check_shape(case: Case, index: int, name: str, result: Array | None) -> None:
     """Raise WrongResult if one rank's result has another shape than it must, or is None."""
-    length = case.shards().counts[index]
+    length = (case.key_shards() if name in ("dk", "dv") else case.shards()).counts[index]
     heads = case.kv_heads if name in ("dk", "dv") else case.heads
     shape: tuple[int, ...] = (case.batch, length, heads, case.dims[name in ("out", "dv")])
     if name in ("lse", "dsinks"):
@@ -285,7 +285,8 @@ class Costs:
 def costs(case: Case) -> Costs:
     """Return the costs by `reference.cost`. Cached, so that it can be called while the ranks are at work."""
     sizes = case.batch, case.heads, case.kv_heads, case.head_dim, case.torch_dtype.itemsize, case.value_dim
-    setting = cost.Setting(case.pattern, case.shards().positions, *sizes)
+    keys = None if case.keys is None else case.key_shards().positions
+    setting = cost.Setting(case.pattern, case.shards().positions, *sizes, keys)
     sent = cost.sent(setting, case.exchange, case.narrow)
     buffers = cost.buffers(setting, case.exchange, case.tokens_per_call, case.narrow)
     return Costs(sent.forward, sent.backward, buffers.forward, buffers.backward)
@@ -312,7 +313,8 @@ def assemble(case: Case, observations: Observations, name: str) -> Array:
     shards = [np.asarray(getattr(x, name), np.float64) for x in observations]
     if name == "dsinks":
         return np.asarray(sum(shards))
-    return np.concatenate(shards, axis).take(case.shards().place, axis)
+    place = (case.key_shards() if name in ("dk", "dv") else case.shards()).place
+    return np.concatenate(shards, axis).take(place, axis)
 
 
 def compared(case: Case) -> list[str]:
@@ -355,7 +357,7 @@ def _place(case: Case, name: str, where: tuple[Any, ...]) -> str:
     batch, *rest = (int(i) for i in where)
     head, token = (rest[0], rest[1]) if name == "lse" else (rest[1], rest[0])
     dim = "" if name == "lse" else f", dim {rest[2]}"
-    holder = int(case.shards().holder[token])
+    holder = int((case.key_shards() if name in ("dk", "dv") else case.shards()).holder[token])
     return f"at batch {batch}, token {token}, head {head}{dim} (held by {_rank(case, holder)})"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 from torch import Tensor
 
 from reference import roundoff
@@ -26,6 +27,7 @@ def inputs_of(case: Case, tensors: tuple[Tensor, ...]) -> Inputs:
     q, k, v, dout, dlse, *sinks = (x.double().numpy() for x in tensors)
     return Inputs(
         q, k, v, dout, dlse if case.through_lse else None, case.pattern, case.softmax_scale,
+        None if case.keys is None else np.arange(case.tokens),
         sinks=sinks[0] if case.sinks else None, softcap=case.softcap,
     )  # fmt: skip
 
@@ -45,13 +47,17 @@ def of_case(case: Case, kernel: str, counts: Counts) -> Arithmetic:
 
 def counts_of(case: Case, kernel: str) -> Counts:
     """Return the lengths of the sums, for calls of that kernel of `roundoff.KERNELS`."""
-    keys, rows = roundoff.max_pairs(case.pattern, case.tokens, case.heads, case.kv_heads)
-    taken = [roundoff.window_factor(branch, case.pattern.causal, case.tokens) for branch in case.pattern.branches]
-    shards = case.order, case.cuts is not None, len(case.ranks)
-    parts = roundoff.max_run_parts(case.exchange, *shards, case.pattern.causal, max(taken) > 1)
-    partials = roundoff.max_partials(*shards, case.tokens, case.tokens_per_call, sum(taken), parts)
-    merges, row_merges = min(keys, partials), min(rows, partials * (case.heads // case.kv_heads))
-    key_blocks, row_blocks = (1, 2) if kernel == "gpu" else roundoff.max_call_blocks(case.tokens)
+    tokens, ranks = max(case.tokens, case.key_tokens), len(case.ranks)
+    keys, rows = roundoff.max_pairs(case.pattern, tokens, case.heads, case.kv_heads)
+    taken = [roundoff.window_factor(branch, case.pattern.causal, tokens) for branch in case.pattern.branches]
+    order, cut = (case.order, case.cuts is not None) if case.keys is None else (None, True)
+    parts = roundoff.max_run_parts(case.exchange, order, cut, ranks, case.pattern.causal, max(taken) > 1)
+    of_queries, of_keys = (
+        roundoff.max_partials(order, cuts is not None, ranks, tokens, case.tokens_per_call, sum(taken), parts)
+        for order, cuts in ((case.order, case.cuts), case.key_division()[0:4:3])
+    )
+    merges, row_merges = min(keys, of_keys), min(rows, of_queries * (case.heads // case.kv_heads))
+    key_blocks, row_blocks = (1, 2) if kernel == "gpu" else roundoff.max_call_blocks(tokens)
     return Counts(keys, rows, merges, row_merges, key_blocks, row_blocks)
 
 

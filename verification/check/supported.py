@@ -33,8 +33,8 @@ def fused(case: Case, kernel: str) -> bool:
 
 def check_supported(case: Case) -> None:
     """Raise ValueError for a Case that is too large, or that ring_attention refuses although each field is valid."""
-    numbers = case.batch * case.tokens * case.heads * max(case.dims)
-    scores = case.batch * case.heads * case.tokens**2
+    numbers = case.batch * max(case.tokens, case.key_tokens) * case.heads * max(case.dims)
+    scores = case.batch * case.heads * case.tokens * case.key_tokens
     if numbers > _MAX_NUMBERS or scores > _MAX_SCORES:
         raise ValueError(
             f"batch, tokens, heads, head_dim are {case.batch}, {case.tokens}, {case.heads}, {case.head_dim}: {numbers} "

@@ -152,6 +152,8 @@ def check_outputs(options: argparse.Namespace) -> None:
     """Check that the output files can be written, before a run of hours. Raises OSError naming the argument."""
     if options.json is not None:
         check_file("--json", options.json)
+    if getattr(options, "jsonl", None) is not None:
+        check_file("--jsonl", options.jsonl)
     if getattr(options, "failures", None) is not None and not getattr(options, "list", False):
         check_folder("--failures", options.failures)
 
@@ -167,26 +169,29 @@ def check_folder(argument: str, folder: Path) -> None:
 
 
 def check_file(argument: str, file: Path) -> None:
-    """Check that the file is writable, without changing it. Raises OSError naming the argument.
+    """Check that the file can be replaced, without changing it. Raises OSError naming the argument.
 
     A missing folder is an error too: it is probably a typo.
     """
+    folder = file.resolve().parent  # of a link's target
     try:
         if file.exists():
             file.open("a").close()
-        else:
-            if not file.parent.exists():
-                raise FileNotFoundError(f"there is no folder {file.parent.absolute()}")
-            with tempfile.TemporaryFile(dir=file.parent):
+        elif not folder.exists():
+            raise FileNotFoundError(f"there is no folder {folder}")
+        if file.is_file() or not file.exists():  # a device is written to as it is
+            with tempfile.TemporaryFile(dir=folder):
                 pass
     except OSError as error:
         raise OSError(f"argument {argument}: cannot write {file}: {error}") from error
 
 
 def write_json(file: Path | None, record: Mapping[str, Any]) -> None:
-    """Write the record, if there is a file to write it to."""
+    """Write the record whole or not at all, if there is a file to write it to."""
+    from ring.whole_file import write
+
     if file is not None:
-        file.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+        write(file, json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 
 def console() -> Console:

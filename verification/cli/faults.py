@@ -1,41 +1,78 @@
-"""`python -m verification faults`: inject faults and check that each error names the faulty rank."""
+"""`python -m verification faults`: inject faults, and check that each is named and nothing is lost or left over."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from rich.console import Console
 
 from verification.cli.arguments import add_outputs, add_seed, add_world, count, seed_of, write_json
-from verification.faults import fault_run
+from verification.faults import fault_run, training_fault_run
 from verification.report.provenance import processor_run, typed_words
 from verification.report.report import Report
 from verification.run.backends import Unavailable
 from verification.wording import counted
 
 MAX_WORLD = 8  # more ranks than cores are slow and find nothing else
-HELP = "inject faults and check that each error names the faulty rank"
+HELP = "inject faults and check that each is named"
 ABOUT = """\
-Injects faults into ranks over gloo, at a random post of a random rank: kill -9,
-SIGSTOP, an exception, a message that is too short or too long. The error must
-name the fault and its rank. Afterwards all ranks must run again, the next
-example must be right, and no process may be left over. No GPU is needed."""
+Injects faults, and checks that the error names each, that nothing is lost, and
+that nothing is left over. No GPU is needed.
+attention: kill -9, SIGSTOP, an exception, a message that is too short or too
+long, at a random post of a random rank over gloo; or a rank that comes after
+the others' timeout. Afterwards all ranks must run again, and the next example
+must be right.
+training: damaged and foreign checkpoints, full disks and folders of others; and
+kills, stops and second trainings of scripts/train.py, one fault in 128."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of subject to inject faults into: the run, and the lines of its table."""
+
+    run: Callable[[Report, argparse.Namespace, int], None]
+    table: Callable[[Report], list[str]]
+
+
+def attention(report: Report, options: argparse.Namespace, seed: int) -> None:
+    worlds = options.world or fault_run.FAULT_WORLDS
+    fault_run.run_faults(report, worlds, options.count, seed, options.failures)
+
+
+def training(report: Report, options: argparse.Namespace, seed: int) -> None:
+    training_fault_run.run_training_faults(report, options.count, seed, options.failures)
+
+
+KINDS = {
+    "attention": Kind(attention, fault_run.table),
+    "training": Kind(training, training_fault_run.training_table),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_world(parser, ",".join(map(str, fault_run.FAULT_WORLDS)) + f"; from 2 to {MAX_WORLD}")
+    parser.add_argument(
+        "--kind", nargs="+", choices=tuple(KINDS), default=["attention"], metavar="KIND",
+        help=f"what to inject faults into: {', '.join(KINDS)} (default: attention)",
+    )  # fmt: skip
+    default = ",".join(map(str, fault_run.FAULT_WORLDS))
+    add_world(parser, f"{default}; from 2 to {MAX_WORLD}; of attention alone")
     parser.add_argument(
         "--count", type=count, metavar="N", default=fault_run.COUNT,
-        help="total number of faults, shared equally by the world sizes (default: %(default)s)",
+        help="number of faults of each kind, shared equally by the world sizes (default: %(default)s)",
     )  # fmt: skip
     add_seed(parser)
     add_outputs(parser, "progress lines on a terminal too")
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
-    """Return 0 if every fault was named, else 1. Raises Unavailable for an unsupported world size."""
+    """Return 0 if every fault was handled, else 1. Raises Unavailable for an unsupported world size."""
+    kinds = tuple(dict.fromkeys(options.kind))
     worlds = options.world or fault_run.FAULT_WORLDS
+    if options.world and "attention" not in kinds:
+        raise Unavailable(f"argument --world: it is of --kind attention, got --kind {' '.join(kinds)}: leave it out")
     if min(worlds) < 2 or max(worlds) > MAX_WORLD:
         sizes = ",".join(map(str, worlds))
         raise Unavailable(f"argument --world: world sizes must be from 2 to {MAX_WORLD}, got {sizes}")
@@ -45,14 +82,16 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     report.say(f"seed {seed}; repeat this run with --seed {seed}")
     with report:
         try:
-            fault_run.run_faults(report, worlds, options.count, seed, options.failures)
+            for kind in kinds:
+                KINDS[kind].run(report, options, seed)
         except KeyboardInterrupt:
             report.interrupt()
             raise
     failed = counted(len(report.failures), "fault") + " mishandled"
     verdict = failed if report.failures else "all named, nothing left over"
-    for line in fault_run.table(report):
-        report.say(line)
+    for kind in kinds:
+        for line in KINDS[kind].table(report):
+            report.say(line)
     report.say(f"{counted(report.examples, 'fault')} in {report.seconds:.1f} s: {verdict}")
     write_json(options.json, report.to_dict())
     return 1 if report.failures else 0

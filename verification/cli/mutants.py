@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from ring.whole_file import write
 from verification.cli.arguments import add_json, add_seed, count, say, seed_of, write_json
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.defect import BaselineFails, CannotPlant
@@ -101,12 +102,13 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
 def append_lines(file: Path, record: dict[str, Any]) -> None:
     """Append one JSON line per defect: name; check, null for a survivor; examples drawn; ratio, error / bound of the
     smallest failure; dtype of that failure; seed; commit."""
-    with file.open("a") as lines:
-        for outcome in record["mutants"]:
-            case = outcome["case"] or {}
-            line = {key: outcome[key] for key in ("name", "check", "examples", "ratio")}
-            line["dtype"] = case.get("training", case.get("case", case)).get("dtype")
-            lines.write(json.dumps(line | {key: record[key] for key in ("seed", "commit")}) + "\n")
+    lines = [file.read_text()] if file.is_file() else []
+    for outcome in record["mutants"]:
+        case = outcome["case"] or {}
+        line = {key: outcome[key] for key in ("name", "check", "examples", "ratio")}
+        line["dtype"] = case.get("training", case.get("case", case)).get("dtype")
+        lines.append(json.dumps(line | {key: record[key] for key in ("seed", "commit")}) + "\n")
+    write(file, "".join(lines))
 
 
 def summary(outcomes: Sequence[DefectOutcome], seconds: float, verbose: bool) -> list[str]:

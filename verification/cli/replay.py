@@ -20,8 +20,8 @@ HELP = "run one saved counter-example again"
 ABOUT = """\
 Runs a saved counter-example again, on as many ranks as it names, and checks it.
 The file may hold a Case, a law with its Case, the problem of real size, a peer
-with its Case, a training run (also of a peer or of your own model), or a fault
-with its Case."""
+with its Case, a training run (also of a peer or of your own model), a fault
+with its Case, or a fault of a training."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,8 +20,8 @@ from verification.case import Case
 from verification.check.checks import CHECKS, costs
 from verification.check.expectation import expect
 from verification.experiments import check_case
-from verification.failures import RankFailure, VerificationFailure, name_ranks
-from verification.faults.inject import BY_NAME, KINDS, Fault, FaultKind, observe_with_fault
+from verification.failures import RankError, RankFailure, VerificationFailure, name_ranks
+from verification.faults.inject import BY_NAME, KINDS, WORDS_SEPARATOR, Fault, FaultKind, LateRank, observe_with_fault
 from verification.run.backends import CASES_PER_CROSS_HOST, Backend, PoolBackend, SimBackend
 from verification.run.processes.process_tree import descendants
 from verification.search.diagnose import cause_in
@@ -39,6 +39,8 @@ _MISSED = (
     rf"({_ABSENT}|RuntimeError: the message '.*' from rank (?=[0-9]+ did not come)|"
     r"RuntimeError: rank (?=[0-9]+ did not take the message))"
 )
+ENDED = "its process has ended"
+IN_VAIN = "RuntimeError: not all ranks came in time to the "
 MAX_NUMBER = 2**10  # largest number that chooses a rank or a post
 
 
@@ -58,9 +60,9 @@ def faults(world: int) -> st.SearchStrategy[tuple[Case, How]]:
 
 
 def _prefer_cross_host(subject: tuple[Case, How]) -> tuple[Case, How]:
-    """Change the seed so that most faults at a consensus strike one over the group, not through shared memory."""
+    """Change the seed so that half of the faults at a consensus strike one over the group, not in shared memory."""
     case, how = subject
-    if not BY_NAME[how["kind"]].at_consensus or how["send"] % 4 == 3:
+    if not BY_NAME[how["kind"]].at_consensus or how["send"] % 2:
         return subject
     cross_host = replace(case, seed=case.seed - case.seed % CASES_PER_CROSS_HOST)
     # The seed also orders the tokens: in another order ranks may have nothing to send.
@@ -166,6 +168,9 @@ def judge(kind: FaultKind, fault: Fault, case: Case, failure: VerificationFailur
     if kind.outcome is None:
         _judge_words(kind, rank, fault_text, failure)
         return
+    if kind.name == "late":
+        _judge_late(fault, case, fault_text, failure)
+        return
     if type(failure) is not kind.failure or not isinstance(failure, RankFailure):
         raise MishandledFault(f"{fault_text} must be a {kind.failure.kind}; got a {failure.kind}: {failure}")
     named = failure.ranks(kind.outcome)
@@ -187,13 +192,33 @@ def _judge_others(kind: FaultKind, fault: Fault, case: Case, fault_text: str, fa
             continue
         match = re.search(f"{_ABSENT if kind.at_consensus else _MISSED}(?P<ranks>[0-9, ]+)", state.detail)
         missed = [] if match is None else [int(number) for number in re.findall("[0-9]+", match["ranks"])]
-        if state.outcome != "raised" or fault.index not in missed or (kind.at_consensus and index in missed):
+        at_fault = missed == [fault.index] if ENDED in state.detail else fault.index in missed
+        if state.outcome != "raised" or not at_fault or (kind.at_consensus and index in missed):
             raise MishandledFault(
                 f"{fault_text}: rank {rank} must say that it missed index {fault.index} of the group; it {state.detail}"
             )
         raised += 1
     if kind.at_consensus and not raised:
         raise MishandledFault(f"{fault_text}: no rank said that it missed index {fault.index} of the group: {failure}")
+
+
+def _judge_late(fault: Fault, case: Case, fault_text: str, failure: VerificationFailure) -> None:
+    """Raise MishandledFault unless the ranks in time name this index of the group alone, and the late one nobody.
+
+    A rank that learns from another that it has given up may say only that not all came in time."""
+    details = [state.detail for state in failure.states] if isinstance(failure, RankError) else []
+    texts = [text for detail in details if (text := detail.partition(f"{LateRank.__name__}: ")[2])]
+    said = dict(words.split(": ", 1) for words in texts[0].split(WORDS_SEPARATOR)) if texts else {}
+    named = f"RuntimeError: rank {fault.index} did not come to the "
+    for index in range(len(case.ranks)):
+        words = said.get(str(index), "nothing")
+        allowed = (IN_VAIN,) if index == fault.index else (IN_VAIN, named)
+        if not words.startswith(allowed):
+            raise MishandledFault(
+                f"{fault_text}: index {index} of the group must say {' or '.join(allowed)!r}: {words}"
+            )
+    if not any(words.startswith(named) for words in said.values()):
+        raise MishandledFault(f"{fault_text}: nobody named index {fault.index} of the group: {failure}")
 
 
 def _judge_words(kind: FaultKind, rank: int, fault_text: str, failure: VerificationFailure) -> None:

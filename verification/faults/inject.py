@@ -5,17 +5,26 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import Message, Outgoing, Pending, RecordingTransport, Transport
 from verification.case import Case
 from verification.failures import MismatchedMessages, RankCrash, RankError, RankHang, RankOutcome, VerificationFailure
 from verification.run.observation import Observation
 from verification.run.rank import observe
+
+LATE_TIMEOUT = 2.5  # seconds, of the group with a late rank
+WORDS_TIMEOUT = 6.0  # seconds for all ranks to raise: a timeout, and one more for a rank that waits in vain
+SLOWNESS = 0.4  # seconds of a rank that comes to a consensus after another was killed: it is not missing
+WORDS_SEPARATOR = " ;; "
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,8 @@ KINDS = (
     # gloo ends the receiver's process without naming the sender.
     FaultKind("long", "a message too long", MismatchedMessages, simulated=True),
     FaultKind("absent", "kill -9, others ask", RankCrash, "died", at_consensus=True),
+    FaultKind("in flight", "kill -9, messages sent", RankCrash, "died"),
+    FaultKind("late", "comes after the timeout", RankError, "raised", at_consensus=True),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 
@@ -75,6 +86,10 @@ class InjectedFault(Exception):
     """The exception of the "raise" fault."""
 
 
+class LateRank(Exception):
+    """Errors of all ranks of a group with a late one, raised by each of them: "index: error" for each index."""
+
+
 class FaultyTransport(RecordingTransport):
     """A transport that counts its posts and consensuses, and strikes at one. posts: number of sends of each post."""
 
@@ -82,7 +97,9 @@ class FaultyTransport(RecordingTransport):
         super().__init__(inner)
         self.posts: list[int] = []
         self._rounds = 0
-        self._fault = fault
+        self._fault = fault if fault is not None and fault.index == self.rank else None
+        next_dies = fault is not None and fault.kind == "absent" and fault.index == (self.rank + 1) % self.world_size
+        self._slow_round = fault.post if fault is not None and next_dies else None
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
         """Announce nothing (gloo does not need it): the receiver must find a wrong message, not a comparison."""
@@ -92,12 +109,20 @@ class FaultyTransport(RecordingTransport):
         if self._strikes("post", len(self.posts) - 1):
             assert self._fault is not None
             sends = inject(self._fault, sends)
+            if self._fault.kind == "in flight":
+                super().post(sends, receives)
+                os.kill(os.getpid(), signal.SIGKILL)
         return super().post(sends, receives)
 
     def all_equal(self, payload: bytes) -> bool:
         self._rounds += 1
+        if self._slow_round == self._rounds - 1:
+            time.sleep(SLOWNESS)
         if self._strikes("consensus", self._rounds - 1):
-            os.kill(os.getpid(), signal.SIGKILL)
+            assert self._fault is not None
+            if self._fault.kind == "absent":
+                os.kill(os.getpid(), signal.SIGKILL)
+            await_words(self.inner, [index for index in range(self.world_size) if index != self.rank])
         return super().all_equal(payload)
 
     def _strikes(self, trigger: str, number: int) -> bool:
@@ -130,13 +155,51 @@ def observe_with_fault(transport: Transport, case: Case, fault: Fault | None) ->
     if fault is not None and fault.kind == "long" and dist.get_world_size() > 1:  # not in the simulation's process
         silence_abort()
     transports: list[FaultyTransport] = []
+    if fault is not None and fault.kind == "late":
+        transport = with_timeout(transport)
 
     def record(inner: Transport) -> FaultyTransport:
-        transports.append(FaultyTransport(inner, fault if fault is not None and fault.index == inner.rank else None))
+        transports.append(FaultyTransport(inner, fault))
         return transports[-1]
 
-    observation = observe(transport, case, repeat=False, record=record)
+    try:
+        observation = observe(transport, case, repeat=False, record=record)
+    except (RuntimeError, ValueError) as error:
+        if fault is not None and fault.kind == "late":
+            raise LateRank(exchange_words(transport, f"{type(error).__name__}: {error}")) from None
+        raise
     return observation, transports[0].posts
+
+
+def with_timeout(transport: Transport) -> ProcessGroupTransport:
+    """Return a transport of the same type over a new group of the same ranks, whose timeout is short."""
+    assert isinstance(transport, ProcessGroupTransport)
+    ranks = dist.get_process_group_ranks(transport.group)
+    group = dist.new_group(ranks, timeout=timedelta(seconds=LATE_TIMEOUT), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return type(transport)(group)
+
+
+def await_words(transport: Transport, indices: Sequence[int]) -> None:
+    """Wait until these ranks have said their words, at most WORDS_TIMEOUT."""
+    assert isinstance(transport, ProcessGroupTransport)
+    with suppress(RuntimeError):
+        keys = [_words_key(index) for index in indices]
+        transport.group.get_group_store().wait(keys, timedelta(seconds=WORDS_TIMEOUT))
+
+
+def exchange_words(transport: Transport, words: str) -> str:
+    """Return "index: words" for each rank that says some within WORDS_TIMEOUT, in one line."""
+    assert isinstance(transport, ProcessGroupTransport)
+    store, ranks = transport.group.get_group_store(), range(transport.world_size)
+    store.set(_words_key(transport.rank), words.partition("\n")[0])
+    await_words(transport, ranks)
+    said = [index for index in ranks if store.check([_words_key(index)])]
+    return WORDS_SEPARATOR.join(f"{index}: {store.get(_words_key(index)).decode()}" for index in said)
+
+
+def _words_key(index: int) -> str:
+    return f"verification/words of {index}"
 
 
 def silence_abort() -> None:

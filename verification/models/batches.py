@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from verification.models.model_case import ModelCase
 from verification.models.step_case import StepCase
 
 IGNORED = -100  # as in torch.nn.functional.cross_entropy
@@ -44,6 +45,12 @@ def global_batch(case: StepCase, step: int) -> GlobalBatch:
     last = [end - 1 for end in accumulate(case.at(step).documents) if end]
     labels[..., last] = IGNORED  # the next token belongs to another document
     return GlobalBatch(tokens, labels.masked_fill(ignored, IGNORED), ignored, padding)
+
+
+def held_out(case: ModelCase) -> tuple[ModelCase, int]:
+    """Return a Case and its step whose batch is the evaluation's: `held` sequences, which lack labels."""
+    alone = replace(case, world=1, data=1, cuts=None, accumulation=1, batch=case.held, labels="some")
+    return alone, case.steps
 
 
 def _ignored(case: StepCase, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:

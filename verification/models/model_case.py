@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from verification.models.declared import FLAG, INTEGERS, choice, optional
+from verification.models.declared import FLAG, INTEGERS, choice, integer, optional
 from verification.models.step_case import StepCase
 
 MODEL_DTYPES = ("float64", "float32")
@@ -39,6 +39,9 @@ class ModelCase(StepCase):
         steps: number of steps, 1 .. 16.
         seed: of initial parameters, tokens, labels and random orders, 0 .. 2^31.
         device: of all ranks, "cpu" or "cuda".
+        held: sequences of an evaluation after the last step, 0 .. 64; 0: none.
+        resumed_after: number of steps, below `steps`, whose checkpoint starts the run; 0: it starts anew.
+        context_before: ranks of a context group that saved the checkpoint, on CPUs, 1 .. 64. `data` is the same.
 
     Raises:
         ValueError: a field has a wrong value. The message names the field, its value and the allowed values.
@@ -47,9 +50,14 @@ class ModelCase(StepCase):
     packed: tuple[int, ...] | None = field(metadata=optional(INTEGERS))
     padding: bool = field(metadata=FLAG)
     dtype: str = field(metadata=choice(*MODEL_DTYPES))
+    held: int = field(default=0, metadata=integer(0, 64))
+    resumed_after: int = field(default=0, metadata=integer(0))
+    context_before: int = field(default=1, metadata=integer(1, 64))
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.resumed_after >= self.steps:
+            raise ValueError(f"resumed_after is {self.resumed_after}; it must be below steps, {self.steps}")
         if self.padding and self.packed is not None:
             raise ValueError(f"padding is True; it must be False with packed {self.packed}")
 
@@ -62,6 +70,10 @@ class ModelCase(StepCase):
     def padded(self) -> bool:
         """True if rows end in padding."""
         return self.padding
+
+    def before(self) -> ModelCase:
+        """Return the run that saved the checkpoint. Its batches are those of this ModelCase."""
+        return replace(self, world=self.data * self.context_before, cuts=None, device="cpu")
 
     def without_empty_shards(self) -> ModelCase:
         """Return the nearest ModelCase in which every rank has tokens, for `Setup.claims`."""

@@ -39,12 +39,14 @@ def check_buffers(case: ModelCase, expectation: ModelExpectation, observations: 
 
 MODEL_CHECKS: dict[str, Check] = {
     "start": partial(check_quantity, "start"), **QUANTITY_CHECKS, "buffers": check_buffers,
+    "evaluation": partial(check_quantity, "evaluation"),
 }  # fmt: skip
 MODEL_PROPERTIES = (
     EVERY_RANK_ANSWERS,
     Property("parameters at the start", ("start",)),
     *quantity_properties("gradients at the optimizer"),
     Property("buffers after the last step", ("buffers",)),
+    Property("evaluation", ("evaluation",), concerns=lambda case: case.held > 0),
 )
 
 
@@ -54,7 +56,21 @@ def check_model_step(
     """Return the worst ratio of each property by title, as `check_results`. only: titles to check; all if empty."""
     names = {name for item in MODEL_PROPERTIES if not only or item.title in only for name in item.checks}
     checks = {name: check for name, check in MODEL_CHECKS.items() if name in names}
-    return check_results(MODEL_PROPERTIES, checks, case, *_gathered(case, expectation, observations))
+    gathered = _after_the_checkpoint if case.resumed_after else _gathered
+    return check_results(MODEL_PROPERTIES, checks, case, *gathered(case, expectation, observations))
+
+
+def _after_the_checkpoint(
+    case: ModelCase, expectation: ModelExpectation, observations: Sequence[ModelObservation]
+) -> tuple[ModelExpectation, list[ModelObservation]]:
+    """Return both without the logits and gradients of the first step, and the losses and norms before the resume."""
+    norms, exact = all(seen.norms for seen in observations), dict(expectation.exact)
+    later = [f"step {step + 1}" for step in range(case.resumed_after, case.steps)]
+    exact |= {"logits": {}, "gradients": {}, "losses": {name: exact["losses"][name] for name in later}}
+    exact["norms"] = {name: exact["norms"][name] for name in later} if norms else {}
+    return replace(expectation, exact=exact), [
+        replace(seen, logits={}, gradients={}, norms=seen.norms if norms else {}) for seen in observations
+    ]
 
 
 def _gathered(
@@ -123,6 +139,10 @@ def _broken(message: str) -> WrongResult:
 MODEL_GROUPS: Groups = {
     "mesh": MESH | {"fewer tokens than ranks": lambda case: case.tokens < case.context},
     "batch": DOCUMENTS | {"padding": lambda case: case.padding}, "step": STEP, **CHOICES,
+    "run": {
+        "evaluation": lambda case: case.held > 0, "resume": lambda case: case.resumed_after > 0,
+        "resume on other ranks": lambda case: case.resumed_after and case.context_before != case.context,
+    },
     "dtype": choices("dtype", MODEL_DTYPES), "checkpointing": choices("checkpointing", MODEL_CHECKPOINTING),
     "labels": choices("labels", MODEL_LABELS),
 }  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from hypothesis.strategies import SearchStrategy
@@ -14,20 +15,20 @@ from rich.console import Console
 
 from verification import runner
 from verification.experiments import on_gpus
-from verification.failures import RankFailure, Refused
-from verification.models.batches import global_batch
+from verification.failures import RankFailure, Refused, WrongResult
 from verification.models.first_module import first_difference
 from verification.models.loading import import_from_here, load, name_of, told, with_users_frames
 from verification.models.model_case import ModelCase
 from verification.models.model_checks import MODEL_GROUPS, check_model_step
+from verification.models.observation import ModelObservation
 from verification.models.probing import Facts, probe
 from verification.models.setup import Misuse
 from verification.models.step_case import StepCase
-from verification.models.strategies import model_cases
+from verification.models.strategies import has_labels, model_cases
 from verification.replay.registry import SavedExample
 from verification.report.coverage import Coverage
 from verification.report.report import Report
-from verification.run.backends import PRELOAD, Backend, PoolBackend, Task, Unavailable, open_backend
+from verification.run.backends import PRELOAD, Backend, GlooBackend, PoolBackend, Task, Unavailable, open_backend
 from verification.runner import Profile, RunPlan
 from verification.search.claim import apply_claim
 from verification.search.experiment import Experiment, ToolError
@@ -65,6 +66,13 @@ class ModelExperiment:
     def __init__(self, name: str, facts: Facts | None = None, only: Sequence[str] = ()) -> None:
         self.name, self.facts, self.only = name, facts, only
         self.alone = AloneBackend(TIMEOUT, preload=preload_of(name))
+        self._before = GlooBackend(TIMEOUT, preload=preload_of(name))  # ranks that save checkpoints
+        self._ranks_before = 0
+
+    def close(self) -> None:
+        """End the processes beside those of the backend."""
+        self.alone.close()
+        self._before.close()
 
     def draw(self, world: int) -> SearchStrategy[ModelCase | None]:
         return model_cases(world).map(self._nearest).filter(has_labels)
@@ -72,7 +80,16 @@ class ModelExperiment:
     def _nearest(self, case: ModelCase) -> ModelCase | None:
         if self.facts is not None:
             case = self.facts.nearest(case)
-        return apply_claim(self.name, load(self.name).claims, case)
+        setup = load(self.name)
+        case = replace(
+            case, held=case.held if setup.evaluates else 0, resumed_after=case.resumed_after if setup.resumes else 0
+        )
+        nearest = apply_claim(self.name, setup.claims, case)
+        if nearest is not None and nearest.resumed_after:
+            before = nearest.before()
+            if apply_claim(self.name, setup.claims, before) != before:
+                return replace(nearest, resumed_after=0)
+        return nearest
 
     def validate(self, case: ModelCase) -> None:
         """Raises ValueError for a ModelCase that cannot be drawn."""
@@ -86,29 +103,62 @@ class ModelExperiment:
     def cause(self, backend: Backend, case: ModelCase) -> str | None:
         """Return a sentence on the first module that differs in a failing example; None if a process fails."""
         wide = replace(case, dtype="float64") if self.facts is not None and self.facts.fp64 else case
+        wide = replace(wide, held=0, resumed_after=0)
         with suppress(RankFailure, ToolError):
+            if case.resumed_after and self._holds(backend, wide):
+                return "without the checkpoint the run is that of one process: the cause is in its saving or loading"
             return first_difference(wide, *self._results(backend, wide, True))
         return None
+
+    def _holds(self, backend: Backend, case: ModelCase) -> bool:
+        try:
+            self.check(backend, case)
+        except WrongResult:
+            return False
+        return True
 
     def _results(self, backend: Backend, case: ModelCase, traced: bool = False) -> Any:
         """Return the expectation and the ranks' observations. Raises ToolError for faults of the Setup that are no
         counter-examples: those in one process, and results that are malformed on ranks."""
-        from verification.models.steps import expect, train_on_rank  # lazy: importing FSDP slows every command
+        from verification.models.steps import expect  # lazy: importing FSDP slows every command
 
         self.alone.submit(expect, case, self.name, traced)
-        backend.submit(train_on_rank, case, self.name, traced)
+        failure, observations = self._on_ranks(backend, case, traced)
         try:
             expectation = self.alone.collect()
-        except RankFailure as failure:
-            raise ToolError(f"{self.name}, in one process: {told(failure)}; the example is {case.to_dict()}") from None
-        try:
-            return expectation, backend.collect()
-        except RankFailure as failure:
-            misuse = [state.detail for state in failure.states if f"{Misuse.__qualname__}: " in state.detail]
-            if misuse:
-                raise ToolError(f"{self.name}: {misuse[0].partition(f'{Misuse.__qualname__}: ')[2]}") from None
-            error = with_users_frames(failure)
-        raise error
+        except RankFailure as alone:
+            raise ToolError(f"{self.name}, in one process: {told(alone)}; the example is {case.to_dict()}") from None
+        if failure is None:
+            return expectation, observations
+        misuse = [state.detail for state in failure.states if f"{Misuse.__qualname__}: " in state.detail]
+        if misuse:
+            raise ToolError(f"{self.name}: {misuse[0].partition(f'{Misuse.__qualname__}: ')[2]}")
+        raise with_users_frames(failure)
+
+    def _on_ranks(
+        self, backend: Backend, case: ModelCase, traced: bool
+    ) -> tuple[RankFailure | None, Sequence[ModelObservation]]:
+        """Train on the ranks, from a checkpoint of other ranks if the Case has one. Return a failure, not raised."""
+        from verification.models.steps import train_on_rank
+
+        with TemporaryDirectory(prefix="ring-checkpoint-") as folder:
+            try:
+                if case.resumed_after:
+                    self._save(case, folder)
+                backend.submit(train_on_rank, case, self.name, traced, folder)
+                return None, backend.collect()
+            except RankFailure as failure:
+                return failure, ()
+
+    def _save(self, case: ModelCase, folder: str) -> None:
+        from verification.models.steps import save_on_rank
+
+        before = case.before()
+        if self._ranks_before != before.world:
+            self._before.start(before.world)
+            self._ranks_before = before.world
+        self._before.submit(save_on_rank, before, self.name, case, folder)
+        self._before.collect()
 
     def experiment(self) -> Experiment:
         return Experiment(
@@ -130,11 +180,6 @@ class SavedStepExample(SavedExample):
         if backend.name not in STEP_BACKENDS:
             allowed = " or ".join(STEP_BACKENDS)
             raise Unavailable(f"argument --backend: a training step runs on {allowed}, got {backend.name}")
-
-
-def has_labels(case: ModelCase | None) -> bool:
-    """True for a ModelCase with a label in every step: without, a mean over labels is not defined."""
-    return case is not None and all(global_batch(case, step).labelled for step in range(case.steps))
 
 
 def preload_of(name: str) -> tuple[str, ...]:
@@ -163,7 +208,7 @@ def run_model(name: str, plan: RunPlan, report: Report) -> Report:
         report.end_world(name)
         return bool(failures)
 
-    with closing(run.alone):
+    with closing(run):
         runner.run_worlds(plan, report, backend, examine, first_failure=True)
     report.summary()
     return report

@@ -36,16 +36,17 @@ class Entry:
 @dataclass(eq=False)
 class ModelObservation(Results):
     """Results of a run. On a rank, logits are those of its tokens, and `held` their indices in the sequence; `entries`
-    are those of a ModuleTrace of step one. `shapes` are those of buffers that had the same shape at the start, and
-    `buffers` those of them that changed, after the last step."""
+    are those of a ModuleTrace of step one; `evaluation` has the values of an evaluation, by name. `shapes` are those of
+    buffers that had the same shape at the start, and `buffers` those of them that changed, after the last step."""
 
     held: list[Array] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
+    evaluation: Named = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     buffers: Named = field(default_factory=dict)
 
     def quantities(self) -> dict[str, Named]:
-        return super().quantities() | {"buffers": self.buffers}
+        return super().quantities() | {"buffers": self.buffers, "evaluation": self.evaluation}
 
     def note_buffers(self, before: Named, after: Named) -> None:
         kept = {name: x for name, x in after.items() if name in before and x.shape == before[name].shape}

@@ -87,6 +87,11 @@ class Run:
         context: handle of the sharded sequence; None in one process.
         mesh: ("data", "context"); None in one process.
         labelled: number of labels of the step, over all ranks; on ranks `Setup.step` sets it, and it is 0 before.
+        held: sequences to be evaluated after the last step; None: no evaluation.
+        folder: of the checkpoint, the same on all ranks.
+        saves_after: number of steps after which `Setup.train` saves a checkpoint and ends; 0: it takes all steps.
+        resumes_after: number of steps of the checkpoint that `Setup.train` loads first; 0: there is none.
+        evaluation: values that `Setup.train` computed on the held sequences, by the names of `Setup.evaluate`.
         logits: what `see` recorded, (logits, held) for each micro-batch.
     """
 
@@ -94,6 +99,11 @@ class Run:
     context: ContextParallel | None = None
     mesh: DeviceMesh | None = None
     labelled: int = 0
+    held: WholeBatch | None = None
+    folder: str = ""
+    saves_after: int = 0
+    resumes_after: int = 0
+    evaluation: dict[str, Loss] = field(default_factory=dict)
     logits: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
 
     def see(self, logits: Tensor, held: Tensor | None = None) -> Tensor:
@@ -113,7 +123,14 @@ class Run:
 
 
 class Setup:
-    """A model and its training step. Only `build` has no default."""
+    """A model and its training step. Only `build` has no default.
+
+    evaluates: True if `train` evaluates `run.held` after the last step. resumes: True if `train` saves and loads
+    checkpoints; the default `train` does.
+    """
+
+    evaluates = False
+    resumes = False
 
     def build(self, context: ContextParallel | None) -> nn.Module:
         """Return the model. Both calls must draw the same initial parameters; neither wraps the model (see `wrap`).
@@ -323,21 +340,54 @@ class Setup:
         self, model: nn.Module, optimizer: torch.optim.Optimizer,
         steps: Sequence[Sequence[Sequence[WholeBatch]]], run: Run,
     ) -> Iterable[tuple[Loss, Loss | None]]:  # fmt: skip
-        """Take all steps. Default: `step` with the micro-batches of this data rank. One of your own calls `run.see` for
-        each micro-batch, at least in the first step.
+        """Take all steps. Default: `step` with the micro-batches of this data rank, between checkpoints of
+        `ring.nn.frameworks.checkpoint`. One of your own calls `run.see` for each micro-batch, at least in the first
+        step. It fills `run.evaluation` if the Setup `evaluates`, and heeds `run.saves_after` and `run.resumes_after`
+        if it `resumes`.
 
         Args:
             model: wrapped.
             optimizer: of the wrapped model's parameters.
-            steps: for each step and each data rank its micro-batches, the same on all ranks.
+            steps: for each step and each data rank its micro-batches, the same on all ranks; also the steps that a
+                checkpoint replaces.
             run: of a rank.
 
         Returns:
-            What `step` returns, for each step.
+            What `step` returns, for each step that is taken.
         """
+        from ring.nn.frameworks import checkpoint
+
         assert run.mesh is not None
-        for batches in steps:
+        if run.resumes_after:
+            checkpoint.load(run.folder, model, optimizer)
+        for batches in steps[run.resumes_after : run.saves_after or None]:
             yield self.step(model, optimizer, batches[run.mesh.get_local_rank("data")], run)
+        if run.saves_after:
+            checkpoint.save(run.folder, model, optimizer)
+
+    def evaluate(self, model: nn.Module, parts: Sequence[Part], run: Run) -> dict[str, Loss]:
+        """Evaluate in one process, which says what `train` must find. Default: the loss and the probability of the
+        labels, means over all labels.
+
+        Args:
+            model: after the last step.
+            parts: batches of `run.case.batch` held sequences, in their order.
+            run: of the one process; `run.labelled` is the number of labels of all parts.
+
+        Returns:
+            Scalars by name.
+        """
+        loss, probability = torch.zeros(()), torch.zeros(())
+        for part in parts:
+            loss = loss + self.loss(model, part, run)
+            probability = probability + probabilities(run.logits[-1][0], part.labels).sum() / run.labelled
+        return {"loss": loss, "probability": probability}
+
+
+def probabilities(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the probability of each label, (B, N), zero where there is none. logits: (B, N, vocabulary)."""
+    chosen = logits.softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return chosen.masked_fill(labels == IGNORED, 0.0)
 
 
 def recompute_layers(model: nn.Module, layers: tuple[type[nn.Module], ...], run: Run) -> None:

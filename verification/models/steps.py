@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ring.comm.transport import Transport
 from ring.nn import ContextParallel
-from verification.models.batches import global_batch
+from verification.models.batches import IGNORED, global_batch
 from verification.models.loading import built, calling, load
 from verification.models.meshes import mesh_of
 from verification.models.model_case import ModelCase
@@ -30,23 +30,43 @@ from verification.models.recording import (
     steps_of,
     train_in_one_process,
 )
-from verification.models.setup import Misuse, Run, Setup, described, scalar
+from verification.models.results import Named
+from verification.models.setup import Misuse, Run, Setup, WholeBatch, described, scalar
 from verification.models.tolerance import allowed_deviations, threshold_of
-from verification.models.whole_batch import Rows, whole_batches
+from verification.models.whole_batch import Rows, held_batch, held_parts, whole_batches
 from verification.run.layouts import layout_of
 from verification.run.observation import to_numpy
 
+Steps = Sequence[Sequence[Sequence[WholeBatch]]]
 
-def train_on_rank(transport: Transport, case: ModelCase, name: str, traced: bool = False) -> ModelObservation:
+
+def save_on_rank(transport: Transport, before: ModelCase, name: str, case: ModelCase, folder: str) -> None:
+    """Task: train on this rank until the checkpoint of the Case, and save that to the folder. before: the Case's
+    `before()`."""
+    whole = [whole_batches(case, step) for step in range(case.steps)]
+    _train(transport, before, name, whole, Run(before, folder=folder, saves_after=case.resumed_after))
+
+
+def train_on_rank(
+    transport: Transport, case: ModelCase, name: str, traced: bool = False, folder: str = ""
+) -> ModelObservation:
     """Task: train on this rank. transport: over all ranks; only its rank is used. traced: at most two steps, the first
-    with a ModuleTrace."""
+    with a ModuleTrace. folder: of the Case's checkpoint."""
+    whole = [whole_batches(case, step) for step in range(steps_of(case, traced))]
+    run = Run(case, held=held_batch(case), folder=folder, resumes_after=case.resumed_after)
+    return _train(transport, case, name, whole, run, traced)
+
+
+def _train(
+    transport: Transport, case: ModelCase, name: str, steps: Steps, run: Run, traced: bool = False
+) -> ModelObservation:
     setup, seen = load(name), ModelObservation(case.coordinates(transport.rank)[0])
     with computing_in(case.dtype):
         mesh = mesh_of(case)
-        context = ContextParallel(layout_of(case), mesh["context"], exchange=case.exchange)
+        run.context = context = ContextParallel(layout_of(case), mesh["context"], exchange=case.exchange)
+        run.mesh = mesh
         rank, world = str(transport.rank), str(case.world)  # trainers read these, which torchrun sets
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-        run = Run(case, context, mesh)
         model = _started(setup, case, context, seen)
         buffers = buffers_of(model)
         with calling("wrap"):
@@ -57,7 +77,8 @@ def train_on_rank(transport: Transport, case: ModelCase, name: str, traced: bool
         optimizer = _optimizer(setup, named, run)
         record_gradients(optimizer, seen, lambda: gradients_of(named), traced)
         trace = ModuleTrace(model, case.accumulation) if traced else None
-        _take_steps(setup, wrapped, optimizer, run, seen, steps_of(case, traced))
+        _take_steps(setup, wrapped, optimizer, run, seen, steps)
+        seen.evaluation = _evaluation(run.evaluation)
         seen.parameters = arrays(named)
         seen.note_buffers(buffers, buffers_of(model))
         seen.entries = trace.entries() if trace is not None else []
@@ -65,11 +86,11 @@ def train_on_rank(transport: Transport, case: ModelCase, name: str, traced: bool
 
 
 def _take_steps(
-    setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, seen: ModelObservation, number: int
+    setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, seen: ModelObservation, steps: Steps
 ) -> None:
-    """Take a number of steps, and note the results of each."""
+    """Take the steps, and note the results of each."""
     function = "step" if type(setup).train is Setup.train else "train"
-    steps, taken = [whole_batches(run.case, step) for step in range(number)], 0
+    number, taken = (run.saves_after or len(steps)) - run.resumes_after, 0
     with calling(function):
         results: object = setup.train(model, optimizer, steps, run)
         if not isinstance(results, Iterable):
@@ -78,11 +99,15 @@ def _take_steps(
             checked: object = result
             if not isinstance(checked, tuple) or len(checked) != 2:
                 raise Misuse(f"{function} returned {described(result)}; it must return (loss, norm), norm may be None")
-            note_step(seen, taken - 1, *result)
+            note_step(seen, run.resumes_after + taken - 1, *result)
             if taken == 1:
                 _note_logits(seen, run, function, number)
     if taken != number:
         raise Misuse(f"train returned results of {taken} steps; it must return (loss, norm) of each of {number}")
+
+
+def _evaluation(values: Mapping[str, object]) -> Named:
+    return {name: to_numpy(scalar("evaluate", x).detach()) for name, x in values.items()}
 
 
 def _note_logits(seen: ModelObservation, run: Run, function: str, steps: int) -> None:
@@ -139,6 +164,11 @@ def train_alone(
         with calling("the step, in one process,"):
             train_in_one_process(case, named, optimizer, loss_of, seen, stored=stored, traced=traced)
         seen.note_buffers(buffers, buffers_of(model))
+        if case.held:
+            parts = held_parts(case)
+            run.labelled = sum(int((part.labels != IGNORED).sum()) for part in parts)
+            with calling("evaluate, in one process,"), torch.no_grad():
+                seen.evaluation = _evaluation(setup.evaluate(model.eval(), parts, run))
         if not run.logits:
             raise Misuse("loss, in one process, recorded no logits; it must call self.logits, or run.see(logits)")
         logits = to_numpy(run.logits[0][0])[rows.row, rows.column].reshape(*shape, -1)

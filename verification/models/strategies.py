@@ -12,7 +12,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from verification.models.batches import global_batch
+from verification.models.batches import IGNORED, global_batch, held_out
 from verification.models.model_case import ModelCase
 from verification.models.step_case import ARRANGEMENTS, OPTIMISERS, WRAPPERS
 from verification.strategies.cases import Draw, cuts_of
@@ -27,6 +27,8 @@ _tokens = {ceiling: st.integers(2, ceiling) for ceiling in (4, MAX_TOKENS)}
 _labels = st.sampled_from(MODEL_LABELS)
 _dtypes = st.sampled_from(("float64",) * 7 + ("float32",))
 _checkpointing = st.sampled_from(("none", *MODEL_CHECKPOINTING))
+_held = st.sampled_from((0, 0, 1, 2, 3, 5))
+_resumed_after = st.sampled_from((0, 0, 1, 2))
 _flags = st.sampled_from((False, False, True))
 _orders = (
     "contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped", "stepped",
@@ -63,6 +65,18 @@ def model_cases(draw: Draw, world: int) -> ModelCase:
     )  # fmt: skip
     padding, packed = draw(_flags), documents_of(draw, case.tokens, ends_of(case.shards()))
     case = replace(case, packed=packed, padding=padding and packed is None)
-    if all(global_batch(case, step).labelled for step in range(case.steps)):
-        return case
-    return replace(case, packed=None, padding=False, labels="all")
+    if not all(global_batch(case, step).labelled for step in range(case.steps)):
+        case = replace(case, packed=None, padding=False, labels="all")
+    return replace(
+        case, held=draw(_held), resumed_after=draw(_resumed_after) % case.steps,
+        context_before=draw(st.sampled_from((1, 2))) if case.data == 1 else 1,
+    )  # fmt: skip
+
+
+def has_labels(case: ModelCase | None) -> bool:
+    """True for a ModelCase with a label in every step and in every batch that is evaluated alone: without, a mean over
+    labels is not defined."""
+    if case is None or not all(global_batch(case, step).labelled for step in range(case.steps)):
+        return False
+    batches = global_batch(*held_out(case)).labels[0, 0].split(case.batch) if case.held else ()
+    return all(bool((labels != IGNORED).any()) for labels in batches)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from verification.models.batches import IGNORED, global_batch
+from verification.models.batches import IGNORED, global_batch, held_out
 from verification.models.model_case import ModelCase
 from verification.models.setup import Part, WholeBatch
 from verification.models.step_case import StepCase
@@ -31,6 +31,20 @@ def whole_batches(case: StepCase, step: int) -> list[list[WholeBatch]]:
         ]
         for data_rank in range(case.data)
     ]
+
+
+def held_batch(case: ModelCase) -> WholeBatch | None:
+    """Return the sequences of the evaluation; None without one."""
+    return whole_batches(*held_out(case))[0][0] if case.held else None
+
+
+def held_parts(case: ModelCase) -> list[Part]:
+    """Return the sequences of the evaluation as the one process gets them, in batches."""
+    alone, step = held_out(case)
+    rows = Rows.of(alone)
+    part, size = rows.alone(alone, step), case.batch * (rows.rows // case.held)
+    batches = zip(part.tokens.split(size), part.labels.split(size), strict=True)
+    return [Part(tokens, labels, part.positions, None) for tokens, labels in batches]
 
 
 @dataclass(frozen=True, eq=False)

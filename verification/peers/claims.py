@@ -13,24 +13,24 @@ from typing import Any
 
 from reference import validators
 from reference.pattern import Pattern
-from verification.case import Case
+from verification.case import Case, Keys
 
 Claim = Callable[[Case], Case | None]
-SCORES = ("sinks", "softcap", "value_dim")  # fields of Case that few implementations support
+OPTIONAL = ("sinks", "softcap", "value_dim", "keys")  # fields of Case that few implementations support
 
 
 def takes(*names: str) -> Callable[[Claim], Claim]:
-    """Return a decorator of claims, which are given no Cases with sinks, a softcap or values of another head dim
-    without it.
+    """Return a decorator of claims, which are given no Cases with sinks, a softcap, values of another head dim or keys
+    of another sequence without it.
 
     Args:
-        names: some of "sinks", "softcap" and "value_dim".
+        names: some of "sinks", "softcap", "value_dim" and "keys".
 
     Raises:
         ValueError: another name.
     """
     for name in names:
-        validators.choice("a name of takes", name, SCORES)
+        validators.choice("a name of takes", name, OPTIONAL)
 
     def decorated(claim: Claim) -> Claim:
         taking = functools.partial(claim)
@@ -48,7 +48,7 @@ def applied(claim: Claim, case: Case) -> Case | None:
         case: any Case.
     """
     taken = getattr(claim, "takes", ())
-    left_out: dict[str, Any] = {name: None for name in SCORES if name not in taken}
+    left_out: dict[str, Any] = {name: None for name in OPTIONAL if name not in taken}
     return claim(dataclasses.replace(case, **left_out))
 
 
@@ -100,7 +100,7 @@ def all_ranks(case: Case) -> Case:
     Args:
         case: any Case.
     """
-    return dataclasses.replace(case, group=None, cuts=None)
+    return dataclasses.replace(case.without_key_cuts(), group=None, cuts=None)
 
 
 def two_ranks_or_more(case: Case) -> Case:
@@ -151,7 +151,8 @@ def one_process(case: Case) -> Case:
     Args:
         case: any Case.
     """
-    return dataclasses.replace(case, group=None, cuts=None, order="contiguous")
+    keys = None if case.keys is None else Keys(case.keys.tokens)
+    return dataclasses.replace(case, group=None, cuts=None, order="contiguous", keys=keys)
 
 
 def plain_process(case: Case) -> Case:

@@ -32,7 +32,8 @@ class Peer:
         claims: any drawn Case -> the nearest Case of the same world that the implementation supports, or None. It must
             return its own results unchanged.
         attend: (q, k, v, case, group) -> out, or (out, lse): one rank's part, differentiable by autograd. q, out
-            (B, L, H, D), k, v (B, L, Hk, D) are the rank's shard, `case.shards().positions[index in the group]`.
+            (B, L, H, D), k, v (B, L, Hk, D) are the rank's shard, `case.shards().positions[index in the group]`; of a
+            claim that `claims.takes("keys")`, k and v that of `case.key_shards()`.
             group is the process group of the Case's ranks, None if the world is 1. Of a claim that
             `claims.takes("sinks")`, it has the argument `sinks`, (H,), where the Case has some.
         worlds: world sizes to run it on.

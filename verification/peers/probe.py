@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
-import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -13,8 +11,8 @@ import torch
 
 from verification.failures import Refused, name_exit
 from verification.peers.known_peers import ready
+from verification.run.processes.parent_death import end_with_parent
 
-PR_SET_PDEATHSIG = 1  # of Linux' prctl
 TIMEOUT = 120.0  # seconds: the first import may compile
 
 
@@ -48,7 +46,7 @@ def probe(name: str, timeout: float = TIMEOUT, ready: Callable[[str], object] = 
 
 def _answer(sender: Connection, name: str, ready: Callable[[str], object]) -> None:
     """Send the reason why the peer cannot be run; None if it can."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # an import may never end
+    end_with_parent()  # an import may never end
     torch.set_num_threads(1)  # threads of the parent's pool do not exist here: a parallel product would wait for them
     try:
         ready(name)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ring.whole_file import write
 from verification.failures import VerificationFailure
 
 
@@ -81,7 +82,7 @@ def save_record(
     example = counter_example(failure, broken, world, record, file, backend)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        write(file, text)
     except OSError as error:  # report the counter-example all the same: it contains the Case
         return replace(example, message=f"{example.message}\n(the Case could not be saved: {error})")
     return example

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, combinations, pairwise
 from typing import Any
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from reference.call_limits import MIN_ROWS
 from reference.fast_oracle import multiplicity
 from reference.pattern import Branch, Pattern
+from reference.shards import Shards
 from verification.case import AGAIN, DTYPES, EXCHANGES, GPU_KERNELS, KERNELS, LSE, ORDERS, VALUES, Case
 from verification.check.workspace_limits import MIN_BLOCK
 from verification.report.text import listing, paragraph
@@ -179,6 +180,15 @@ def _descends(case: Case) -> bool:
     return False
 
 
+def _crosses(has: Has, case: Case) -> bool:
+    return case.keys is not None and has(case)
+
+
+def _some_rank(some: Shards, none: Shards) -> bool:
+    """Return True if a rank has tokens of the one and none of the other."""
+    return any(a > 0 == b for a, b in zip(some.counts, none.counts, strict=True))
+
+
 GROUPS: dict[str, dict[str, Has]] = {
     "ranks and tokens": {
         "subgroup": lambda case: len(case.ranks) < case.world,
@@ -287,6 +297,31 @@ GROUPS: dict[str, dict[str, Has]] = {
         "descending stretches": _descends,
         "measured": lambda case: case.measured,
     },
+}
+
+
+def _of_one_sequence(has: Has) -> Has:
+    """Return the predicate for Cases without keys of their own: masks of the others are no squares."""
+    return lambda case: case.keys is None and has(case)
+
+
+GROUPS |= {
+    group: {name: _of_one_sequence(has) for name, has in GROUPS[group].items()}
+    for group in ("pattern", "documents", "windows", "heads and sizes", "scores and values", "buckets")
+}
+GROUPS["cross-attention"] = {
+    name: partial(_crosses, has)
+    for name, has in {
+        "fewer keys than queries": lambda case: case.key_tokens < case.tokens,
+        "more keys than queries": lambda case: case.key_tokens > case.tokens,
+        "as many keys as queries": lambda case: case.key_tokens == case.tokens,
+        "queries alone on a rank": lambda case: _some_rank(case.shards(), case.key_shards()),
+        "keys alone on a rank": lambda case: _some_rank(case.key_shards(), case.shards()),
+        "causal cross-attention": lambda case: case.pattern.causal,
+        "cross-attention with segments": _any(lambda case, b: b.segment_length is not None),
+        "cross-attention with a window": lambda case: _windows(case) != {None},
+        "cross-attention with documents": lambda case: case.pattern.documents is not None,
+    }.items()
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "order": ORDERS, "exchange": EXCHANGES, "kernel": tuple(kernel for kernel in KERNELS if kernel not in GPU_KERNELS),

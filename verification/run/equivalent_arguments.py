@@ -9,14 +9,19 @@ import numpy as np
 from reference.pattern import Pattern
 from ring import Layout
 from verification.case import Case
-from verification.run.layouts import layout_of
+from verification.run.layouts import key_layout_of, layout_of
 
 
-def rewritten(case: Case) -> tuple[Pattern, Layout, float | None]:
-    """Return the pattern from its JSON, the layout from its list of positions, and a whole scale as an integer."""
+def rewritten(case: Case) -> tuple[Pattern, Layout, Layout, float | None]:
+    """Return the pattern from its JSON, the layouts from their lists of positions, and a whole scale as an integer."""
     pattern = Pattern.from_dict(json.loads(json.dumps(case.pattern.to_dict())))
     whole = case.scale is not None and case.scale.is_integer()
-    return pattern, _listed(layout_of(case)), int(case.scale or 0) if whole else case.scale
+    return (
+        pattern,
+        _listed(layout_of(case)),
+        _listed(key_layout_of(case)),
+        int(case.scale or 0) if whole else case.scale,
+    )
 
 
 def _listed(layout: Layout) -> Layout:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from reference import shards
 from ring import Layout
-from verification.case import SEEDED_ORDERS
+from verification.case import SEEDED_ORDERS, Case
 
 
 class Divided(Protocol):
@@ -24,6 +24,11 @@ class Divided(Protocol):
 def layout_of(case: Divided) -> Layout:
     """Return the `Layout` of the Case; `case.shards()` computes the same shards independently."""
     return _layout(*case.division())
+
+
+def key_layout_of(case: Case) -> Layout:
+    """Return the `Layout` of the Case's keys."""
+    return _layout(*case.key_division())
 
 
 @lru_cache(maxsize=256)

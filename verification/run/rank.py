@@ -24,7 +24,7 @@ from verification.case import Case
 from verification.run import second_run
 from verification.run.equivalent_arguments import rewritten
 from verification.run.group_argument import Group, bare_or_mesh
-from verification.run.layouts import layout_of, strided_copy
+from verification.run.layouts import key_layout_of, layout_of, strided_copy
 from verification.run.memory_meter import Meter, Workspace
 from verification.run.observation import LONGER, Floats, LayoutAnswers, Observation, to_numpy
 
@@ -98,9 +98,13 @@ def rank_device() -> torch.device:
 def shards(case: Case, index: int, tensors: Tensors) -> Tensors:
     """Return the shards of the rank at that index of the group, and the sinks, of which each rank has all; not
     contiguous if the Case is strided."""
-    layout = layout_of(case)
+    layout, keys = layout_of(case), key_layout_of(case)
     device = torch.device("cuda", torch.cuda.current_device()) if case.device == "cuda" else torch.device("cpu")
-    own = tuple((layout.shard(x, index, dim=_TOKENS[x.dim()]) if x.dim() > 1 else x).to(device) for x in tensors)
+    layouts = layout, keys, keys, layout, layout, layout  # of q, k, v, dout, dlse; sinks have none
+    own = tuple(
+        (on.shard(x, index, dim=_TOKENS[x.dim()]) if x.dim() > 1 else x).to(device)
+        for x, on in zip(tensors, layouts, strict=False)
+    )
     if not case.strided:
         return own
     other = 2 if case.seed % 2 else -1
@@ -201,11 +205,14 @@ class RankCall:
         q, k, v = (x.detach().requires_grad_(name in differentiated) for name, x in zip("qkv", qkv, strict=True))
         sinks = inputs[5].detach().requires_grad_(to_sinks) if case.sinks else None
         usual = variant != "written"
-        pattern, layout, scale = (case.pattern, layout_of(case), case.scale) if usual else rewritten(case)
+        keys = None if case.keys is None else key_layout_of(case)
+        pattern, layout, scale = case.pattern, layout_of(case), case.scale
+        if not usual:  # also the keys' layout, where it is the queries'
+            pattern, layout, keys, scale = rewritten(case)
         with torch.set_grad_enabled(variant != "no_grad"), _run_context(variant, case):
             result = ring_attention(
-                q, k, v, pattern, layout, group=group, exchange=case.exchange, bucket=case.bucket, kernel=case.kernel,
-                scale=scale, softcap=case.softcap, sinks=sinks, return_lse=case.lse != "unused",
+                q, k, v, pattern, layout, key_layout=keys, group=group, exchange=case.exchange, bucket=case.bucket,
+                kernel=case.kernel, scale=scale, softcap=case.softcap, sinks=sinks, return_lse=case.lse != "unused",
                 check=variant != "unchecked", name=name,
             )  # fmt: skip
         out, lse = result if isinstance(result, tuple) else (result, None)

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from reference.pattern import Branch, Pattern
+from verification.case import Keys
 from verification.protocols import CaseLike
 
 C = TypeVar("C", bound=CaseLike)
@@ -23,7 +24,7 @@ SIMPLEST: dict[str, Any] = {
     "compiled": "no", "wrapper": "none", "checkpointing": "none", "accumulation": 1, "steps": 1, "optimiser": "sgd",
     "labels": "all", "loss": "mean", "packed_by": "batch", "drops_zeros": False, "spoilt": None, "exchange": "ring",
     "order": "contiguous", "kernel": "auto", "lse": "unused", "values": "normal", "score_scale": 1.0, "batch": 1,
-    "head_dim": 1, "value_dim": None, "softcap": None, "sinks": None, "seed": 0,
+    "head_dim": 1, "value_dim": None, "softcap": None, "sinks": None, "keys": None, "seed": 0,
 }  # fmt: skip
 
 
@@ -50,6 +51,9 @@ def simpler_cases(case: C) -> Iterator[C]:
         yield from _if_valid(changed, dtype="float32")
     if known >= {"tokens", "cuts", "pattern"}:
         yield from _with_fewer_tokens(changed)
+    if getattr(case, "keys", None) is not None:
+        for keys in _simpler_keys(changed.keys):
+            yield from _if_valid(changed, keys=keys)
     if known >= {"heads", "kv_heads"}:
         for heads, kv_heads in ((1, 1), (changed.heads // 2, changed.kv_heads // 2), (changed.kv_heads,) * 2):
             if 0 < kv_heads and heads < changed.heads:
@@ -106,6 +110,15 @@ def _with_fewer_tokens(case: Any) -> Iterator[Any]:
             tokens = sum(lengths)
             pattern = replace(case.pattern, documents=lengths)
             yield from _if_valid(case, tokens=tokens, cuts=_cut(case.cuts, tokens), pattern=pattern)
+
+
+def _simpler_keys(keys: Keys) -> Iterator[Keys]:
+    """Yield the keys without cuts, in contiguous order, and fewer of them."""
+    for simpler in (keys._replace(cuts=None), keys._replace(order="contiguous")):
+        if simpler != keys:
+            yield simpler
+    for tokens in sorted({keys.tokens // 2, keys.tokens - 1} - {0}):
+        yield keys._replace(tokens=tokens, cuts=_cut(keys.cuts, tokens))
 
 
 def _cut(cuts: tuple[int, ...] | None, tokens: int) -> tuple[int, ...] | None:

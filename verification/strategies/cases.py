@@ -14,7 +14,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern
-from verification.case import Case
+from verification.case import Case, Keys
 from verification.strategies.corner_cases import MAX_TOKENS, rare, shifted
 from verification.strategies.decoding import digits, head_range, permutation
 from verification.strategies.documents import MAX_FUSED, fused_documents, packed, windowed
@@ -171,6 +171,14 @@ def bucket_of(draw: Draw, tokens: int) -> int | None:
     return draw(st.integers(1 + tokens // 16, 2 * tokens))
 
 
+def with_keys(draw: Draw, case: Case) -> Case:
+    """Give the keys a sequence of their own, of any length; or of the same one, in which documents may stay."""
+    tokens = case.tokens
+    if draw(_quarters) < 3:
+        tokens, case = draw(_tokens[draw(_ceilings)]), replace(case, pattern=replace(case.pattern, documents=None))
+    return replace(case, keys=Keys(tokens, draw(_orders), cuts_of(draw, tokens, len(case.ranks))))
+
+
 def fused(draw: Draw, case: Case) -> Case:
     """Adapt a Case to the fused kernels, which take few tiles of other Cases: long ranges of keys, a mostly positive
     scale, no gradient through lse. Short segments, and documents of equal length, share a call as its folds. Windows
@@ -194,7 +202,7 @@ def fused(draw: Draw, case: Case) -> Case:
     return replace(
         case, tokens=tokens, order=draw(_fused_orders), cuts=None, pattern=pattern, values=values, strided=strided,
         scale=draw(_fused_scales), lse=case.lse if case.lse in ("unused", "returned") else "unused", bucket=bucket,
-        value_dim=None, softcap=None,
+        value_dim=None, softcap=None, keys=None,
     )  # fmt: skip
 
 
@@ -204,8 +212,8 @@ def cases(draw: Draw, world: int) -> Case:
 
     Cases cover every order of tokens, uneven cuts with empty shards, fewer tokens than ranks, subgroups; patterns of
     one branch or mixtures, segments and dilations beyond the sequence, offsets per query head; windows of any length;
-    documents that end at shards' ends or beside them; MQA and GQA; sinks, softcaps and head dims of values; every
-    dtype, exchange and kernel.
+    documents that end at shards' ends or beside them; MQA and GQA; sinks, softcaps and head dims of values;
+    cross-attention, with another length and layout of the keys; every dtype, exchange and kernel.
     """
     # The larger of two draws: Hypothesis prefers the ends of a range, and a fifth of all Cases would have one token.
     tokens = max(draw(_tokens[draw(_ceilings)]), draw(_least_tokens))
@@ -228,10 +236,12 @@ def cases(draw: Draw, world: int) -> Case:
     pattern = windowed(draw, case.pattern, tokens, len(case.ranks))
     case = replace(case, pattern=replace(pattern, documents=packed(draw, case)))
     if again == "meta" and draw(_flags):  # such calls create tensors that other calls do not
-        return shifted(draw, case)
-    if kernel != "math" and draw(_quarters) == 3:
-        return fused(draw, case)
-    return rare(draw, case)
+        case = shifted(draw, case)
+    elif kernel != "math" and draw(_quarters) == 3:
+        case = fused(draw, case)
+    else:
+        case = rare(draw, case)
+    return case if draw(_eighths) < 7 else with_keys(draw, case)
 
 
 @st.composite

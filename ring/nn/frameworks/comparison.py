@@ -97,7 +97,7 @@ class Comparison:
             for name, x in call.outputs.items():
                 if x.is_floating_point() and bool(x.isnan().any()):
                     raise ValueError(f"model must compute numbers, got NaN in its output {name} of {n} tokens {_HINT}")
-        return {"the example": sorted(inputs), "tokens of the example": n, "the parameters": _sums(self._model)}
+        return {"the example": sorted(inputs), "tokens of the example": n, _PARAMETERS: _sums(self._model)}
 
     def _parts(self, inputs: dict[str, Any], n: int, context: ContextParallel) -> list[Part]:
         """Run each document by itself, or the whole sequence."""
@@ -150,6 +150,7 @@ class Comparison:
                 _refuse(first[1], [rank for rank in ranks if findings[rank] == first], passage.context, self._model)
 
 
+_PARAMETERS = "the parameters, loaded from one place or drawn after torch.manual_seed,"
 _HINT = f"(give example=, a dict of whole inputs that it can run, as {{'input_ids': (1, n) tokens, ...}}, {OFF})"
 
 

@@ -30,13 +30,13 @@ from ring.nn.batch import IGNORED
 from ring.nn.context import ContextParallel
 from ring.nn.frameworks.trainer_accelerator import DataAccelerator, check_dataset
 from ring.nn.frameworks.trainer_call import ShardedCall
-from ring.nn.frameworks.trainer_refusals import check_adapters, check_settings, check_world
+from ring.nn.frameworks.trainer_refusals import check_adapters, check_head, check_settings, check_world
 from ring.nn.frameworks.transformers import prepare
 from ring.nn.frameworks.transformers_call import prepared_call
 
 
 class ContextParallelTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer of a causal language model whose sequences are sharded.
+    """A Trainer of a language model, causal or masked, or of a token classifier, whose sequences are sharded.
 
     Args:
         args: of transformers' `Trainer`. A model that is prepared already is not compared again. Adapters of PEFT must
@@ -59,9 +59,11 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
         self._handle: Callable[[int], ContextParallel] = lru_cache(64)(
             lambda tokens: ContextParallel(Layout.zigzag(tokens, context_size), group)
         )
-        inner = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        if prepared_call(inner) is None:
-            prepare(inner, group)
+        if prepared_call(self._inner()) is None:
+            prepare(self._inner(), group)
+
+    def _inner(self) -> PreTrainedModel:
+        return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
     def _check(self) -> None:
         if is_peft_model(self.model):
@@ -69,10 +71,7 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
         elif self.model_init is not None or not isinstance(self.model, PreTrainedModel):
             got = "model_init" if self.model_init is not None else f"a {type(self.model).__name__}"
             raise NotImplementedError(f"model must be given as a PreTrainedModel, got {got}")
-        if not self._loss_shifts_labels:
-            raise NotImplementedError(
-                f"model must be a causal language model, got {type(self.model).__name__}: its loss is another one"
-            )
+        check_head(self._inner(), self._loss_shifts_labels)
         if self.model.config.output_hidden_states:
             raise NotImplementedError("config.output_hidden_states must be False: predictions are logits alone")
         dispatch = self.args.accelerator_config.dispatch_batches
@@ -149,13 +148,16 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
             self._evaluates = False
 
     def _sharded(self, model: Any, whole: bool) -> ShardedCall:
-        return model if isinstance(model, ShardedCall) else ShardedCall(model, self.mesh, self._handle, whole)
+        if isinstance(model, ShardedCall):
+            return model
+        return ShardedCall(model, self.mesh, self._handle, self._loss_shifts_labels, whole)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Count labels over the data ranks; in evaluation as if all had as many, since each batch has its own mean."""
         if not self._evaluates or not self.args.average_tokens_across_devices:
             return super()._get_num_items_in_batch(batch_samples, device)
-        (labels,) = (batch.get("shift_labels", batch["labels"][:, 1:]) for batch in batch_samples)
+        first = int(self._loss_shifts_labels)
+        (labels,) = (batch.get("shift_labels", batch["labels"][:, first:]) for batch in batch_samples)
         return (labels != IGNORED).sum() * self.accelerator.num_processes
 
     def _without_repeated(self, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Calls a prepared model with the whole batch of a collator: sharded before the model, the loss of all tokens after it.
 
 The batch is that of Hugging Face: labels that are not shifted, or `shift_labels`; an attention mask that marks padding;
-position_ids that restart in each packed document. Rows that are packed from different documents become one long row.
+position_ids that restart in each packed document. Rows that are packed from different documents become one long row. So
+do rows with different padding where labels are those of the tokens themselves: that attention may see later tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from ring.nn.loss import cross_entropy
 from ring.nn.sequence import gather
 
 T = TypeVar("T")
-TENSORS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
+TENSORS = ("input_ids", "labels", "attention_mask", "position_ids")
+MORE = {True: "shift_labels", False: "token_type_ids"}  # where labels are those of the next tokens, or are not
 ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # of packed documents, as position_ids say them as well
 OTHERS = ("max_length_q", "max_length_k", "seq_idx", "num_items_in_batch", "use_cache", "fused_lm_head")
 
@@ -36,27 +38,29 @@ OTHERS = ("max_length_q", "max_length_k", "seq_idx", "num_items_in_batch", "use_
 class Whole:
     """A whole batch.
 
-    tokens, targets: (B, n), or (1, B n) for rows of different documents; targets are the next tokens. mask: alike, 1
-    for tokens and 0 for padding; None without padding.
+    tokens, targets: (B, n), or (1, B n) for rows of different documents; targets are what the model predicts at each
+    token. mask: alike, 1 for tokens and 0 for padding; None without padding. types: alike, of BERT; None without.
     """
 
     tokens: Tensor
     targets: Tensor | None
     mask: Tensor | None
     documents: Documents | None
+    types: Tensor | None
 
 
 @dataclass(frozen=True)
 class ShardedCall:
     """The model's call in `Trainer.compute_loss`, on every rank.
 
-    model: prepared, maybe wrapped. mesh: ("data", "context"). handle: returns the context of so many tokens. whole:
-    True for logits of the whole sequence.
+    model: prepared, maybe wrapped. mesh: ("data", "context"). handle: returns the context of so many tokens. shifts:
+    True if a token's label is for the one before it. whole: True for logits of the whole sequence.
     """
 
     model: Callable[..., Any]
     mesh: DeviceMesh
     handle: Callable[[int], ContextParallel]
+    shifts: bool
     whole: bool
 
     def __call__(self, **inputs: Any) -> Any:
@@ -66,29 +70,34 @@ class ShardedCall:
         `fused_lm_head`, TRL's keyword, return TRL's output of a value for each label, (B, n - 1) as without shards.
         """
         ranks = BatchRanks(None)
-        given = _agreed(ranks, lambda: whole_batch(inputs))
+        given = _agreed(ranks, lambda: whole_batch(inputs, self.shifts))
         batch = _agreed(ranks, lambda: self._shard(given))
-        masks = {} if given.mask is None else {"attention_mask": batch.others["attention_mask"]}
+        others = {name: x[..., 0] for name, x in batch.others.items()}
+        labels = batch.labels if self.shifts else others.pop("targets", None)
         call = partial(
-            self.model, input_ids=batch.tokens, position_ids=batch.positions[None], context=batch.context, **masks
+            self.model, input_ids=batch.tokens, position_ids=batch.positions[None], context=batch.context, **others
         )
         shape = inputs["input_ids"].shape
         if inputs.get("fused_lm_head"):
-            fused = call(shift_labels=batch.labels, fused_lm_head=True)
+            fused = call(shift_labels=labels, fused_lm_head=True)
             return replace(fused, **{k: _whole(x, batch.context, shape) for k, x in fused.items() if x.dim() == 2})
         logits, loss = call().logits, None
-        if batch.labels is not None:
+        if labels is not None:
             items = inputs.get("num_items_in_batch")
             labelled = None if items is None else int(items)
-            loss = cross_entropy(logits, batch.labels, self.mesh["context"], labelled=labelled)
+            loss = cross_entropy(logits, labels, self.mesh["context"], labelled=labelled)
         if self.whole or loss is None:
             return CausalLMOutput(loss=loss, logits=gather(batch.context, logits).view(*shape, -1))
         return CausalLMOutput(loss=loss)
 
     def _shard(self, given: Whole) -> Batch:
-        others = {} if given.mask is None else {"attention_mask": given.mask}
-        context = self.handle(given.tokens.shape[1])
-        return shard_batch(context, given.tokens, given.targets, documents=given.documents, **others)
+        labels, targets = (given.targets, None) if self.shifts else (None, given.targets)
+        tensors = {"attention_mask": given.mask, "token_type_ids": given.types, "targets": targets}
+        # A dimension more, since integers (B, n) that are the tokens themselves or later ones are refused.
+        others = {name: x[..., None] for name, x in tensors.items() if x is not None}
+        return shard_batch(
+            self.handle(given.tokens.shape[1]), given.tokens, labels, documents=given.documents, **others
+        )
 
 
 def _whole(x: Tensor, context: ContextParallel, shape: torch.Size) -> Tensor:
@@ -112,49 +121,65 @@ def _agreed(ranks: BatchRanks, compute: Callable[[], T]) -> T:
     return results[0]
 
 
-def whole_batch(inputs: Mapping[str, Any]) -> Whole:
+def whole_batch(inputs: Mapping[str, Any], shifts: bool) -> Whole:
     """Return the batch of a collator.
 
     Args:
         inputs: by the names of the model's arguments.
+        shifts: True if a token's label is for the one before it.
 
     Raises:
         ValueError, NotImplementedError: tensors that are not understood, or labels that cross the ends of documents.
     """
+    allowed = (*TENSORS, MORE[shifts])
     for name, value in inputs.items():
-        if name not in TENSORS + ENDS + OTHERS and is_given(value):
+        if name not in allowed + ENDS + OTHERS and is_given(value):
             raise NotImplementedError(
-                f"batch must have {', '.join(TENSORS)} alone, got {name}: let the collator omit it"
+                f"batch must have {', '.join(allowed)} alone, got {name}: let the collator omit it"
             )
-    tokens, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    tokens, mask, positions, types = (
+        inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+    )
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
         raise ValueError("batch must have input_ids (batch, tokens)")
-    targets = _targets(inputs, tokens)
+    targets = _targets(inputs, tokens, shifts)
     if mask is not None and bool((mask == 1).all()):
         mask = None
     documents = None if positions is None else _documents(positions, tokens)
     _check_lengths(inputs, (tokens.numel(),) if documents is None else documents)
     if documents is not None:
-        if targets is not None:
+        if targets is not None and shifts:
             _check_ends(targets, documents)
-        tokens, targets, mask = tokens.reshape(1, -1), _row(targets), _row(mask)
-    if mask is not None and mask.shape == tokens.shape:  # otherwise shard_batch refuses it
-        check_values(mask)
-        separated(mask != 0, documents, is_own=True)
-    return Whole(tokens, targets, mask, documents)
+        whole = _joined(Whole(tokens, targets, mask, documents, types))
+    else:
+        whole = Whole(tokens, targets, mask, None, types)
+    if whole.mask is not None and whole.mask.shape == whole.tokens.shape:  # otherwise shard_batch refuses it
+        check_values(whole.mask)
+        real = whole.mask != 0
+        if separated(real, documents, is_own=True) is None and not shifts:
+            lengths = real.sum(1)
+            apart = torch.stack((lengths, real.shape[1] - lengths), 1).flatten().tolist()
+            return _joined(replace(whole, mask=None, documents=Documents(apart)))
+    return whole
 
 
-def _row(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.reshape(1, -1)
+def _joined(whole: Whole) -> Whole:
+    """Return the batch as one long row."""
+    rows = (whole.tokens, whole.targets, whole.mask, whole.types)
+    tokens, targets, mask, types = (None if x is None else x.reshape(1, -1) for x in rows)
+    assert tokens is not None
+    return Whole(tokens, targets, mask, whole.documents, types)
 
 
-def _targets(inputs: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
-    """Return the label of each token's successor, (B, n); None without labels."""
+def _targets(inputs: Mapping[str, Any], tokens: Tensor, shifts: bool) -> Tensor | None:
+    """Return what the model predicts at each token, (B, n); None without labels."""
     shifted, labels = inputs.get("shift_labels"), inputs.get("labels")
     for name, x in (("shift_labels", shifted), ("labels", labels)):
         if x is not None and x.shape != tokens.shape:
             raise ValueError(f"{name} must have the shape of input_ids, {tuple(tokens.shape)}, got {tuple(x.shape)}")
-    return shifted if labels is None or shifted is not None else next_tokens(labels)
+    if shifted is not None or labels is None:
+        return shifted
+    return next_tokens(labels) if shifts else labels
 
 
 def _documents(positions: Tensor, tokens: Tensor) -> Documents | None:

@@ -6,6 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForMaskedLMLoss, ForTokenClassification
+
 from ring.nn.frameworks.transformers_call import is_given
 
 # Arguments that must keep their defaults.
@@ -19,6 +22,7 @@ LEFT_OUT = {
     "eval_use_gather_object": "it gathers the results of every rank of a context group",
     "predict_with_generate": "generate on one rank, within transformers.restored(model)",
 }
+OF_TOKENS = (ForMaskedLMLoss, ForTokenClassification)  # losses whose labels are those of the tokens themselves
 STRATEGIES = ("random", "sequential")
 
 
@@ -56,6 +60,23 @@ def check_settings(args: Any, context_size: object) -> None:
     version = (args.fsdp_plugin_args or {}).get("fsdp_version", 2)
     if version != 2:
         raise NotImplementedError(f"fsdp_config must have version 2, got {version}")
+
+
+def check_head(model: PreTrainedModel, shifts: bool) -> None:
+    """Raise for a model whose loss is not a mean over tokens.
+
+    Args:
+        model: with its head, without adapters.
+        shifts: True for the loss of causal language models.
+
+    Raises:
+        NotImplementedError: the model's class, by name.
+    """
+    if model.config.is_encoder_decoder or not (shifts or LOSS_MAPPING.get(model.loss_type) in OF_TOKENS):
+        raise NotImplementedError(
+            "model must be a language model, causal or masked, or a token classifier, got "
+            f"{type(model).__name__}: its loss is not a mean over tokens, or has labels of another sequence"
+        )
 
 
 def check_adapters(configs: Mapping[str, Any]) -> None:

@@ -223,7 +223,10 @@ def _check_arguments(attention_mask: object, dropout: float, others: dict[str, A
         got = attention_mask if isinstance(attention_mask, RefusedMask) else type(attention_mask).__name__
         raise NotImplementedError(f"attention_mask must be None, got {got}: the pattern is the mask")
     if dropout:
-        raise NotImplementedError(f"dropout of attention must be 0, got {dropout}: set config.attention_dropout to 0")
+        raise NotImplementedError(
+            f"dropout of attention must be 0, got {dropout}: set config.attention_dropout, or "
+            "attention_probs_dropout_prob, to 0"
+        )
     for name, value in others.items():
         if name not in HARMLESS and is_given(value):
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -108,10 +108,35 @@ def _some_come_too_late(direction: str, number: int, absent: tuple[int, ...]) ->
 def test_ranks_that_do_not_come_are_named_after_the_timeout_and_told_when_they_do(
     ranks: Ranks, direction: str, number: int, absent: tuple[int, ...], name: str
 ) -> None:
-    """Consensus uses the group's backend in the first call, the machine's memory later."""
+    """The ranks meet in the group's store in the first call, in the machine's memory later."""
     for rank, said in enumerate(ranks(3).run(_some_come_too_late, direction, number, absent)):
         who = "not all ranks came in time" if rank in absent else f"{name} did not come"
         assert said.startswith(f"RuntimeError: {who} to the {direction} of call {number} ('layer 3'): ")
+
+
+def _one_is_in_its_own_collective(waits: bool) -> tuple[str, float]:
+    """Rank 1 sums before its first forward: it waits for the sum, or starts it, and the others sum afterwards."""
+    group, mine = new_group(), torch.tensor([dist.get_rank() + 1.0])
+    said = "fine"
+    if dist.get_rank() != 1:
+        said = said_by(forward, group)
+    if dist.get_rank() == 1 and waits:
+        said = said_by(dist.all_reduce, mine, dist.ReduceOp.SUM, group)
+    elif not waits:
+        work = dist.all_reduce(mine, group=group, async_op=True)
+        if dist.get_rank() == 1:
+            said = said_by(forward, group)
+        work.wait()
+    end(group)
+    return said, mine.item()
+
+
+def test_the_first_call_and_a_collective_of_the_callers_do_not_exchange_numbers(ranks: Ranks) -> None:
+    first, own, third = ranks(3).run(_one_is_in_its_own_collective, True)
+    for said, _ in (first, third):
+        assert said.startswith("RuntimeError: rank 1 did not come to the forward of call 1: ")
+    assert own[0].startswith("RuntimeError: ") and own[1] == 2.0
+    assert ranks(3).run(_one_is_in_its_own_collective, False) == [("fine", 6.0)] * 3
 
 
 def _one_ends_in_the_middle(exchange: str) -> list[str]:

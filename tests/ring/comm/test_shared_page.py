@@ -86,5 +86,24 @@ def test_a_rank_that_does_not_come_to_where_the_page_is_made_is_named(ranks: Ran
     ranks(3).run(_one_does_not_come, "made")
 
 
+def _one_ends_and_one_is_slow(name: str) -> tuple[int, ...] | None:
+    """Rank 1 loses its lock, as when its process ends, and rank 2 comes a second later."""
+    page = page_of(name)
+    assert page is not None
+    dist.barrier()
+    if dist.get_rank() == 1:
+        page._file.close()
+        return None
+    if dist.get_rank() == 2:
+        time.sleep(1.0)
+    with pytest.raises(MissingRanks) as missing:
+        page.all_equal(answer(1), 1)
+    return missing.value.ranks
+
+
+def test_a_rank_whose_process_has_ended_is_named_without_the_slow_ones(ranks: Ranks) -> None:
+    assert ranks(3).run(_one_ends_and_one_is_slow, "ended") == [(1,), None, ()], "rank 2 learns it from rank 0"
+
+
 def test_a_machine_is_told_by_its_boot_and_its_processes() -> None:
     assert machine() == machine() and len(machine().split()) == 2

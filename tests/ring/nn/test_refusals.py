@@ -92,6 +92,7 @@ REORDERED: list[Callable[[Any], Any]] = [  # the same numbers in another order, 
 ]
 SPARSE, COMPLEX = torch.ones(3).to_sparse(), torch.ones(3, dtype=torch.complex64)
 POSITIONS, NAN, INF = torch.arange(TOKENS), float("nan"), float("inf")
+OVER = ("over", _to("context"), "over must be a process group, a DeviceMesh or None, got 'context'")
 # By call: the argument that is wrong on rank 2, which has two tokens; what it is, made of the right one; the error.
 REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
     "self-attention": [
@@ -198,6 +199,7 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("counted", _to(-1), "counted must be None or an integer >= 0, got -1"),
         ("counted", _to(4), "counted must be the same on every rank: rank 0 has None, rank 2 4"),
         ("averaged_over", _to(0), "averaged_over must be None or a positive finite number, got 0"),
+        OVER,
     ],
     "cross_entropy": [
         ("logits", lambda x: x[0], r"logits must be a real \(batch, local tokens, vocabulary\) tensor"),
@@ -223,6 +225,7 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("averaged_over", _to(2), "averaged_over must be the same on every rank"),
         ("ignored", _to(9), "ignored must be the same on every rank: rank 0 has -100, rank 2 9|labels must be 9"),
         ("ignored", _to(True), "ignored must be an integer, got True"),
+        OVER,
     ],
     "token_mean": [
         ("losses", lambda x: x[..., None], "other dimensions must be the same on every rank"),
@@ -230,12 +233,14 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("losses", lambda x: x.half(), "dtype must be the same on every rank"),
         ("losses", _dtensor, "NotImplementedError: rank 2: losses must be a plain tensor"),
         ("labels", lambda _: whole_tokens(), r"labels must have the shape \(2, 2\) of losses"),
+        OVER,
     ],
     "count_labels": [
         ("labels", lambda x: x[:1], "number of micro-batches must be the same on every rank: rank 0 has 2, rank 2 1"),
         ("labels", lambda x: [x[0], x[1].float()], "labels must be an int64 or int32 tensor"),
         ("labels", _to(5), "labels must be a tensor or a list of tensors, got .*int"),
         ("ignored", _to(5), "ignored must be the same on every rank: rank 0 has -100, rank 2 5"),
+        OVER,
     ],
     "average_gradients": [
         ("parameters", lambda x: x[::-1], "parameters must be the same on every rank"),
@@ -246,6 +251,7 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("parameters", _with_grad(COMPLEX), "NotImplementedError: rank 2: gradients must be real, got .*complex64"),
         ("parameters", _partial_sum, "NotImplementedError: rank 2: parameters must be plain .* DTensor as number 1"),
         ("parameters", _to(5), "TypeError: "),
+        OVER,
     ],
     "clip_grad_norm": [
         *(
@@ -259,6 +265,7 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("parameters", _with_grad(SPARSE), "gradients must be dense, got one in torch.sparse_coo"),
         ("parameters", _with_grad(COMPLEX), "NotImplementedError: rank 2: gradients must be real, got .*complex64"),
         ("parameters", _partial_sum, "NotImplementedError: rank 2: gradients must be averaged before they are clipped"),
+        OVER,
     ],
 }  # fmt: skip
 NUMBERED = [(call, number) for call, rows in REFUSALS.items() for number in range(len(rows))]

@@ -67,7 +67,7 @@ def keeps_one_output(real: Any, args: Any, options: Any, kept: dict[Any, Tensor]
 def forgets_the_pattern() -> None:
     """A plan is kept for a layout and a rank, whatever the pattern."""
     real, kept = execute.plan_of, dict[Any, Any]()
-    execute.plan_of = lambda pattern, *others: kept.setdefault(others[:2], real(pattern, *others))
+    execute.plan_of = lambda pattern, *others, **keys: kept.setdefault(others[:2], real(pattern, *others, **keys))
 
 
 def ignores_sinks_after_the_first_call() -> None:

@@ -148,6 +148,21 @@ def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"there", "new", "new/failures"}
 
 
+def test_what_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
+    dangling, to_new = tmp_path / "dangling", tmp_path / "to new"
+    dangling.symlink_to(tmp_path / "nowhere" / "report.json")
+    to_new.symlink_to(tmp_path / "report.json")
+    for file, why in (
+        (dangling, "there is no folder"),
+        (tmp_path, "Is a directory"),
+        (tmp_path / "no" / "x", "there is no"),
+    ):
+        with pytest.raises(OSError, match=f"argument --json: cannot write {file}: .*{why}"):
+            check_file("--json", file)
+    check_file("--json", to_new)
+    check_file("--json", Path("/dev/null"))
+
+
 def test_an_error_of_the_tool_is_no_counter_example(tmp_path: Path) -> None:
     (tmp_path / "ring").mkdir()
     (tmp_path / "ring" / "__init__.py").write_text("raise ImportError('no ring today')")

@@ -16,10 +16,10 @@ from rich.console import Console
 
 from tests.support.plain_case import plain
 from verification.__main__ import main
-from verification.failures import MismatchedMessages, RankCrash, RankOutcome, RankState, VerificationFailure
+from verification.failures import MismatchedMessages, RankCrash, RankError, RankOutcome, RankState, VerificationFailure
 from verification.faults import fault_run
 from verification.faults.fault_experiment import MishandledFault, check_fault, check_whole, fault_of, judge
-from verification.faults.inject import BY_NAME, KINDS, Fault, observe_with_fault
+from verification.faults.inject import BY_NAME, KINDS, WORDS_SEPARATOR, Fault, observe_with_fault
 from verification.report.report import Report
 from verification.run.backends import PRELOAD, GlooBackend, SimBackend
 from verification.run.processes import pool
@@ -52,6 +52,18 @@ def killed(detail: str, outcome: RankOutcome = "raised", rank: int = 1) -> RankC
     return RankCrash(f"rank {rank} was killed", states)
 
 
+def late(*words: str) -> RankError:
+    """Describe ranks that said these words, by index of the group, about a late one."""
+    said = WORDS_SEPARATOR.join(f"{index}: {text}" for index, text in enumerate(words))
+    return RankError("late", [RankState(i, "raised", f"raised inject.LateRank: {said}") for i in range(3)])
+
+
+def absent(*ranks: int) -> str:
+    names = ", ".join(map(str, ranks))
+    return f"RuntimeError: {'rank' if len(ranks) == 1 else 'ranks'} {names} did not come to the forward"
+
+
+IN_VAIN = "RuntimeError: not all ranks came in time to the forward"
 MISSED = "rank 0 must say that it missed index 1 of the group; it raised"
 
 
@@ -69,6 +81,11 @@ MISSED = "rank 0 must say that it missed index 1 of the group; it raised"
         ("absent", killed("reset by peer"), MISSED),
         ("absent", killed("rank 0 did not come to the x"), MISSED),
         ("absent", killed("", "blocked"), "no rank said that it missed index 1 of the group"),
+        ("kill", killed(f"{absent(1, 2)}: its process has ended"), MISSED),
+        ("late", late(absent(1), absent(0, 2), absent(1)), "index 1 of the group must say 'RuntimeError: not all"),
+        ("late", late(absent(1), IN_VAIN, absent(1, 2)), "index 2 of the group must say .*: RuntimeError: ranks 1, 2"),
+        ("late", late(absent(1), IN_VAIN), "index 2 of the group must say .*: nothing"),
+        ("late", late(IN_VAIN, IN_VAIN, IN_VAIN), "nobody named index 1 of the group"),
         ("short", MismatchedMessages("from rank 2 to rank 0"), "a message too short at .* must be named as mismatched"),
         ("long", MismatchedMessages("rank 1 sends "), "a message too long at .* by the simulation, with that rank"),
     ],

@@ -49,6 +49,7 @@ CASES: list[dict[str, Any]] = [
     {"data": 2, "labels": "ranks", "checkpointing": "non-reentrant", "optimiser": "adamw", "steps": 3, "clipping": 0.1},
     {"data": 2, "arrangement": "strided", "wrapper": "hsdp2", "accumulation": 3, "labels": "some", "cuts": (0, 6)},
     {"tokens": 12, "cuts": (0, 0, 12), "packed": (12,), "exchange": "gather"},
+    {"tokens": 6, "wrapper": "fsdp2", "optimiser": "adamw", "steps": 3, "resumed_after": 2, "batch": 2},
     {"tokens": 11, "order": "permuted", "dtype": "float32", "labels": "shards", "exchange": "ring"},
 ]  # fmt: skip
 
@@ -63,7 +64,7 @@ def backend() -> Iterator[GlooBackend]:
 @pytest.fixture(scope="module")
 def plain() -> Iterator[ModelExperiment]:
     run = ModelExperiment(f"{EXAMPLES}:build")
-    with closing(run.alone):
+    with closing(run):
         yield run
 
 

@@ -29,8 +29,11 @@ def test_a_trainer_holds(trainer: str, tmp_path: Path) -> None:
         (trainer_defects.SharesDividedTwice, "loss of step one"),
         (trainer_defects.DocumentsJoined, "logits"),
         (trainer_defects.MeanOfMeans, "gradients at the optimizer"),
+        (trainer_defects.MeanOfRanks, "evaluation"),
+        (trainer_defects.EvaluatedByBatches, "evaluation"),
+        (trainer_defects.WithoutMomenta, "losses, norms of later steps|parameters after the last"),
     ],
 )
 def test_a_mistake_is_found(setup: type[Setup], said: str, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=rf"counter-example: {said} \(wrong result"):
+    with pytest.raises(AssertionError, match=rf"counter-example: ({said}) \(wrong result"):
         check_model(setup, examples=60, worlds=(2,), failures=tmp_path)

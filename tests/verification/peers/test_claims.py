@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reference import Branch, Pattern
 from tests.support import peer_examples
 from tests.support.plain_case import plain
-from verification.case import Case
+from verification.case import Case, Keys
 from verification.peers import Peer, claims
 from verification.peers.adapters import with_windows
 from verification.peers.adapters.over_flash_attn import window_size
@@ -88,10 +88,10 @@ def test_parts_of_documents(documents: tuple[int, ...], chunks: int, wanted: tup
     assert claims.even_parts(found, order, chunks) == found and len(set(found.shards().counts)) == 1
 
 
-SCORED = plain(1, sinks="normal", softcap=2.0, value_dim=8)
+SCORED = plain(1, sinks="normal", softcap=2.0, value_dim=8, keys=Keys(9, "zigzag"))
 
 
-@pytest.mark.parametrize("taken", ((), ("sinks",), ("softcap", "value_dim"), claims.SCORES))
+@pytest.mark.parametrize("taken", ((), ("sinks",), ("softcap", "value_dim"), claims.OPTIONAL))
 def test_a_claim_is_given_what_it_takes_of_scores_and_values(taken: tuple[str, ...]) -> None:
     given = list[Case]()
 
@@ -103,11 +103,13 @@ def test_a_claim_is_given_what_it_takes_of_scores_and_values(taken: tuple[str, .
     found = nearest_claimed(peer, SCORED)
     for case in (*given, found):
         assert case is not None
-        assert {name for name in claims.SCORES if getattr(case, name) is not None} == set(taken)
+        assert {name for name in claims.OPTIONAL if getattr(case, name) is not None} == set(taken)
 
 
-def test_a_claim_takes_sinks_softcap_and_value_dim_alone() -> None:
-    with pytest.raises(ValueError, match="a name of takes is 'windows'; it must be one of sinks, softcap, value_dim"):
+def test_a_claim_takes_no_other_name() -> None:
+    with pytest.raises(
+        ValueError, match="a name of takes is 'windows'; it must be one of sinks, softcap, value_dim, keys"
+    ):
         claims.takes("windows")
 
 

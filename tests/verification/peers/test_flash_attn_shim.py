@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -79,6 +81,13 @@ def test_lengths_that_a_kernel_would_take_on_trust_are_checked(edges: list[int],
             flash_attn_shim.varlen_backward(q, q, q, q, q, q[:, 0].T, q, q, q, *at, 0.0, 1.0, False)
     with pytest.raises(ValueError, match=r"in torch.int64"):
         flash_attn_shim.varlen_forward(q, q, q, sound.long(), sound, 3, 3, 0.0, 1.0, False)
+
+
+def test_the_stand_in_is_found_by_those_who_look_for_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, None)
+    flash_attn_shim.install()
+    assert importlib.util.find_spec("flash_attn") is not None  # as transformers does
 
 
 def test_what_the_stand_in_does_not_have_is_refused() -> None:

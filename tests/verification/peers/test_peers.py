@@ -9,7 +9,7 @@ import pytest
 from reference import Pattern
 from tests.support.peer_examples import EXAMPLES
 from tests.support.plain_case import PLAIN
-from verification.case import Case
+from verification.case import Case, Keys
 from verification.failures import VerificationFailure
 from verification.peers.known_peers import load
 from verification.peers.peer_experiment import experiment, nearest_claimed
@@ -71,6 +71,7 @@ def run(backend: GlooBackend, name: str, case: Case = PLAIN) -> dict[str, float]
     [
         ("sound", replace(PLAIN, dtype="float64")),
         ("with_scores", replace(SCORED, again="pipelined")),
+        ("with_scores", replace(SCORED, keys=Keys(9))),
         ("with_scores", replace(SCORED, again="kv", softcap=None)),
         ("packed", PACKED),
         ("heads_first", PLAIN),

@@ -19,6 +19,7 @@ import pytest
 from reference.pattern import Branch, Pattern
 from tests.support.plain_case import plain
 from tests.support.printed import printed, recording, unbroken
+from verification.case import Keys
 from verification.check.laws import LAWS
 from verification.check.properties import PROPERTIES
 from verification.failures import RankHang, RankState, VerificationFailure, WrongResult
@@ -372,6 +373,15 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
     "descending stretches": tuple(  # 10 to 19, then 0 to 9; and as they were
         {"world": 1, "tokens": 20, "order": "permuted", "seed": seed} for seed in (5, 0)
     ),
+    "fewer keys than queries": ({"keys": Keys(23)}, {"keys": Keys(24)}),
+    "more keys than queries": ({"keys": Keys(25)}, {"keys": Keys(24)}),
+    "as many keys as queries": ({"keys": Keys(24)}, {}),
+    "queries alone on a rank": ({"keys": Keys(1)}, {"keys": Keys(2)}),
+    "keys alone on a rank": ({"keys": Keys(2), "cuts": (0, 0, 24)}, {"keys": Keys(1), "cuts": (0, 0, 24)}),
+    "causal cross-attention": ({"keys": Keys(9), "pattern": Pattern.dense(True)}, {"pattern": Pattern.dense(True)}),
+    "cross-attention with segments": ({"keys": Keys(9)} | seen(Branch(4)), seen(Branch(4))),
+    "cross-attention with a window": ({"keys": Keys(9)} | near(4), near(4)),
+    "cross-attention with documents": ({"keys": Keys(24)} | packed(10, 14), packed(10, 14)),
 }  # fmt: skip
 
 

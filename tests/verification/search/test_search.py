@@ -20,7 +20,7 @@ from tests.support.plain_case import plain
 from tests.support.planted import plant_receive_first, plant_wrong_result
 from tests.support.printed import printed, recording, unbroken
 from verification import runner
-from verification.case import Case
+from verification.case import Case, Keys
 from verification.experiments import EXAMPLES, check_case
 from verification.failures import RankError, RankHang, WrongResult
 from verification.mutants.catalogue import by_name
@@ -122,7 +122,7 @@ def test_a_failure_that_does_not_come_back_is_still_a_failure(ranks: GlooBackend
 
 CROWDED = plain(
     3, group=(0, 2), tokens=9, cuts=(0, 4, 9), bucket=2, scale=0.5, strided=True, again="meta",
-    pattern=Pattern.dense(documents=(4, 5)),
+    pattern=Pattern.dense(documents=(4, 5)), keys=Keys(9, "zigzag", (0, 4, 9)),
 )  # fmt: skip
 LEAST = plain(3, tokens=1, heads=1, kv_heads=1, head_dim=1, kernel="auto")
 
@@ -132,6 +132,7 @@ LEAST = plain(3, tokens=1, heads=1, kv_heads=1, head_dim=1, kernel="auto")
     [
         (lambda case: case.tokens == 9, {}, replace(LEAST, tokens=9)),
         (lambda case: case.cuts is not None, {}, replace(LEAST, group=(0, 2), cuts=(0, 1, 1))),
+        (lambda case: case.keys is not None, {}, replace(LEAST, keys=Keys(1))),
         (lambda case: case.pattern.documents is not None and case.bucket == 2, {},
          replace(LEAST, bucket=2, pattern=Pattern.dense(documents=(1,)))),
         (lambda case: True, {"validate": None}, CROWDED),  # nobody says what may be drawn

@@ -117,7 +117,10 @@ WRONG = [
         "attend returned None as out; it must be a tensor of shape (1, 1, 1, 1): return out, or (out, lse)",
     ),
     ("returns_numpy", "attend returned ndarray as out; it must be a tensor of shape (1, 1, 1, 1)"),
-    ("returns_heads_first", "(batch, tokens, heads, head_dim): with heads first, return out.transpose(1, 2), or set"),
+    (
+        "returns_heads_first",
+        "(batch, tokens, heads, head dim of v): with heads first, return out.transpose(1, 2), or set",
+    ),
     ("returns_half", "answers: out of rank 0 is float16, not float"),
     ("hangs", "no answer within 10 s from rank 0 in attend of mine:hangs (world of 1)"),
 ]

@@ -19,7 +19,7 @@ from reference import validators
 from reference.pattern import Branch, Pattern
 from ring.comm.buffer_meter import measure
 from ring.comm.transport import RecordingTransport, Transport
-from verification.case import EXCHANGES, ORDERS, Case
+from verification.case import EXCHANGES, ORDERS, Case, Keys
 from verification.check import properties
 from verification.check.attention_on_ranks import AttentionOnRanks
 from verification.check.laws.law import MAX_INTEGER, How, Law, Rule, anything, bounded, changed, flag
@@ -46,10 +46,12 @@ def draw_changes(draw: st.DrawFn, case: Case) -> How:
         "batch": draw(st.sampled_from([n for n in (1, 2, 3) if n != case.batch])),
         "scale": draw(st.sampled_from([scale for scale in (None, 0.25, 2.0) if scale != case.scale])),
         "strided": not case.strided,
-        "documents": draw(st.sampled_from(other_documents(case))),
+        "keys": draw(st.sampled_from(other_keys(case))),
         "window": draw(st.sampled_from(other_windows(case))),
         "sinks": draw(st.sampled_from([sinks for sinks in (None, "normal", "some") if sinks != case.sinks])),
     }
+    if case.key_tokens == case.tokens:
+        changes["documents"] = draw(st.sampled_from(other_documents(case)))
     if case.kernel != "flash":  # which has no gradient through lse
         changes["kernel"] = "math" if case.kernel == "auto" else "auto"
         changes["softcap"] = draw(st.sampled_from([cap for cap in (None, 1.0, 2.0) if cap != case.softcap]))
@@ -95,6 +97,14 @@ def other_documents(case: Case) -> list[list[int] | None]:
     return [other for other in documents if (other and tuple(other)) != case.pattern.documents]
 
 
+def other_keys(case: Case) -> list[list[Any] | None]:
+    """Return keys that a cache key without them, or with their number or order alone, confuses with the Case's."""
+    tokens, order, _ = case.keys or Keys(case.tokens, case.order)
+    others = {other: Keys(tokens, other) for other in ("contiguous", "zigzag", "striped") if other != order}
+    lengths = [Keys(tokens + 3, order)] if case.pattern.documents is None and order in ORDERS else []
+    return [None if case.keys else [tokens, "hilbert", None], *map(list, (*others.values(), *lengths))]
+
+
 def _other_cuts(draw: st.DrawFn, case: Case) -> list[tuple[int, ...]]:
     """Return random cuts, and cuts that move one token between a rank and its neighbour."""
     inner = draw(st.lists(st.integers(0, case.tokens), min_size=len(case.ranks) - 1, max_size=len(case.ranks) - 1))
@@ -135,6 +145,7 @@ def _draw_neighbours(draw: st.DrawFn, world: int) -> tuple[Case, How]:
         case = replace(case, exchange="direct", bucket=None if draw(st.booleans()) else case.tokens)
         return case, draw_changes(draw, case) | {"bucket": draw(st.integers(1, 1 + case.tokens // 4))}
     if kind < 7:  # cached entries of other documents fit best if their number is the same
+        case = replace(case, keys=None)
         packed = case.pattern.documents or (case.tokens // 3, case.tokens - case.tokens // 3)
         case = replace(case, pattern=replace(case.pattern, documents=packed))
         return case, draw_changes(draw, case) | {"documents": draw(st.sampled_from(other_documents(case)[::-1]))}
@@ -150,7 +161,7 @@ def _may_shift(case: Case, name: str, value: Any) -> None:
 
 
 CHANGES: dict[str, Rule] = dict.fromkeys(
-    ("exchange", "order", "cuts", "batch", "scale", "kernel", "lse", "strided", "sinks", "softcap"), anything
+    ("exchange", "order", "cuts", "batch", "scale", "kernel", "lse", "strided", "sinks", "softcap", "keys"), anything
 ) | {
     "causal": flag,
     "twice": lambda case, name, value: validators.integer(name, value, 0, len(case.pattern.branches) - 1),

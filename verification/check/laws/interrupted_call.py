@@ -98,7 +98,7 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     case = draw(cases(world))
     case = replace(
         case, group=case.group if len(case.ranks) > 1 else None, tokens=max(case.tokens, 2 * world), cuts=None,
-        pattern=Pattern.dense(), measured=False,
+        pattern=Pattern.dense(), measured=False, keys=None,
     )  # fmt: skip
     return case, {"check": draw(st.booleans())}
 
@@ -109,7 +109,8 @@ BROKEN_OFF_CLOSES = Law(
     how={"check": flag},
     cases={
         "messages from each of two ranks or more: a dense pattern, not causal, and no empty shard": lambda case: (
-            len(case.ranks) > 1 and case.pattern == Pattern.dense() and 0 not in case.shards().counts
+            len(case.ranks) > 1 and case.pattern == Pattern.dense() and 0 not in case.key_shards().counts
+            and 0 not in case.shards().counts
         )
     },
 )  # fmt: skip

@@ -34,15 +34,15 @@ def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case,
         case = replace(case, scale=None)
     case = replace(case, softcap=None)
     case = claimed(claims, case)
-    by_rank = [list(map(int, positions)) for positions in case.shards().positions]
-    tokens = list(range(case.tokens))
+    by_rank = [list(map(int, positions)) for positions in case.key_shards().positions]
+    tokens = list(range(case.key_tokens))
     kind = draw(st.sampled_from(("some", "shard", "first", "all but one", "all")))
     if kind == "some":
         hidden = [token for token in tokens if draw(st.booleans())]
     elif kind == "shard":
         hidden = draw(st.sampled_from(by_rank))
     elif kind == "first":  # in causal patterns, some rows of a tile then see nothing
-        hidden = tokens[: draw(st.integers(1, case.tokens))]
+        hidden = tokens[: draw(st.integers(1, len(tokens)))]
     else:
         visible = draw(st.sampled_from(tokens)) if kind == "all but one" else None
         hidden = [token for token in tokens if token != visible]
@@ -56,7 +56,7 @@ def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case,
 def _deprived(case: Case, hidden: list[int], heads: list[int]) -> int | None:
     """Return the last key of the first row all of whose keys are hidden; None if each row keeps one."""
     share = case.heads // case.kv_heads
-    sees = multiplicity(case.pattern, case.heads, case.tokens) > 0  # (H, rows, keys)
+    sees = multiplicity(case.pattern, case.heads, case.tokens, case.key_tokens) > 0  # (H, rows, keys)
     sees = sees[[head * share + member for head in heads for member in range(share)]]
     keeps = np.delete(sees, hidden, axis=2).any(2)
     rows = np.argwhere(sees.any(2) & ~keeps)
@@ -74,7 +74,7 @@ def check_no_weight(ranks: AttentionOnRanks, case: Case, how: How) -> float:
         case = replace(case, kernel="math")  # torch's fused GPU kernels do not promise it
     sign = 1 if case.softmax_scale > 0 else -1
     edit = InputEdit("hide", sign, positions=tuple(how["hidden"]), kv_order=tuple(how["heads"]))
-    counted = np.ones((case.kv_heads, case.tokens), bool)
+    counted = np.ones((case.kv_heads, case.key_tokens), bool)
     counted[np.ix_(how["heads"], how["hidden"])] = False
     unhidden = InputEdit("hide", sign).apply(case.tensors())  # finite: no key is hidden
     expectation = ranks.evaluate(case, replace(inputs_of(case, unhidden), counted=counted))
@@ -89,7 +89,7 @@ def check_no_weight(ranks: AttentionOnRanks, case: Case, how: How) -> float:
 NO_SCORE_NO_WEIGHT = Law(
     "scores of -inf have no weight", _draw, check_no_weight, share=0.1,
     how={
-        "hidden": lambda case, name, value: ascending(name, value, case.tokens),
+        "hidden": lambda case, name, value: ascending(name, value, case.key_tokens),
         "heads": lambda case, name, value: ascending(name, value, case.kv_heads),
     },
     cases=TAME

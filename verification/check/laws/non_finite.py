@@ -13,7 +13,7 @@ from reference.fast_oracle import multiplicity
 from verification.case import Case
 from verification.check.attention_on_ranks import AttentionOnRanks, Claims, any_case, claimed
 from verification.check.checks import Array, assemble
-from verification.check.laws.law import How, Law, flag, same_numbers, token
+from verification.check.laws.law import How, Law, anything, flag, same_numbers
 from verification.failures import WrongResult
 from verification.run.rank import InputEdit
 from verification.strategies.cases import cases
@@ -32,7 +32,8 @@ def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case,
     name = draw(st.sampled_from(("v", "q", "k")))
     # An inf in q or k may make all scores -inf, which is a row that sees nothing: put inf only into v.
     infinite = name == "v" and draw(st.booleans())
-    return case, {"token": draw(st.integers(0, case.tokens - 1)), "tensor": name, "infinite": infinite}
+    tokens = case.tokens if name == "q" else case.key_tokens
+    return case, {"token": draw(st.integers(0, tokens - 1)), "tensor": name, "infinite": infinite}
 
 
 def check_poisoned(ranks: AttentionOnRanks, case: Case, how: How) -> float:
@@ -44,11 +45,12 @@ def check_poisoned(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     edit = InputEdit("poison", int(how["infinite"]), positions=(token,), name=how["tensor"])
     after = ranks.observe(case, edit)
     clean, out = assemble(case, before, "out"), assemble(case, after, "out")
-    visible = multiplicity(case.pattern, case.heads, case.tokens)[:share] > 0  # (query heads of kv head 0, N, N)
-    sees = visible[:, :, token]
+    visible = multiplicity(case.pattern, case.heads, case.tokens, case.key_tokens)[:share] > 0
     if how["tensor"] == "q":  # reaches one row of query head 0, if that row sees anything
-        sees = np.zeros_like(sees)
+        sees = np.zeros(visible.shape[:2], bool)
         sees[0, token] = visible[0, token].any()
+    else:
+        sees = visible[:, :, token]  # (query heads of kv head 0, N)
     missed = sees.T & np.isfinite(out[0, :, :share, 0])
     if missed.any():
         row, head = np.argwhere(missed)[0]
@@ -68,7 +70,7 @@ def _check_gradient(
     name: str, clean: Array, grads: Array, case: Case, how: How, visible: NDArray[np.bool_], spoiled: NDArray[np.bool_]
 ) -> None:
     """Gradients of non-finite rows, and of all keys that these rows see, are not finite, since weights or their
-    derivatives are not. visible: (query heads of kv head 0, N, N); spoiled: (N, the same heads).
+    derivatives are not. visible: (query heads of kv head 0, N, keys); spoiled: (N, the same heads).
 
     The values' gradients are weights times dout: they depend on scores, not on values.
     """
@@ -90,6 +92,8 @@ def _check_gradient(
 
 
 def _precondition(case: Case, how: How) -> None:
+    tokens = case.tokens if how["tensor"] == "q" else case.key_tokens
+    validators.integer("token of how", how["token"], 0, tokens - 1)
     if how["infinite"] and how["tensor"] != "v":
         raise ValueError("infinite of how is True; it must be False for tensors other than 'v'")
 
@@ -101,7 +105,7 @@ def _scaled(claims: Claims, case: Case, how: How) -> None:
 
 NON_FINITE_PROPAGATES = Law(
     "NaN and inf propagate", _draw, check_poisoned, _precondition, share=0.05,
-    how={"token": token, "infinite": flag,
+    how={"token": anything, "infinite": flag,
          "tensor": lambda case, name, value: validators.choice(name, value, ("q", "k", "v"))},
     cases={
         "values other than 'flat', or not strided: a change of one component would change the strides":

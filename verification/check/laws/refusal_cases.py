@@ -18,7 +18,7 @@ from ring import Layout, Transport, ring_attention
 from ring.torch_compile import traced
 from verification.case import Case
 from verification.run.group_argument import mesh_of_two_dimensions, user_group
-from verification.run.layouts import layout_of
+from verification.run.layouts import key_layout_of, layout_of
 from verification.run.rank import shards, whole_tensors
 
 Arguments = dict[str, Any]  # of ring_attention, by name
@@ -103,25 +103,28 @@ def _one_token_moved(documents: tuple[int, ...]) -> tuple[int, ...]:
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 
-def _reordered(change: Callable[[Tensor], Tensor]) -> Change:
-    """Return a change of the layout that keeps the number of tokens on each rank."""
+def _reordered(change: Callable[[Tensor], Tensor], name: str = "layout") -> Change:
+    """Return a change of a layout that keeps the number of tokens on each rank."""
 
     def reordered(layout: Layout) -> Layout:
         return Layout.from_cuts(change(torch.cat([*map(layout.positions, range(layout.world_size))])), layout.cuts)
 
-    return lambda a, case: {"layout": reordered(a["layout"])}
+    return lambda a, case: {name: reordered(a[name])}
 
 
 def _own_tokens_alone(a: Arguments, case: Case) -> Arguments:
     """Return the layout of a single rank; group=None if the group is all ranks."""
-    return {"layout": Layout.contiguous(a["q"].shape[1], 1), "group": user_group(a["group"])}
+    return {
+        "layout": Layout.contiguous(a["q"].shape[1], 1), "key_layout": Layout.contiguous(a["k"].shape[1], 1),
+        "group": user_group(a["group"]),
+    }  # fmt: skip
 
 
 # --- the cases --------------------------------------------------------------------------------------------------------
 
 
 def _no_empty_shard(case: Case) -> bool:
-    return min(layout_of(case).counts) > 0
+    return min(*layout_of(case).counts, *key_layout_of(case).counts) > 0
 
 
 MISTAKES: dict[str, Mistake] = {
@@ -179,6 +182,10 @@ MISTAKES: dict[str, Mistake] = {
         "layout", _reordered(lambda x: x.flip(0)), possible=lambda case: case.tokens > 1),
     "a layout that differs from the others' at its end": Mistake(
         "layout", _reordered(lambda x: torch.cat((x[:-2], x[-2:].flip(0)))), possible=lambda case: case.tokens > 1),
+    "key_layout for one rank more": Mistake(
+        "key_layout", lambda a, case: {"key_layout": Layout.contiguous(case.key_tokens, len(case.ranks) + 1)}, "any"),
+    "another key_layout than the others": Mistake(
+        "key_layout", _reordered(lambda x: x.flip(0), "key_layout"), possible=lambda case: case.key_tokens > 1),
 }  # fmt: skip
 
 
@@ -198,7 +205,8 @@ def call(
     """
     q, k, v, _, _, *sinks = shards(case, transport.rank, whole_tensors(case))
     arguments: Arguments = {
-        "q": q, "k": k, "v": v, "pattern": case.pattern, "layout": layout_of(case), "exchange": case.exchange,
+        "q": q, "k": k, "v": v, "pattern": case.pattern, "layout": layout_of(case), "key_layout": key_layout_of(case),
+        "exchange": case.exchange,
         "bucket": case.bucket, "kernel": case.kernel, "scale": case.scale, "return_lse": case.lse != "unused",
         "group": transport, "softcap": case.softcap, "sinks": sinks[0] if sinks else None,
     }  # fmt: skip

@@ -2,13 +2,12 @@
 
     python -m verification model verification.models.trainers.transformers_trainer:Llama
 
-The Trainer deals the rows to data ranks, accumulates, clips and takes the steps. It gets masks of padding, and the
-positions of packed documents. Losses and norms are those that it logs.
+The Trainer deals the rows to data ranks, accumulates, clips, takes the steps, saves and resumes, and evaluates. It gets
+masks of padding, and the positions of packed documents. Losses and norms are those that it logs.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -18,13 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaModel, PrinterCallback, Trainer, TrainingArguments
+from transformers import EvalPrediction, LlamaModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import logging
 
 from ring.nn import ContextParallel
 from ring.nn.frameworks.trainer import ContextParallelTrainer
 from ring.nn.frameworks.transformers import prepare
 from ring.nn.sequence import gather
-from verification.models import ModelCase, Run, Setup, WholeBatch
+from verification.models import ModelCase, Part, Run, Setup, WholeBatch
+from verification.models.batches import IGNORED
+from verification.models.setup import Loss, probabilities
+from verification.models.trainers.schedule import follow
 from verification.models.trainers.small_llama import small_llama
 
 Row = dict[str, Any]
@@ -32,6 +35,8 @@ Row = dict[str, Any]
 
 class Llama(Setup):
     """A Llama that the Trainer wraps."""
+
+    evaluates = resumes = True
 
     def build(self, context: ContextParallel | None) -> Any:
         """Return the model, prepared where several ranks train it."""
@@ -48,6 +53,11 @@ class Llama(Setup):
         """Return the model: the Trainer wraps it."""
         return model
 
+    def optimizer(self, parameters: Sequence[nn.Parameter], run: Run) -> torch.optim.Optimizer:
+        """Return the optimizer, which the Trainer schedules on ranks."""
+        optimizer = super().optimizer(parameters, run)
+        return follow(optimizer, run.case.steps) if run.mesh is None else optimizer
+
     def train(
         self, model: nn.Module, optimizer: torch.optim.Optimizer,
         steps: Sequence[Sequence[Sequence[WholeBatch]]], run: Run,
@@ -57,18 +67,38 @@ class Llama(Setup):
         batches = chain.from_iterable(chain.from_iterable(zip(*ranks, strict=True)) for ranks in steps)
         case, rows = run.case, [row for batch in batches for row in self.rows(batch)]
         settings = {
-            "output_dir": tempfile.gettempdir(), "use_cpu": case.device == "cpu", "report_to": "none",
-            "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "logging_nan_inf_filter": False,
-            "train_sampling_strategy": "sequential", "lr_scheduler_type": "constant", "max_steps": len(steps),
-            "per_device_train_batch_size": case.batch, "gradient_accumulation_steps": case.accumulation,
+            "output_dir": run.folder, "use_cpu": case.device == "cpu", "report_to": "none", "disable_tqdm": True,
+            "save_strategy": "steps" if run.saves_after else "no", "save_steps": run.saves_after or run.resumes_after,
+            "logging_steps": 1, "logging_nan_inf_filter": False, "train_sampling_strategy": "sequential",
+            "per_device_train_batch_size": case.batch, "per_device_eval_batch_size": case.batch,
+            "gradient_accumulation_steps": case.accumulation, "max_steps": len(steps),
             "gradient_checkpointing": case.checkpointing != "none", "max_grad_norm": case.clipping or 0.0,
         }  # fmt: skip
-        trainer = self.trainer(model, settings, rows, run, optimizers=(optimizer, None))
+        options = {"optimizers": (optimizer, None), "compute_metrics": probability}
+        trainer = self.trainer(model, settings, rows, run, callbacks=[Interrupted()], **options)
         trainer.remove_callback(PrinterCallback)
+        logging.disable_progress_bar()
         watch(model, run)
-        trainer.train()
-        logs = [log for log in trainer.state.log_history if "loss" in log]
+        checkpoint = f"{run.folder}/checkpoint-{run.resumes_after}"
+        trainer.train(resume_from_checkpoint=checkpoint if run.resumes_after else None)
+        if run.held is not None:
+            values = trainer.evaluate(self.dataset(self.rows(run.held)))
+            run.evaluation = {"loss": values["eval_loss"], "probability": values["eval_probability"]}
+        logs = [log for log in trainer.state.log_history if "loss" in log and log["step"] > run.resumes_after]
         return [(log["loss"], None if case.clipping is None else log["grad_norm"]) for log in logs]
+
+    def evaluate(self, model: nn.Module, parts: Sequence[Part], run: Run) -> dict[str, Loss]:
+        """Evaluate in one process: the Trainer's loss is a mean over sequences, of the means of their batches."""
+        total, sequences = torch.zeros(()), sum(len(part.tokens) for part in parts)
+        values = super().evaluate(model, parts, run)
+        for part in parts:
+            run.labelled = int((part.labels != IGNORED).sum())
+            total += self.loss(model, part, run) * len(part.tokens) / sequences
+        return values | {"loss": total}
+
+    def dataset(self, rows: list[Row]) -> Any:
+        """Return the rows as a dataset."""
+        return rows
 
     def rows(self, batch: WholeBatch) -> list[Row]:
         """Return the rows of a micro-batch, as a dataset has them."""
@@ -81,15 +111,29 @@ class Llama(Setup):
 
     def trainer(self, model: nn.Module, settings: Row, rows: list[Row], run: Run, **options: Any) -> Trainer:
         """Return the Trainer: the sharded one on several ranks."""
-        options |= {"args": TrainingArguments(**settings), "train_dataset": rows}
+        options |= {"args": TrainingArguments(**settings), "train_dataset": self.dataset(rows)}
         if run.case.world == 1:
             return Trainer(model, **options)
         return ContextParallelTrainer(model, **options, context_size=run.case.context)
 
 
+class Interrupted(TrainerCallback):  # type: ignore[misc]
+    """Ends the training after its checkpoint."""
+
+    def on_save(self, _: Any, __: Any, control: Any, **___: Any) -> None:
+        """Stop."""
+        control.should_training_stop = True
+
+
+def probability(prediction: EvalPrediction) -> dict[str, float]:
+    """Return the mean probability of all labels."""
+    logits, labels = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)[:, 1:]
+    return {"probability": float(probabilities(logits[:, :-1], labels)[labels != IGNORED].mean())}
+
+
 def not_shifted(labels: Tensor) -> Tensor:
     """Return the label of each token itself, as the models of transformers take labels."""
-    return functional.pad(labels[:, :-1], (1, 0), value=-100)
+    return functional.pad(labels[:, :-1], (1, 0), value=IGNORED)
 
 
 def watch(model: Any, run: Run) -> None:
@@ -97,7 +141,9 @@ def watch(model: Any, run: Run) -> None:
     (backbone,) = (module for module in model.modules() if isinstance(module, LlamaModel))
 
     @torch.no_grad()
-    def see(_: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def see(module: nn.Module, _: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if not module.training:
+            return
         logits = functional.linear(output.last_hidden_state, model.get_output_embeddings().weight)
         context, shape = kwargs.get("context"), (run.case.batch, run.case.tokens, -1)
         if context is not None and len(logits) == run.case.batch:

@@ -7,6 +7,7 @@ Rows have the lengths of their documents, as TRL's own packing leaves them. TRL'
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from datasets import Dataset
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from ring.nn.frameworks.trainer import ContextParallelTrainer
-from verification.models import Run, WholeBatch
+from verification.models import ModelCase, Run, WholeBatch
 from verification.models.trainers import transformers_trainer
 from verification.models.trainers.transformers_trainer import Row, not_shifted
 
@@ -27,6 +28,15 @@ class Sharded(ContextParallelTrainer, SFTTrainer):  # type: ignore[misc]
 
 class Llama(transformers_trainer.Llama):
     """A Llama that the SFTTrainer wraps."""
+
+    def claims(self, case: ModelCase) -> ModelCase:
+        """Return the nearest ModelCase: data ranks must not repeat rows of an evaluation that their batch joins."""
+        repeated = case.held % (case.data * case.batch) if case.packed is not None else 0
+        return replace(super().claims(case), held=case.held - repeated)
+
+    def dataset(self, rows: list[Row]) -> Dataset:
+        """Return the rows as a dataset."""
+        return Dataset.from_list(rows)
 
     def rows(self, batch: WholeBatch) -> list[Row]:
         """Return the rows of a micro-batch: without their padding, which TRL adds."""
@@ -46,7 +56,7 @@ class Llama(transformers_trainer.Llama):
                 dataset_kwargs={"skip_prepare_dataset": True},
             ),
             "processing_class": PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2"),
-            "train_dataset": Dataset.from_list(rows),
+            "train_dataset": self.dataset(rows),
         }  # fmt: skip
         if run.case.world == 1:
             return SFTTrainer(model, **options)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from itertools import pairwise
 
 import torch
@@ -29,6 +30,7 @@ def install() -> None:
     the CPU, which flash_attn does not support."""
     package, interface = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
     package.__path__ = []
+    package.__spec__ = ModuleSpec(package.__name__, None, is_package=True)  # others look for it
     functions = (forward, backward, varlen_forward, varlen_backward)
     interface.__dict__.update({f"_flash_attn_{f.__name__}": f for f in functions}, flash_attn_func=refused)
     package.__dict__.update(flash_attn_interface=interface, flash_attn_func=refused, __version__="2.6.3")

@@ -31,6 +31,7 @@ from verification.failures import (
     name_exit,
     name_ranks,
 )
+from verification.run.processes.flight_record import analysis
 from verification.run.processes.stacks import is_answering, tidy_stack
 from verification.run.processes.worker import ANSWERED, REQUEST, STOPPED, LocalRanks, PoolError
 
@@ -59,6 +60,7 @@ class RankSet(Protocol):
     def is_dead(self, rank: int) -> bool: ...
     def exit_code(self, rank: int) -> int | None: ...
     def stacks(self, ranks: Collection[int]) -> dict[int, str]: ...
+    def records(self, ranks: Collection[int]) -> dict[int, bytes]: ...
     def any_runnable(self, ranks: Collection[int]) -> bool: ...
     def end(self) -> None: ...
 
@@ -91,6 +93,7 @@ class Pool:
             many while a rank that has not answered computes, or waits for a processor.
         preload: modules that the forkserver imports once, before any rank exists; "torch" among them.
         joined_by: "gloo", or "nccl", which needs a GPU for each rank.
+        flight_records: add torch's analysis of the ranks' last collectives to a hang, which takes some seconds.
 
     Raises:
         ValueError: for bad arguments.
@@ -98,7 +101,13 @@ class Pool:
     """
 
     def __init__(
-        self, world_size: int, *, timeout: float = 30.0, preload: Sequence[str] = ("torch",), joined_by: str = "gloo"
+        self,
+        world_size: int,
+        *,
+        timeout: float = 30.0,
+        preload: Sequence[str] = ("torch",),
+        joined_by: str = "gloo",
+        flight_records: bool = False,
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size: got {world_size}; allowed is 1 or more")
@@ -110,7 +119,7 @@ class Pool:
             raise ValueError(f'joined_by: got {joined_by!r}; allowed are "gloo" and "nccl"')
         self.world_size = world_size
         self.timeout = timeout
-        self._joined_by = joined_by
+        self._joined_by, self._flight_records = joined_by, flight_records
         self.generation = 0  # number of sets of ranks started so far
         self._preload = tuple(preload)
         self._sequence = 0
@@ -175,6 +184,8 @@ class Pool:
                 _take_last_words(ranks, call, ticket.sequence, last_words)
             failed = bool(call.waiting or call.raised or call.died)
             failure = _diagnose(ranks, ticket, call, timeout) if failed else None
+            if self._flight_records and isinstance(failure, RankHang):
+                failure.add_note(analysis(ranks.records(range(self.world_size))))
         except BaseException as error:
             # Ctrl-C, or a result that cannot be unpickled: replace the ranks, so that no later call meets its remains.
             self._start_after(error)

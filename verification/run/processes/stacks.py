@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verification.run.processes import worker
+from verification.run.processes import flight_record, worker
 
 _FRAME = re.compile(r'^  File "', re.MULTILINE)
 
@@ -21,7 +21,8 @@ def _frame_of(function: Callable[..., Any]) -> re.Pattern[str]:
     return re.compile(rf'^  File ".*{file}", line \d+ in {function.__name__}$', re.MULTILINE)
 
 
-_WATCHER, _DESCRIBE = _frame_of(worker.exit_with_parent), _frame_of(worker.describe)
+_WATCHERS = _frame_of(worker.exit_with_parent), _frame_of(flight_record.serve)
+_DESCRIBE = _frame_of(worker.describe)
 _MAIN, _CALL = _frame_of(worker.main), _frame_of(worker.run_request)
 
 
@@ -39,11 +40,11 @@ def is_answering(dump: str) -> bool:
 
 
 def tidy_stack(dump: str) -> str:
-    """Return the dump without what every rank has: the watcher's thread, and the frames that lead to the call, of this
+    """Return the dump without what every rank has: its watchers' threads, and the frames that lead to the call, of this
     package too unless there are no others."""
     threads = []
     for block in dump.strip().split("\n\n"):
-        if _WATCHER.search(block) or block.startswith("Extension modules: "):
+        if any(watcher.search(block) for watcher in _WATCHERS) or block.startswith("Extension modules: "):
             continue
         threads.append(_without_own(block[: call.start()].rstrip()) if (call := _CALL.search(block)) else block)
     return "\n\n".join(threads)

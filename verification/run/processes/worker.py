@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from verification.failures import Malformed, MismatchedMessages, Raised
+from verification.run.processes import flight_record
 from verification.run.processes.process_state import is_runnable, is_stopped
 from verification.run.processes.rendezvous import LocalRendezvous, Membership, join_group
 
@@ -42,6 +43,7 @@ ANSWER = struct.Struct("<QB")  # number of the call, ANSWERED or RAISED; then on
 
 LOOKS, LOOK_EVERY = 5, 0.02  # how often, and the seconds between
 STACK_TIMEOUT = 1.0  # for a rank to write its stack
+RECORD_TIMEOUT = 20.0  # for ranks to send their flight records: the first takes torch seconds
 STOPPED = "(stopped by a signal)"  # in place of a stack, which a stopped rank cannot write
 
 _IMPORTED_BY = os.getpid()  # differs from the rank's own pid exactly if the forkserver preloaded this module
@@ -63,6 +65,7 @@ class Ranks:
         self._processes: list[RankProcess] = []
         self._calls: list[Connection] = []
         self._stacks: list[Connection] = []
+        self._records: list[Connection] = []
         self._selector = selectors.DefaultSelector()
 
     def fileno(self) -> int:
@@ -78,9 +81,11 @@ class Ranks:
         for index, member in enumerate(self._members):
             calls, rank_calls = Pipe(duplex=True)
             stacks, rank_stacks = Pipe(duplex=False)
+            records, rank_records = Pipe(duplex=True)
             self._calls.append(calls)
             self._stacks.append(stacks)
-            process = RankProcess(member, rank_calls, rank_stacks)
+            self._records.append(records)
+            process = RankProcess(member, rank_calls, rank_stacks, rank_records)
             try:
                 process.start()
             except (EOFError, OSError) as error:
@@ -88,6 +93,7 @@ class Ranks:
             finally:
                 rank_calls.close()
                 rank_stacks.close()
+                rank_records.close()
             self._processes.append(process)
             limit_sends(calls, self._timeout)
             self._selector.register(calls, selectors.EVENT_READ, (index, False))
@@ -145,6 +151,20 @@ class Ranks:
                     break
         return {rank: dump.decode(errors="replace") for rank, dump in dumps.items()}
 
+    def records(self, ranks: Collection[int]) -> dict[int, bytes]:
+        """Return the flight records of these ranks, without those that are stopped or do not answer in time."""
+        records: dict[int, bytes] = {}
+        running = [rank for rank in ranks if not is_stopped(self.pids[rank])]
+        for rank in running:
+            with suppress(OSError):
+                self._records[rank].send_bytes(b"?")
+        deadline = time.monotonic() + RECORD_TIMEOUT
+        for rank in running:
+            with suppress(EOFError, OSError):
+                if self._records[rank].poll(max(0.0, deadline - time.monotonic())):
+                    records[rank] = self._records[rank].recv_bytes()
+        return records
+
     def any_runnable(self, ranks: Collection[int]) -> bool:
         """True if any of these ranks computes, or would if it had a processor, in a few samples of their threads."""
         for _ in range(LOOKS):
@@ -162,7 +182,7 @@ class Ranks:
         for process in self._processes:
             process.join()
             process.close()
-        for connection in (*self._calls, *self._stacks):
+        for connection in (*self._calls, *self._stacks, *self._records):
             connection.close()
         self._selector.close()
 
@@ -200,8 +220,9 @@ _ADAPTERS = os.path.join(PACKAGE, "peers", "adapters")
 class RankProcess(context.ForkServerProcess):
     """A process that runs `main`, forked from a server that has imported `membership.preload`."""
 
-    def __init__(self, membership: Membership, calls: Connection, stacks: Connection) -> None:
-        super().__init__(name=f"rank {membership.rank}", target=main, args=(membership, calls, stacks), daemon=True)
+    def __init__(self, membership: Membership, calls: Connection, stacks: Connection, records: Connection) -> None:
+        arguments = (membership, calls, stacks, records)
+        super().__init__(name=f"rank {membership.rank}", target=main, args=arguments, daemon=True)
         self.preload = membership.preload
 
     @staticmethod
@@ -262,8 +283,9 @@ def _server_environment() -> Iterator[None]:
         os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
-def main(membership: Membership, calls: Connection, stacks: Connection) -> None:
-    """Serve calls until the parent is gone. Writes stacks to `stacks` on STACK_SIGNAL and on a fatal error."""
+def main(membership: Membership, calls: Connection, stacks: Connection, records: Connection) -> None:
+    """Serve calls until the parent is gone. Writes stacks to `stacks` on STACK_SIGNAL and on a fatal error, and flight
+    records to `records` when asked."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends the ranks
     gc.freeze()  # objects of the forkserver are never garbage: leave their pages shared
     faulthandler.enable(stacks.fileno())
@@ -271,7 +293,9 @@ def main(membership: Membership, calls: Connection, stacks: Connection) -> None:
     threading.Thread(target=exit_with_parent, daemon=True).start()
     try:
         check_preload(membership.preload)
+        flight_record.enable()
         join_group(membership)
+        threading.Thread(target=flight_record.serve, args=(records,), daemon=True).start()
         calls.send_bytes(ANSWER.pack(0, ANSWERED) + pickle.dumps(None))
     except Exception as error:
         calls.send_bytes(ANSWER.pack(0, RAISED) + pickle.dumps(describe(error)))

@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from verification.run.processes.rendezvous import Membership, Rendezvous
 from verification.run.processes.worker import PoolError, Ranks
+from verification.run.torchrun.welcome import MAX_CALLERS, Hello, introduce
 
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 JOIN_TIMEOUT = 60.0  # seconds for all agents to connect
@@ -64,17 +65,6 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Hello:
-    """The first message of an agent."""
-
-    rank: int
-    pid: int
-    machine: str
-    gpus: int  # visible to it
-    local_rank: int
-
-
-@dataclass(frozen=True)
 class Orders:
     """The arguments with which an agent starts a rank of a generation."""
 
@@ -93,7 +83,7 @@ def listen(address: Address, store: Store) -> tuple[socket.socket, str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address.host, address.port))
         host = probe.getsockname()[0]
-    listener = socket.create_server((host, 0), backlog=address.world_size)
+    listener = socket.create_server((host, 0), backlog=MAX_CALLERS + address.world_size)
     word = secrets.token_hex(16)
     store.set(_ADDRESS, f"{host} {listener.getsockname()[1]} {word}")
     return listener, word
@@ -102,19 +92,9 @@ def listen(address: Address, store: Store) -> tuple[socket.socket, str]:
 def connect(address: Address, store: Store) -> Connection:
     """Connect to rank 0, and introduce this agent."""
     host, port, word = store.get(_ADDRESS).decode().split()
-    connection = adopt(socket.create_connection((host, int(port)), timeout=JOIN_TIMEOUT))
-    connection.send_bytes(word.encode())
-    gpus = torch.cuda.device_count()
-    connection.send(Hello(address.rank, os.getpid(), socket.gethostname(), gpus, address.local_rank))
-    return connection
-
-
-def adopt(end: socket.socket) -> Connection:
-    """Turn the socket into a connection without a timeout, which sends at once."""
-    with end:
-        end.settimeout(None)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return Connection(end.detach())
+    # Before it connects: counting may take seconds.
+    hello = Hello(address.rank, os.getpid(), socket.gethostname(), torch.cuda.device_count(), address.local_rank)
+    return introduce(socket.create_connection((host, int(port)), timeout=JOIN_TIMEOUT), word, hello)
 
 
 class RankZeroLost(RuntimeError):
@@ -178,6 +158,8 @@ class Agent:
             self._send("reply", number, self._start(argument))
         elif what == "stacks":
             self._send("reply", number, self._ranks.stacks([0])[0] if self._ranks else "")
+        elif what == "records":
+            self._send("reply", number, self._ranks.records([0]).get(0) if self._ranks else None)
         elif what == "any runnable":
             self._send("reply", number, self._ranks is not None and self._ranks.any_runnable([0]))
         elif what in ("end", "ping"):

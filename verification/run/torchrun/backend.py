@@ -15,7 +15,7 @@ from verification.protocols import CaseLike
 from verification.run.backends import PRELOAD, GlooBackend, Preparation, SimBackend, Task, Unavailable
 from verification.run.processes.pool import START_TIMEOUT, Pool, PoolError, RankSet
 from verification.run.processes.rendezvous import Rendezvous
-from verification.run.processes.worker import LOOK_EVERY, LOOKS, STACK_TIMEOUT
+from verification.run.processes.worker import LOOK_EVERY, LOOKS, RECORD_TIMEOUT, STACK_TIMEOUT
 from verification.run.torchrun.agents import SILENCE, Orders
 from verification.run.torchrun.rank_zero import SLACK, Agents
 from verification.wording import counted
@@ -83,6 +83,11 @@ class AgentRanks:
         """Return the stacks of these ranks. Raises AgentLost for an agent that does not answer."""
         return self._agents.ask_all(ranks, "stacks", None, max(SILENCE, STACK_TIMEOUT + SLACK)) if ranks else {}
 
+    def records(self, ranks: Collection[int]) -> dict[int, bytes]:
+        """Return the flight records of these ranks, without those that do not answer in time. Raises AgentLost."""
+        replies = self._agents.ask(ranks, "records", None, RECORD_TIMEOUT + SLACK)
+        return {rank: record for rank, record in replies.items() if record is not None}
+
     def any_runnable(self, ranks: Collection[int]) -> bool:
         """True if any of these ranks is runnable. Raises AgentLost for an agent that does not answer.
 
@@ -102,7 +107,7 @@ class TorchrunPool(Pool):
 
     def __init__(self, agents: Agents, world_size: int, *, timeout: float, joined_by: str) -> None:
         self._agents = agents
-        super().__init__(world_size, timeout=timeout, preload=PRELOAD, joined_by=joined_by)
+        super().__init__(world_size, timeout=timeout, preload=PRELOAD, joined_by=joined_by, flight_records=True)
 
     def _new_ranks(self) -> RankSet:
         return AgentRanks(self._agents, self.world_size, self.timeout, self._joined_by)

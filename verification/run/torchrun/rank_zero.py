@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -17,7 +18,8 @@ from verification.failures import name_ranks
 from verification.run.backends import Unavailable
 from verification.run.processes.pool import START_TIMEOUT
 from verification.run.processes.worker import limit_sends
-from verification.run.torchrun.agents import JOIN_TIMEOUT, Address, Agent, Hello, RankZeroLost, adopt, connect, listen
+from verification.run.torchrun.agents import JOIN_TIMEOUT, Address, Agent, RankZeroLost, connect, listen
+from verification.run.torchrun.welcome import Hello, Welcome
 
 SLACK = 2.0  # seconds that an agent may take beyond the time of its rank
 FAREWELL = 10.0  # seconds for all agents to end their ranks and exit
@@ -88,23 +90,16 @@ class Agents:
                         self._sending[rank].release()
 
     def _welcome(self, listener: socket.socket, word: str) -> None:
-        deadline = time.monotonic() + JOIN_TIMEOUT
-        while len(self.hellos) < self.address.world_size:
-            listener.settimeout(max(0.1, deadline - time.monotonic()))
-            try:
-                end, _ = listener.accept()
-            except TimeoutError as error:
-                missing = set(range(self.address.world_size)) - set(self.hellos)
-                raise Unavailable(f"{name_ranks(sorted(missing))} did not come in {JOIN_TIMEOUT:.0f} s") from error
-            connection = adopt(end)
-            with suppress(EOFError, OSError):
-                if connection.poll(SLACK) and connection.recv_bytes(len(word)) == word.encode():
-                    hello = connection.recv()
-                    limit_sends(connection, START_TIMEOUT)
-                    self.hellos[hello.rank], self._connections[hello.rank] = hello, connection
-                    continue
-            with suppress(OSError):  # not of this run, and perhaps gone
-                connection.close()
+        welcome = Welcome(listener, word.encode(), self.address.world_size)
+        welcome.run(JOIN_TIMEOUT)
+        if dropped := welcome.dropped():
+            print(f"rank 0 {dropped}", file=sys.stderr, flush=True)
+        for rank, (hello, connection) in welcome.agents.items():
+            limit_sends(connection, START_TIMEOUT)
+            self.hellos[rank], self._connections[rank] = hello, connection
+        missing = set(range(self.address.world_size)) - set(self.hellos)
+        if missing:
+            raise Unavailable(f"{name_ranks(sorted(missing))} did not come in {JOIN_TIMEOUT:.0f} s")
 
     @property
     def one_machine(self) -> bool:

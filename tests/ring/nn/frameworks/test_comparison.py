@@ -224,7 +224,7 @@ REFUSED: dict[str, Refused] = {
     "error within the layers": (lambda: llama(Failing(False)), "rank 1: model must take position_ids= and context="),
     "error after the layers": (failing_head, "rank 1: model must take position_ids= and context="),
     "error in one process": (lambda: llama(Failing(True)), "rank 1: model must run 23 tokens in one process"),
-    "other weights": (other_weights, "the parameters must be the same on every rank: rank 0 has model.layers.1"),
+    "other weights": (other_weights, "torch.manual_seed, must be the same on every rank: rank 0 has model.layers.1"),
     "not a number": (not_a_number, "model must compute numbers, got NaN in its output logits"),
     "two stacks": (
         lambda: T5ForConditionalGeneration(T5Config(vocab_size=40, d_model=16, d_ff=24, num_layers=1, num_heads=2)),

@@ -28,8 +28,6 @@ RUNS = {
     "packed": Run(2, 2, settings={"packing": True, "eval_packing": True}),
     "packed on data ranks": Run(4, 2, sequences=14, settings={"packing": True}),
     "packed, ends cut off": Run(4, 4, settings={"packing": True, "packing_strategy": "bfd_split", "max_length": 16}),
-    "padded": Run(2, 2),
-    "padded on data ranks": Run(4, 2, sequences=14),
     "without padding": Run(2, 2, settings={"padding_free": True, "max_length": None}),
     "weighted tokens": Run(2, 2, settings={"packing": True, "loss_type": "dft"}),
     "smoothed labels": Run(2, 2, settings={"packing": True, "label_smoothing_factor": 0.1}),

@@ -209,7 +209,8 @@ def test_a_wrong_result_is_shrunk_and_replayed(tmp_path: Path) -> None:
         ("1 is stopped", "rank hang", "no answer within 2 s .*; stopped by a signal: rank 1"),
         ("0 is stopped", "rank hang", "no answer within 2 s .*; stopped by a signal: rank 0"),
         ("1 stalls", "rank hang",
-         r"no answer within 2 s.* from ranks? (0, )?1 in (?s:.*--- rank 0 .*--- rank 1 had.*torchrun\.py.*in spoil)"),
+         (r"no answer within 2 s.* from ranks? (0, )?1 in (?s:.*\ntorch's analysis of the flight records:\n.*"
+          r"--- rank 0 .*--- rank 1 had.*torchrun\.py.*in spoil)")),
     ],
 )  # fmt: skip
 def test_a_lost_rank_is_a_named_failure(tmp_path: Path, defect: str, kind: str, said: str) -> None:

@@ -1,0 +1,130 @@
+"""Faults of trainings are handled; one that is not is found, with its verdict, saved, and replayed."""
+
+from __future__ import annotations
+
+import fcntl
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ring.nn.frameworks import checkpoint, checkpoint_manifest
+from verification.__main__ import main
+from verification.faults import checkpoint_faults, training_fault_run, training_process
+from verification.faults.fault_experiment import MishandledFault
+from verification.faults.training_faults import EVERY, IN_FILES, IN_PROCESSES, KINDS, drawn, validate
+from verification.report.report import Report
+
+pytestmark = pytest.mark.ranks
+
+
+def struck(kind: str, seed: int, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    KINDS[kind].strike(random.Random(seed), folder)
+
+
+@pytest.mark.parametrize("kind", IN_FILES)
+def test_a_fault_of_files_is_handled(tmp_path: Path, kind: str) -> None:
+    for seed in range(6):
+        struck(kind, seed, tmp_path / str(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", IN_PROCESSES)
+def test_a_fault_of_processes_is_handled(tmp_path: Path, kind: str) -> None:
+    struck(kind, 1, tmp_path)
+
+
+def nothing(*args: Any, **options: Any) -> None: ...
+
+
+# What breaks the handling of each kind: an object, its attribute, and the verdict.
+BROKEN: list[tuple[tuple[str, ...], object, str, str]] = [
+    (("flip", "zero", "swap", "cut", "missing"), checkpoint_manifest.Manifest, "check_files", "silent|misnamed"),
+    (("foreign",), checkpoint, "_check_tensors", "silent|misnamed"),
+    (("full",), shutil, "rmtree", "left behind: .3."),
+    (("held",), fcntl, "flock", "silent: a folder was held twice"),
+    (("taken",), checkpoint, "save", "silent: a checkpoint was saved over another"),
+]
+
+
+@pytest.mark.parametrize("kinds, owner, name, verdict", BROKEN)
+def test_a_fault_that_is_mishandled_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...], owner: object, name: str, verdict: str
+) -> None:
+    checkpoint_faults.stock()
+    monkeypatch.setattr(owner, name, nothing)
+    for kind in kinds:
+        with pytest.raises(MishandledFault, match=verdict):
+            for seed in range(20):
+                struck(kind, seed, tmp_path / f"{kind} {seed}")
+
+
+def test_what_a_training_loses_or_leaves_behind_is_found(tmp_path: Path) -> None:
+    with pytest.raises(MishandledFault, match="lost: the last checkpoint$"):
+        training_process.check_folder(tmp_path, clean=True)
+    shutil.copytree(checkpoint_faults.stock() / "1", tmp_path / "step-1")
+    training_process.check_folder(tmp_path, clean=True)
+    (tmp_path / ".step-2.ab.new").mkdir()
+    with pytest.raises(MishandledFault, match="left behind: .step-2.ab.new"):
+        training_process.check_folder(tmp_path, clean=True)
+    training_process.check_folder(tmp_path, clean=False)  # removed by the next that holds the folder
+    (tmp_path / "other").mkdir()
+    with pytest.raises(MishandledFault, match="left behind: other"):
+        training_process.check_folder(tmp_path, clean=True)
+    (tmp_path / "step-1" / "__0_0.distcp").unlink()
+    with pytest.raises(MishandledFault, match="lost: the last checkpoint: .* is missing"):
+        training_process.check_folder(tmp_path, clean=True)
+    with pytest.raises(MishandledFault, match=r"hung: it, for 0.1 s"):
+        training_process.wait_for(lambda: False, 0.1, "it")
+
+
+def test_every_kind_is_drawn_and_the_same_again() -> None:
+    faults = list(drawn(3, EVERY * len(IN_PROCESSES)))
+    assert {fault["kind"] for fault in faults} == set(KINDS)
+    assert faults == list(drawn(3, len(faults))) and faults != list(drawn(4, len(faults)))
+    assert all(validate(fault) is fault for fault in faults)
+
+
+@pytest.mark.parametrize(
+    "fault, said",
+    [
+        ({"kind": "flip"}, "must be an object with the fields kind, seed"),
+        ({"kind": "flood", "seed": 1}, "kind is 'flood'; it must be one of flip, zero"),
+        ({"kind": "flip", "seed": -1}, "seed is -1; it must be an integer from 0"),
+    ],
+)
+def test_a_malformed_fault_is_refused(fault: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        training_fault_run.read_training_fault({"training_fault": fault})
+
+
+def test_a_mishandled_fault_is_saved_and_holds_once_it_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = Report(Console(quiet=True))
+    monkeypatch.setattr(training_fault_run, "drawn", lambda seed, count: [{"kind": "held", "seed": 5}] * count)
+    monkeypatch.setattr(fcntl, "flock", nothing)
+    training_fault_run.run_training_faults(report, 2, 1, tmp_path)
+    (failure,) = report.failures
+    assert failure.kind == "mishandled fault" and failure.broken == "a folder that is held"
+    monkeypatch.undo()
+    assert main(("replay", str(failure.file))) == 0
+    assert "it held" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_command_has_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("faults", "--kind", "training", "--count", "10", "--seed", "3", "--failures", str(tmp_path))
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n{kind.title} " in text for kind in KINDS.values())
+    assert "10 faults in " in text and ": all named, nothing left over" in text
+
+
+def test_a_world_of_faults_that_have_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("faults", "--kind", "training", "--world", "2")) == 2
+    assert "argument --world: it is of --kind attention, got --kind training" in capsys.readouterr().err
