@@ -31,6 +31,7 @@ from verification.strategies.cases import cases
 How = dict[str, Any]
 CONSENSUS_ROUNDS = 2  # of an example: one before the forward, one before the backward
 LAST_WORDS = 6.0  # seconds for each rank to find the absent one and to raise
+LONG_TIMEOUT = 60.0  # seconds for an example with a late rank, in which ranks only wait for most of the time
 SHORT_TIMEOUT = 0.3  # seconds for an example with a stopped rank; longer while another rank computes
 WHOLE = "the pool is whole after a fault"
 # Errors of ranks that waited in vain.
@@ -139,7 +140,7 @@ def failure_of(backend: Backend, case: Case, fault: Fault) -> VerificationFailur
 def strike_on(backend: Backend, case: Case, fault: Fault) -> dict[str, float]:
     """Run the example with the fault. Raises its failure; if all ranks answer, that of the check of messages."""
     timeout = backend.timeout
-    backend.timeout = SHORT_TIMEOUT if fault.kind == "stop" else timeout
+    backend.timeout = {"stop": SHORT_TIMEOUT, "late": LONG_TIMEOUT}.get(fault.kind, timeout)
     if isinstance(backend, PoolBackend):
         backend.last_words = LAST_WORDS if BY_NAME[fault.kind].outcome == "died" else 0.0
     try:
@@ -215,7 +216,7 @@ def _judge_late(fault: Fault, case: Case, fault_text: str, failure: Verification
         allowed = (IN_VAIN,) if index == fault.index else (IN_VAIN, named)
         if not words.startswith(allowed):
             raise MishandledFault(
-                f"{fault_text}: index {index} of the group must say {' or '.join(allowed)!r}: {words}"
+                f"{fault_text}: index {index} of the group must say {' or '.join(allowed)!r}: {words}; {failure}"
             )
     if not any(words.startswith(named) for words in said.values()):
         raise MishandledFault(f"{fault_text}: nobody named index {fault.index} of the group: {failure}")
