@@ -64,7 +64,9 @@ class Call:
         )  # fmt: skip
         kinds = (type(self.bucket), type(self.scale), type(self.softcap), type(self.return_lse))
         sinks = None if self.sinks is None else _kind(self.sinks)
-        layouts = _identity(self.layout), _identity(self.key_layout)
+        layouts = _identity(self.layout)
+        if self.key_layout is not self.layout:
+            layouts = layouts, _identity(self.key_layout)
         return _kind(self.q), _kind(self.k), _kind(self.v), sinks, self.pattern, layouts, options, kinds
 
     @property
