@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ring.comm import process_group
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import Message, Outgoing, Pending, RecordingTransport, Transport
 from verification.case import Case
@@ -156,7 +157,7 @@ def observe_with_fault(transport: Transport, case: Case, fault: Fault | None) ->
         silence_abort()
     transports: list[FaultyTransport] = []
     if fault is not None and fault.kind == "late":
-        transport = with_timeout(transport)
+        shorten_timeout(transport)
 
     def record(inner: Transport) -> FaultyTransport:
         transports.append(FaultyTransport(inner, fault))
@@ -171,13 +172,14 @@ def observe_with_fault(transport: Transport, case: Case, fault: Fault | None) ->
     return observation, transports[0].posts
 
 
-def with_timeout(transport: Transport) -> ProcessGroupTransport:
-    """Return a transport of the same type over a new group of the same ranks, whose timeout is short."""
+def shorten_timeout(transport: Transport) -> None:
+    """Set a short timeout for the group, and have its ranks meet in the store again, as in their first call.
+
+    A new group of these ranks alone would reuse an old name, and one of the world needs the ranks outside.
+    """
     assert isinstance(transport, ProcessGroupTransport)
-    ranks = dist.get_process_group_ranks(transport.group)
-    group = dist.new_group(ranks, timeout=timedelta(seconds=LATE_TIMEOUT), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return type(transport)(group)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LATE_TIMEOUT), transport.group)
+    process_group._shared_pages.pop(transport.group, None)
 
 
 def await_words(transport: Transport, indices: Sequence[int]) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from ring.nn.frameworks import checkpoint, checkpoint_lock, checkpoint_manifest
 from ring.nn.frameworks.checkpoint_files import Reader
 from tests.support.framework_example import optimizer_for
 from tests.support.ranks import Ranks
+from verification.faults.checkpoint_faults import file_limit
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 Run = tuple[nn.Module, torch.optim.Optimizer]
@@ -164,20 +163,9 @@ def test_what_is_no_number_is_neither_saved_nor_loaded(
         checkpoint.load(tmp_path / "1", *a_run())
 
 
-@contextmanager
-def small_disk(most: int) -> Iterator[None]:
-    """Let no file grow beyond so many bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 @pytest.mark.parametrize("most, name", [(0, "__0_0.distcp"), (3000, "__0_0.distcp"), (5000, "__0_0.distcp")])
 def test_a_full_disk_leaves_nothing_and_names_the_file(saved: Path, tmp_path: Path, most: int, name: str) -> None:
-    with small_disk(most), pytest.raises(OSError, match=rf"cannot write .*/{name}: File too large; .* MiB are free"):
+    with file_limit(most), pytest.raises(OSError, match=rf"cannot write .*/{name}: File too large; .* MiB are free"):
         checkpoint.save(tmp_path / "1", *a_run())
     assert files_of(tmp_path) == []
     assert checkpoint.load(saved, *a_run()) == {"step": 7}
@@ -194,7 +182,7 @@ def _damaged_for_all(folder: Path) -> str:
     with pytest.raises(ValueError, match="__0_0.distcp") as damaged:
         checkpoint.load(folder / "1", *a_run())
     texts.append(str(damaged.value))
-    with small_disk(0 if rank == 1 else 10**9), pytest.raises(OSError, match="rank 1: cannot write .*/__1_0") as full:
+    with file_limit(0 if rank == 1 else 10**9), pytest.raises(OSError, match="rank 1: cannot write .*/__1_0") as full:
         checkpoint.save(folder / "2", *a_run())
     texts.append(str(full.value))
     held_by = pytest.raises(OSError, match="rank 0: .* is held by process")
