@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from verification.cli.arguments import add_outputs, add_seed, add_world, count, seed_of, write_json
-from verification.faults import fault_run, training_fault_run
+from verification.faults import fault_run
+from verification.faults.files.file_faults import FILE_FAULTS
+from verification.faults.seeded_faults import SeededFaults
+from verification.faults.training_faults import TRAINING_FAULTS
 from verification.report.provenance import processor_run, typed_words
 from verification.report.report import Report
 from verification.run.backends import Unavailable
@@ -26,7 +29,9 @@ long, at a random post of a random rank over gloo; or a rank that comes after
 the others' timeout. Afterwards all ranks must run again, and the next example
 must be right.
 training: damaged and foreign checkpoints, full disks and folders of others; and
-kills, stops and second trainings of scripts/train.py, one fault in 128."""
+kills, stops and second trainings of scripts/train.py, one fault in 128.
+files: mutated records and what is no regular file, read as a replay does, one
+in 64 by the command. Each must be refused in one line with status 2, or read."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +47,14 @@ def attention(report: Report, options: argparse.Namespace, seed: int) -> None:
     fault_run.run_faults(report, worlds, options.count, seed, options.failures)
 
 
-def training(report: Report, options: argparse.Namespace, seed: int) -> None:
-    training_fault_run.run_training_faults(report, options.count, seed, options.failures)
+def seeded(faults: SeededFaults) -> Kind:
+    return Kind(lambda report, options, seed: faults.run(report, options.count, seed, options.failures), faults.table)
 
 
 KINDS = {
     "attention": Kind(attention, fault_run.table),
-    "training": Kind(training, training_fault_run.training_table),
+    "training": seeded(TRAINING_FAULTS),
+    "files": seeded(FILE_FAULTS),
 }
 
 

@@ -21,7 +21,7 @@ ABOUT = """\
 Runs a saved counter-example again, on as many ranks as it names, and checks it.
 The file may hold a Case, a law with its Case, the problem of real size, a peer
 with its Case, a training run (also of a peer or of your own model), a fault
-with its Case, or a fault of a training."""
+with its Case, or a fault of a training or of a file."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,9 +13,10 @@ from rich.console import Console
 
 from ring.nn.frameworks import checkpoint, checkpoint_manifest
 from verification.__main__ import main
-from verification.faults import checkpoint_faults, training_fault_run, training_process
+from verification.faults import checkpoint_faults, training_process
 from verification.faults.fault_experiment import MishandledFault
-from verification.faults.training_faults import EVERY, IN_FILES, IN_PROCESSES, KINDS, drawn, validate
+from verification.faults.seeded_faults import SeededFaults
+from verification.faults.training_faults import IN_FILES, IN_PROCESSES, TRAINING_FAULTS
 from verification.report.report import Report
 
 pytestmark = pytest.mark.ranks
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.ranks
 
 def struck(kind: str, seed: int, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    KINDS[kind].strike(random.Random(seed), folder)
+    TRAINING_FAULTS.kinds[kind].strike(random.Random(seed), folder)
 
 
 @pytest.mark.parametrize("kind", IN_FILES)
@@ -83,10 +84,12 @@ def test_what_a_training_loses_or_leaves_behind_is_found(tmp_path: Path) -> None
 
 
 def test_every_kind_is_drawn_and_the_same_again() -> None:
-    faults = list(drawn(3, EVERY * len(IN_PROCESSES)))
-    assert {fault["kind"] for fault in faults} == set(KINDS)
-    assert faults == list(drawn(3, len(faults))) and faults != list(drawn(4, len(faults)))
-    assert all(validate(fault) is fault for fault in faults)
+    faults = list(TRAINING_FAULTS.drawn(3, TRAINING_FAULTS.every * len(IN_PROCESSES)))
+    assert {fault["kind"] for fault in faults} == set(TRAINING_FAULTS.kinds)
+    assert faults == list(TRAINING_FAULTS.drawn(3, len(faults))) and faults != list(
+        TRAINING_FAULTS.drawn(4, len(faults))
+    )
+    assert all(TRAINING_FAULTS.read({"training_fault": fault}).world == 1 for fault in faults)
 
 
 @pytest.mark.parametrize(
@@ -99,16 +102,16 @@ def test_every_kind_is_drawn_and_the_same_again() -> None:
 )
 def test_a_malformed_fault_is_refused(fault: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        training_fault_run.read_training_fault({"training_fault": fault})
+        TRAINING_FAULTS.read({"training_fault": fault})
 
 
 def test_a_mishandled_fault_is_saved_and_holds_once_it_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = Report(Console(quiet=True))
-    monkeypatch.setattr(training_fault_run, "drawn", lambda seed, count: [{"kind": "held", "seed": 5}] * count)
+    monkeypatch.setattr(SeededFaults, "drawn", lambda self, seed, count: [{"kind": "held", "seed": 5}] * count)
     monkeypatch.setattr(fcntl, "flock", nothing)
-    training_fault_run.run_training_faults(report, 2, 1, tmp_path)
+    TRAINING_FAULTS.run(report, 2, 1, tmp_path)
     (failure,) = report.failures
     assert failure.kind == "mishandled fault" and failure.broken == "a folder that is held"
     monkeypatch.undo()
@@ -121,7 +124,7 @@ def test_the_command_has_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str
     words = ("faults", "--kind", "training", "--count", "10", "--seed", "3", "--failures", str(tmp_path))
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert all(f"\n{kind.title} " in text for kind in KINDS.values())
+    assert all(f"\n{kind.title} " in text for kind in TRAINING_FAULTS.kinds.values())
     assert "10 faults in " in text and ": all named, nothing left over" in text
 
 
