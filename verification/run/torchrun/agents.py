@@ -2,7 +2,8 @@
 
 A rank that hangs in a kernel or in NCCL can neither report its stack nor be used again. Its agent can take the stack,
 end the rank and start another. Agent 0 runs in the process that also draws and judges. Agents talk over their own
-sockets, whose address is in torchrun's store, not through the group under test.
+sockets, whose address is in torchrun's store, not through the group under test. Pickles pass over them: on one host
+these are Unix sockets, and both ends look whose process the other is, since the store is open to strangers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from verification.run.processes.rendezvous import Membership, Rendezvous
 from verification.run.processes.worker import PoolError, Ranks
-from verification.run.torchrun.welcome import MAX_CALLERS, Hello, introduce
+from verification.run.torchrun.welcome import MAX_CALLERS, Hello, introduce, is_ours
 
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 JOIN_TIMEOUT = 60.0  # seconds for all agents to connect
@@ -46,6 +47,7 @@ class Address:
     host: str  # of the common store
     port: int
     served: bool  # True if torchrun itself serves the store; otherwise rank 0 does
+    one_host: bool  # True if one torchrun started all processes
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Address:
@@ -55,7 +57,8 @@ class Address:
             raise NotUnderTorchrun(f"{', '.join(missing)} not set")
         rank, local_rank, world_size, host, port = (environment[name] for name in NEEDED)
         served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return cls(int(rank), int(local_rank), int(world_size), host, int(port), served)
+        one_host = environment.get("LOCAL_WORLD_SIZE") == world_size
+        return cls(int(rank), int(local_rank), int(world_size), host, int(port), served, one_host)
 
     def store(self) -> Store:
         """Open the common store. Keep a reference: on rank 0 it may be the server."""
@@ -79,22 +82,51 @@ class Orders:
 
 def listen(address: Address, store: Store) -> tuple[socket.socket, str]:
     """Open rank 0's listening socket. Also returns the secret word that proves an agent to be of this run."""
+    listener = (_listen_here if address.one_host else _listen_tcp)(address)
+    place = listener.getsockname()
+    word = secrets.token_hex(16)
+    store.set(_ADDRESS, f"{place[1:].decode() if address.one_host else f'{place[0]} {place[1]}'} {word}")
+    return listener, word
+
+
+def _backlog(address: Address) -> int:
+    return MAX_CALLERS + address.world_size
+
+
+def _listen_here(address: Address) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(b"")  # the kernel chooses a name outside the file system
+    listener.listen(_backlog(address))
+    return listener
+
+
+def _listen_tcp(address: Address) -> socket.socket:
     # Use the address by which this machine reaches the store: the others can reach that one.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address.host, address.port))
         host = probe.getsockname()[0]
-    listener = socket.create_server((host, 0), backlog=MAX_CALLERS + address.world_size)
-    word = secrets.token_hex(16)
-    store.set(_ADDRESS, f"{host} {listener.getsockname()[1]} {word}")
-    return listener, word
+    return socket.create_server((host, 0), backlog=_backlog(address))
 
 
 def connect(address: Address, store: Store) -> Connection:
-    """Connect to rank 0, and introduce this agent."""
-    host, port, word = store.get(_ADDRESS).decode().split()
+    """Connect to rank 0, and introduce this agent. Raises PermissionError if the socket is another user's."""
+    *place, word = store.get(_ADDRESS).decode().split()
     # Before it connects: counting may take seconds.
     hello = Hello(address.rank, os.getpid(), socket.gethostname(), torch.cuda.device_count(), address.local_rank)
-    return introduce(socket.create_connection((host, int(port)), timeout=JOIN_TIMEOUT), word, hello)
+    return introduce(_call_here(*place) if address.one_host else _call_tcp(*place), word, hello)
+
+
+def _call_here(name: str) -> socket.socket:
+    end = socket.socket(socket.AF_UNIX)
+    end.connect(b"\0" + name.encode())
+    if not is_ours(end):
+        end.close()
+        raise PermissionError("the socket named in torchrun's store belongs to another user")
+    return end
+
+
+def _call_tcp(host: str, port: str) -> socket.socket:
+    return socket.create_connection((host, int(port)), timeout=JOIN_TIMEOUT)
 
 
 class RankZeroLost(RuntimeError):

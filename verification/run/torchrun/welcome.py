@@ -1,12 +1,15 @@
-"""The welcome of the agents at rank 0's port, to which strangers may connect, too.
+"""The welcome of the agents at rank 0's socket, to which strangers may connect, too.
 
-An agent says the run's secret word and its Hello at once. Nothing that a stranger sends is unpickled. No stranger holds
-rank 0: callers are heard side by side, each for some seconds, at most so many at a time, all before one deadline.
+An agent says the run's secret word and its Hello at once. Nothing that a stranger sends is unpickled: on one host the
+kernel tells whose process calls; between hosts the word must do, which torchrun's store gives to whoever reaches it.
+No stranger holds rank 0: callers are heard side by side, each for some seconds, at most so many at a time, all before
+one deadline.
 """
 
 from __future__ import annotations
 
 import hmac
+import os
 import pickle
 import selectors
 import socket
@@ -20,6 +23,7 @@ from multiprocessing.connection import Connection
 INTRODUCTION = 5.0  # seconds for a caller to introduce itself
 MAX_CALLERS = 256  # who have not yet introduced themselves: beyond, the longest silent one is dropped
 _SIZE = struct.Struct("!I")  # bytes of the pickled Hello, which follows the word and this
+_CREDENTIALS = struct.Struct("3i")  # process, user and group at the other end of a Unix socket
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,20 @@ def introduce(end: socket.socket, word: str, hello: Hello) -> Connection:
     return _adopt(end)
 
 
+def is_ours(end: socket.socket) -> bool:
+    """True if a process of this user is at the other end. True for every TCP socket, which cannot tell."""
+    if end.family != socket.AF_UNIX:
+        return True
+    _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return bool(user == os.geteuid())
+
+
 def _adopt(end: socket.socket) -> Connection:
     """Turn the socket into a connection without a timeout, which sends at once."""
     with end:
         end.settimeout(None)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if end.family != socket.AF_UNIX:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return Connection(end.detach())
 
 
@@ -90,8 +103,13 @@ class Welcome:
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
-            end, (host, *_) = self.listener.accept()
+            end, place = self.listener.accept()
         except OSError:  # it has gone
+            return
+        host = "this host" if end.family == socket.AF_UNIX else place[0]
+        if not is_ours(end):
+            end.close()
+            self.strangers[host, "belongs to another user"] += 1
             return
         if len(self._callers) == MAX_CALLERS:
             self._drop(selector, next(iter(self._callers.values())), "was one of too many")

@@ -293,7 +293,7 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
     """With the one agent of a world of one."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    found = Agents(Address(rank=0, local_rank=0, world_size=1, host="127.0.0.1", port=port, served=False), PLENTY)
+    found = Agents(Address(0, 0, world_size=1, host="127.0.0.1", port=port, served=False, one_host=True), PLENTY)
     yield found
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the farewell is for a process that ends
     found.farewell(0)

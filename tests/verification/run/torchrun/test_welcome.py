@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -9,8 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
+from torch.distributed import HashStore
 
-from verification.run.torchrun import welcome
+from verification.run.torchrun import agents, welcome
+from verification.run.torchrun.agents import Address
 from verification.run.torchrun.welcome import Hello, Welcome, introduce
 
 WORD = "0123456789abcdef" * 2
@@ -105,3 +108,30 @@ def test_without_strangers_nothing_is_said(listener: socket.socket, connect: Con
     assert sorted(guests.agents) == [0, 1] and guests.dropped() == ""
     for _, connection in guests.agents.values():
         connection.close()
+
+
+@pytest.mark.parametrize("one_host", [True, False])
+def test_agents_of_a_host_meet_where_no_other_user_gets_in(one_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, store = Address(0, 0, 1, "127.0.0.1", 9, served=True, one_host=one_host), HashStore()
+    listener, word = agents.listen(here, store)
+    assert listener.family == (socket.AF_UNIX if one_host else socket.AF_INET)
+    other = os.geteuid() + 1
+    with listener, monkeypatch.context() as as_other:
+        stranger = socket.socket(listener.family)
+        stranger.connect(listener.getsockname())
+        as_other.setattr(os, "geteuid", lambda: other)
+        if one_host:
+            with pytest.raises(PermissionError, match="belongs to another user"):
+                agents.connect(here, store)
+        guests = Welcome(listener, word.encode(), 1)
+        stranger.sendall(word.encode())  # the store has told it
+        guests.run(0.2)
+        assert not guests.agents
+        assert ("2 from this host that belongs to another user" in guests.dropped()) == one_host
+        as_other.undo()
+        with stranger, agents.connect(here, store) as agent_end:
+            guests.run(30.0)
+            agent_end.send("here")
+            ((_, connection),) = guests.agents.values()
+            with connection:
+                assert connection.recv() == "here"
