@@ -99,7 +99,7 @@ class _Request(NamedTuple):
 class _Requests:
     """The messages from and to one rank by `direct`. Message p * reader + distance goes to the reader at that distance.
 
-    slots: of the messages of all ranks, which determine the stages.
+    slots, widest: of the messages of all ranks, which determine the stages and the buffers.
     """
 
     p: int
@@ -107,15 +107,12 @@ class _Requests:
     whole: Chunks
     cut: Chunks
     slots: Ints  # (reader, distance)
+    widest: int  # slots of a row
 
     def buffer_slots(self, messages: Sequence[_Request], chunk: int | None) -> int:
         """Return the slots of a buffer for these messages, or for any of their chunks."""
         lengths = [int(self.slots[message.reader, message.distance]) for message in messages]
-        return (
-            sum(lengths)
-            if chunk is None
-            else sum(buffer_slots(x, self.most, self.whole.entries.widest) for x in lengths)
-        )
+        return sum(lengths) if chunk is None else sum(buffer_slots(x, self.most, self.widest) for x in lengths)
 
     def pack(self, messages: Sequence[_Request], chunk: int | None) -> tuple[tuple[Transfer, ...], SlotRanges]:
         """Lay out messages, or a chunk of each, in a buffer: their transfers, and the contents of the slots."""
@@ -154,10 +151,11 @@ def direct(ranges: Ranges, layout: Layout, causal: bool, rank: int, most: int) -
 
 
 def _requests(ranges: Ranges, p: int, causal: bool, rank: int, most: int) -> _Requests:
-    own, slots = [], np.zeros((p, p), np.int64)
+    own, slots, widest = [], np.zeros((p, p), np.int64), 1
     for _, needs in needs_of(ranges, causal):
-        owner = ranges.rank[needs.range]
-        np.add.at(slots, (needs.rank, (needs.rank - owner) % p), needs.count * ranges.width[needs.range])
+        owner, width = ranges.rank[needs.range], ranges.width[needs.range]
+        np.add.at(slots, (needs.rank, (needs.rank - owner) % p), needs.count * width)
+        widest = max(widest, int(width.max(initial=1)))
         own.append(needs.take(np.flatnonzero((needs.rank == rank) | (owner == rank))))
     needs = Needs.join(own)
     message = p * needs.rank + (needs.rank - ranges.rank[needs.range]) % p
@@ -165,7 +163,7 @@ def _requests(ranges: Ranges, p: int, causal: bool, rank: int, most: int) -> _Re
     needs, message = needs.take(order), message[order]
     subranges = Subranges(needs.range, first=needs.first, count=needs.count)
     entries = Entries(message, travel=np.zeros_like(message), subranges=subranges, width=ranges.width[needs.range])
-    return _Requests(p, most, whole=whole_messages(entries), cut=cut(entries, most), slots=slots)
+    return _Requests(p, most, whole=whole_messages(entries), cut=cut(entries, most), slots=slots, widest=widest)
 
 
 def _rounds(longest: Ints, most: int) -> list[tuple[list[int], int | None]]:

@@ -48,6 +48,9 @@ def setting_of(
 @example(setting_of(Pattern.dense(True), Layout.from_cuts([*range(0, 12, 2), *range(1, 12, 2)], (0, 8, 12)),
                     "ring", heads=(2, 2)))  # fmt: skip
 @example(setting_of(Pattern.longnet((4, 8), (1, 2), 4, True), Layout.striped(24, 4), "direct", 3, (4, 2)))
+# Rank 0 sends narrow rows alone; buffers go by the widest row of any rank.
+@example(setting_of(Pattern((Branch(12), Branch(None, 3, (0, 1, 2))), documents=(16, 32)), Layout.contiguous(48, 4),
+                    "direct", 2, (3, 3)))  # fmt: skip
 def test_a_plan_computes_sends_and_returns_exactly_what_the_pattern_says(setting: PlanSetting) -> None:
     check(setting)
     for bucket in range(1, setting.layout.n + 1, 3):
