@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
     ("architecture", "kind", "verdict", "by"),
     [
         ("llama", "LlamaForCausalLM", RIGHT, ""),
-        ("gemma2", "Gemma2Model", REFUSED, "`softcap`"),
+        ("gemma2", "Gemma2Model", RIGHT, ""),
         ("qwen3_moe", "Qwen3MoeForTokenClassification", RIGHT, ""),
         ("roberta", "RobertaForMaskedLM", RIGHT, ""),
         ("bert", "BertModel", REFUSED, "`BertPooler`"),
