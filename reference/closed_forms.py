@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reference.cost import known
+from reference import validators
 
 
 def dense_slots(n: int, p: int, kv_heads: int, causal: bool, order: str, exchange: str) -> int:
@@ -28,7 +28,7 @@ def dense_slots(n: int, p: int, kv_heads: int, causal: bool, order: str, exchang
     """
     if n % (2 * p if order == "zigzag" else p) or order not in ("contiguous", "striped", "zigzag"):
         raise ValueError(f"no closed form for n={n}, p={p}, order={order!r}")
-    if not causal or known(exchange) == "gather":
+    if validators.choice("exchange", exchange, ("ring", "direct", "gather")) == "gather" or not causal:
         return kv_heads * n * (p - 1)
     if order == "contiguous":
         return kv_heads * n * (p - 1) // 2

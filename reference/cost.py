@@ -19,18 +19,19 @@ Counts are exact: int64 arrays (far below 2**53) or Python integers. Bytes, unle
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reference import validators
+from reference.head_groups import ALL_TO_ALL, KEY_EXCHANGES, Groups, groups_of, head_blocks
 from reference.pattern import Pattern
 from reference.remote_rows import Need, branch_need
 
 Ints = NDArray[np.int64]
-EXCHANGES = ("ring", "direct", "gather")
+EXCHANGES = (*KEY_EXCHANGES, ALL_TO_ALL)
 _UNBOUNDED = 1 << 60  # slots
 
 
@@ -45,6 +46,7 @@ class Setting:
         itemsize: bytes of the working type: 8, 4 or 2.
         value_dim: head dim of the values, Dv; None: head_dim.
         key_positions: of the keys and values, like positions; None: positions.
+        lse_gradient: True if lse is an output, so that "all-to-all" sends its gradient.
 
     Raises:
         ValueError: positions, heads, itemsize or sizes are invalid or inconsistent.
@@ -59,6 +61,7 @@ class Setting:
     itemsize: int = 4
     value_dim: int | None = None
     key_positions: Sequence[Ints] | None = None
+    lse_gradient: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "positions", tuple(np.asarray(x, np.int64) for x in self.positions))
@@ -179,9 +182,10 @@ class Traffic:
     """Bytes sent from rank [i] to rank [j], each (p, p) with a zero diagonal.
 
     Args:
-        forward: keys and values.
-        backward_kv: keys and values once more.
-        backward_gradients: their gradients, in the accumulator's type unless they are narrow.
+        forward: keys and values; "all-to-all": queries, keys, values, outputs and lse.
+        backward_kv: keys and values once more; "all-to-all": all these once more, and the gradients of outputs.
+        backward_gradients: gradients of keys and values, in the accumulator's type unless they are narrow;
+            "all-to-all": of queries, too.
     """
 
     forward: Ints
@@ -201,17 +205,22 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
     ring    a slot goes r -> r+1 `travel` times. Its gradient starts at the first rank visited, follows it for
             travel - 1 hops, and the last of them returns it to its owner: `travel` messages as well.
     gather  every shard, all rows and heads, to every other rank; its gradients back from every other rank.
+    all-to-all  d receives from s its rows of the heads of d (`head_blocks`); their results go the same way back. Keys
+            of these heads travel by the exchange beside it, as in "all-to-all:2+ring", among the ranks that have them.
 
     Args:
         setting: the problem.
-        exchange: "ring", "direct" or "gather".
+        exchange: one of EXCHANGES, or two, as `groups_of`.
         narrow: True if gradients return in the working type, as those of `direct` do between GPUs.
 
     Raises:
         ValueError: the exchange is unknown.
     """
     p, ranks = setting.world, np.arange(setting.world)
-    if known(exchange) == "ring":
+    groups = groups_of(exchange, p)
+    if groups.degree > 1:
+        return _sent_by_head(setting, groups, narrow)
+    if groups.exchange == "ring":
         keys, gradients = np.zeros((2, p, p), np.int64)
         for t in range(1, p):
             sender, receiver = (ranks + t - 1) % p, (ranks + t) % p
@@ -219,25 +228,13 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
             if t > 1:
                 gradients[sender, receiver] += setting.in_flight[:, t]
             gradients[receiver, ranks] += setting.ending[:, t]
-    elif exchange == "direct":
+    elif groups.exchange == "direct":
         keys, gradients = setting.slots, setting.slots.T
     else:
         keys = (setting.key_counts * setting.kv_heads)[:, None] * (ranks[:, None] != ranks)
         gradients = keys.T
     size, gradient_size = setting.slot_bytes(narrow)
     return Traffic(keys * size, keys * size, gradients * gradient_size)
-
-
-def known(exchange: str) -> str:
-    """Return the exchange, after validation.
-
-    Args:
-        exchange: a name.
-
-    Raises:
-        ValueError: it is none of EXCHANGES.
-    """
-    return validators.choice("exchange", exchange, EXCHANGES)
 
 
 @dataclass(frozen=True)
@@ -280,21 +277,26 @@ def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False) 
                  taken (<= most if cut)        the round
         gather   Hk * (n - n_d)                Hk * n_d                    (p - 1) * Hk * n_d
 
+    For exchanges by heads see `_buffers_by_head`.
+
     Forward: the receive buffers (two, so that one fills while the other is used; one for gather) and the send buffer,
     in the working type. Backward: the same again, plus as many gradient buffers as receive buffers and `returned`, in
     the type in which gradients are sent.
 
     Args:
         setting: the problem.
-        exchange: "ring", "direct" or "gather".
+        exchange: one of EXCHANGES, or two, as `groups_of`.
         bucket: in tokens, at least 1.
         narrow: True if gradients return in the working type, as those of `direct` do between GPUs.
 
     Raises:
         ValueError: the exchange is unknown, or the bucket less than 1.
     """
-    receive, send, returned = _buffer_slots(setting, exchange, bucket)
-    copies = 1 if exchange == "gather" else 2
+    groups = groups_of(exchange, setting.world)
+    if groups.degree > 1:
+        return _buffers_by_head(setting, groups, bucket, narrow)
+    receive, send, returned = _buffer_slots(setting, groups.exchange, bucket)
+    copies = 1 if groups.exchange == "gather" else 2
     size, gradient_size = setting.slot_bytes(narrow)
     return Buffers(copies * receive * size, send * size, copies * receive * gradient_size, returned * gradient_size)
 
@@ -305,7 +307,7 @@ def _buffer_slots(setting: Setting, exchange: str, bucket: int) -> tuple[Ints, I
     most = _cap(setting, bucket) + setting.widest - 1
     own = setting.key_counts * setting.kv_heads
     receive, send, returned = np.zeros((3, p), np.int64)
-    if known(exchange) == "gather":
+    if exchange == "gather":
         return own.sum() - own, own if p > 1 else 0 * own, (p - 1) * own
     if exchange == "ring":
         for t in range(1, p):
@@ -358,6 +360,95 @@ def rounds(setting: Setting, bucket: int) -> list[tuple[list[int], bool]]:
             groups.append(([t], greatest > cap))
             filled = greatest
     return groups
+
+
+def _blocks(setting: Setting, groups: Groups, bucket: int) -> list[list[tuple[range, int]]]:
+    """Blocks of heads of each rank of a group that divides them: at most as many key/value heads as a bucket holds
+    rows of the longest group."""
+    rows = max(sum(int(setting.key_counts[r]) for r in group) for group in groups.dividing)
+    return head_blocks(setting.heads, setting.kv_heads, groups.degree, max(1, _cap(setting, bucket) // max(1, rows)))
+
+
+def _of_block(setting: Setting, groups: Groups, queries: range, keys: int) -> Setting:
+    """The problem of a block of heads, for the ranks that have it: each has the rows of those with which it divides the
+    heads."""
+    rows = [np.concatenate([setting.positions[r] for r in group]) for group in groups.dividing]
+    of_keys = None
+    if setting.key_positions is not None:
+        of_keys = [np.concatenate([setting.keys[r] for r in group]) for group in groups.dividing]
+    return replace(
+        setting, pattern=setting.pattern.of_heads(queries), positions=rows, heads=len(queries), kv_heads=keys,
+        key_positions=of_keys,
+    )  # fmt: skip
+
+
+def _row_bytes(setting: Setting, blocks: list[list[tuple[range, int]]]) -> tuple[tuple[int, int, int, int], ...]:
+    """Bytes of one row of a query head that go to its rank and come back, forward and then backward; of a key's."""
+    b, (dim, value_dim), item, wide = setting.batch, setting.dims, setting.itemsize, setting.accumulator_itemsize
+    summed = sum(keys for block in blocks for _, keys in block) > setting.kv_heads
+    lse, keys = b * wide, b * (dim + value_dim)
+    return (
+        (b * dim * item, b * value_dim * item + lse,
+         b * (dim + 2 * value_dim) * item + (2 if setting.lse_gradient else 1) * lse, b * dim * item),
+        (keys * item, 0, keys * item, keys * (wide if summed else item)),
+    )  # fmt: skip
+
+
+def _sent_by_head(setting: Setting, groups: Groups, narrow: bool) -> Traffic:
+    """Bytes of an exchange by heads, and of the exchange of keys in it, block by block.
+
+    Gradients of keys are summed by their owner, and sent in the accumulator's type, if a key/value head is in blocks of
+    several ranks.
+    """
+    p, blocks = setting.world, _blocks(setting, groups, 1)  # bytes do not depend on the bucket
+    heads = np.array([(sum(len(queries) for queries, _ in x), sum(keys for _, keys in x)) for x in blocks])
+    total = np.zeros((3, p, p), np.int64)
+    there, back, again, gradients = np.array(_row_bytes(setting, blocks)).T
+    for group in groups.dividing:
+        for owner in group:
+            rows = np.array([setting.counts[owner], setting.key_counts[owner]])
+            for place, rank in enumerate(group):
+                if rank != owner:
+                    total[:2, owner, rank] += [rows * heads[place] @ there, rows * heads[place] @ again]
+                    total[::2, rank, owner] += [rows * heads[place] @ back, rows * heads[place] @ gradients]
+    for ranks, own in zip(groups.alike, blocks, strict=True):
+        for queries, keys in own:
+            traffic = sent(_of_block(setting, groups, queries, keys), groups.exchange, narrow)
+            total[:, np.array(ranks)[:, None], ranks] += [
+                traffic.forward, traffic.backward_kv, traffic.backward_gradients,
+            ]  # fmt: skip
+    return Traffic(*total)
+
+
+def _buffers_by_head(setting: Setting, groups: Groups, bucket: int, narrow: bool) -> Buffers:
+    """Buffers of an exchange by heads. A stage is the next block of every rank that has one.
+
+    A tensor has a buffer by head, of all rows of the widest own block, and one by owner, of the own rows of the other
+    ranks' blocks in the widest stage. What goes to the heads has two of each if there are several stages, so that one
+    fills while the other is used; what comes back has one. Here `receive` is by head, `send` by owner, `gradients` and
+    `returned` are what backward needs beside the buffers of forward. The exchange of keys adds the buffers of the block
+    that needs most.
+    """
+    blocks = _blocks(setting, groups, bucket)
+    stages = max(map(len, blocks))
+    widths = np.array([[*[(len(queries), keys) for queries, keys in x], *[(0, 0)] * (stages - len(x))] for x in blocks])
+    others = (widths.sum(0) - widths).max(1)  # (ranks of a group, queries and keys)
+    there, back, again, gradients = np.array(_row_bytes(setting, blocks)).T
+    sides = min(2, stages)
+    forward = sides * there + back
+    more = sides * again + gradients - forward
+    found = np.zeros((4, setting.world), np.int64)
+    for group in groups.dividing:
+        counts = np.array([[setting.counts[r], setting.key_counts[r]] for r in group])
+        by_head, by_owner = widths.max(1) * counts.sum(0), others * counts
+        found[:, list(group)] = [by_head @ forward, by_owner @ forward, by_head @ more, by_owner @ more]
+    for ranks, own in zip(groups.alike, blocks, strict=True):
+        held = [buffers(_of_block(setting, groups, *block), groups.exchange, bucket, narrow) for block in own]
+        if held:
+            first, both = (np.max([getattr(x, name) for x in held], axis=0) for name in ("forward", "backward"))
+            found[0, list(ranks)] += first
+            found[2, list(ranks)] += both - first
+    return Buffers(*found)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ document: p above is the position within the document, and both positions of a p
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from typing import Any
 from weakref import WeakValueDictionary
@@ -132,6 +132,10 @@ _OFFSET_RULES: dict[str, Callable[[int, int, int], int | tuple[int, ...]]] = {
     "torchscale": lambda i, r, heads: tuple(h // -(-heads // r) for h in range(heads)),  # -(-a // b): ceil
     "fkodom": lambda i, r, heads: i % r,  # dilated-attention-pytorch: one constant per branch
 }
+
+
+# Segments of one position never have phase 1.
+_NOTHING = Branch(segment_length=1, dilation_rate=2, offset=1)
 
 
 @dataclass(frozen=True)
@@ -278,6 +282,22 @@ class Pattern:
             ValueError: the documents do not add up to it.
         """
         check_tokens(self.packed, tokens)
+
+    def of_heads(self, heads: range) -> "Pattern":
+        """Return the pattern of some query heads, numbered from 0. One that serves none of them selects nothing.
+
+        Args:
+            heads: consecutive query heads, at least one.
+        """
+        branches = []
+        for branch in self.branches:
+            served = heads if branch.heads is None else branch.heads
+            low, high = max(served.start, heads.start), min(served.stop, heads.stop)
+            if low < high:
+                first = 0 if branch.heads is None else served.start
+                offset = branch.offset if isinstance(branch.offset, int) else branch.offset[low - first : high - first]
+                branches.append(replace(branch, offset=offset, heads=range(low - heads.start, high - heads.start)))
+        return replace(self, branches=tuple(branches) or (_NOTHING,))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the pattern as JSON data, from which `from_dict` makes an equal pattern."""

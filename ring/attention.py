@@ -16,7 +16,7 @@ from ring.comm.group import transport_over
 from ring.comm.transport import Transport
 from ring.consensus import agree, agree_backward
 from ring.dispatcher_op import as_one_operator
-from ring.execute import Execution, backward, execution_of, forward, select_transport
+from ring.execute import Execution, HeadExecution, backward, execution_of, forward, select_transport
 from ring.layout import Layout
 from ring.torch_compile import traced
 from ring.validation import Call, wants_gradients
@@ -66,8 +66,10 @@ def ring_attention(
         group: a process group, a `DeviceMesh` of one dimension, a `Transport`, or None: the default group, or no group
             for a layout of one rank. Only one thread may call on a group. Errors in `group` are raised on their own
             rank, since ranks communicate through it; errors in other arguments are raised on every rank.
-        exchange: "ring" (neighbour to neighbour), "direct" (needed rows, from their owner) or "gather" (all rows, O(n)
-            memory).
+        exchange: "ring" (keys from neighbour to neighbour), "direct" (needed keys, from their owner), "gather" (all
+            keys, O(n) memory), "all-to-all" (each rank computes some heads of the whole sequence), or two: in
+            "all-to-all:4+ring" 4 neighbours divide the heads of their rows, and keys go round rings of the ranks with
+            the same heads; in "ring+all-to-all:4" rings are of neighbours.
         bucket: maximum key/value tokens per receive buffer and kernel call; None: chosen by a memory budget.
         kernel: "auto", "math", "flash" or, on GPUs, "cudnn" and "fa4". "flash" and "cudnn" are torch's fused kernels,
             "fa4" is FlashAttention-4, if it is installed; tiles that they do not support use "math". "auto" takes the
@@ -116,9 +118,9 @@ def ring_attention(
         )  # fmt: skip
         setting = agree(call, numbered, transport, check)
         # Selecting symmetric memory is collective: only after consensus do all ranks have GPU tensors.
-        execution = execution_of(
-            call, setting, numbered, transport if transport is group else select_transport(q, transport), check
-        )
+        if transport is not group:
+            transport = select_transport(q, transport, exchange)
+        execution = execution_of(call, setting, numbered, transport, check)
         out, lse = _RingAttention.apply(q, k, v, sinks, execution)
     return (out, lse) if return_lse else out
 
@@ -186,8 +188,9 @@ def in_autocast_type(q: Any, k: Any, v: Any) -> tuple[torch.Tensor, ...]:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, execution: Execution
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+        execution: Execution | HeadExecution,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         with _without_autocast(q):
             out, lse = as_one_operator(partial(forward, execution), q, k, v, sinks)
         ctx.execution = execution

@@ -14,16 +14,19 @@ from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import ClassVar, Literal
 
 import torch
 
+from ring import all_to_all
+from ring.all_to_all import HeadPrograms, head_programs
 from ring.caching.bounded_cache import BoundedCache
 from ring.comm import buffer_meter
 from ring.comm.call_order import NumberedCall
 from ring.comm.exchange import Arrival, Exchange
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import can_be_captured, transport_of
-from ring.comm.transport import Transport
+from ring.comm.transport import SomeRanks, Transport
 from ring.compute import kernel_choice, kernel_counts, kernels
 from ring.compute.accumulator import Accumulator, OutputMerge, Sum, TensorSum, lse_view
 from ring.compute.gpu import graph_replay
@@ -31,7 +34,8 @@ from ring.compute.math_kernel import SavedRows
 from ring.consensus import CallSetting
 from ring.default_bucket import default_bucket, default_local_bucket
 from ring.lowering import KernelCall, Program, Programs
-from ring.plan.plan import MAX_BYTES, Plan, plan_of
+from ring.plan.head_groups import head_groups
+from ring.plan.plan import EXCHANGES, MAX_BYTES, Plan, plan_of
 from ring.precision import accumulator_dtype
 from ring.strided_view import GradientSum, StridedView
 from ring.validation import Call
@@ -41,40 +45,67 @@ _NO_GUARD = nullcontext()
 _MAX_COUNTED = 2**30
 # Products of dout and out in memory at a time: as a whole, in fp32, they would be the largest tensors of a backward.
 _PRODUCTS = 2**24
-_programs: BoundedCache[CallSetting, Programs] = BoundedCache(128, most_bytes=MAX_BYTES)
+_programs: BoundedCache[CallSetting, Programs | HeadPrograms] = BoundedCache(128, most_bytes=MAX_BYTES)
 
 
 @dataclass(eq=False)
 class Execution:
     """The state that forward and backward of one call share."""
 
+    by_head: ClassVar[Literal[False]] = False
     programs: Programs
     transport: Transport
     numbered: NumberedCall
     check: bool
 
 
+@dataclass(eq=False)
+class HeadExecution:
+    """The same for an exchange by heads. dividing, alike: ranks that divide the heads, and that have the same."""
+
+    by_head: ClassVar[Literal[True]] = True
+    programs: HeadPrograms
+    transport: Transport
+    numbered: NumberedCall
+    dividing: Transport
+    alike: Transport
+    check: bool
+
+    def of_block(self, programs: Programs) -> Execution:
+        """Return the execution of one block of heads."""
+        return Execution(programs, self.alike, self.numbered, self.check)
+
+
 def execution_of(
     call: Call, setting: CallSetting, numbered: NumberedCall, transport: Transport, check: bool
-) -> Execution:
+) -> Execution | HeadExecution:
     """Return the execution of a validated call. Its programs are cached on its setting, which determines them."""
-    programs = _programs.get_or_make(
-        setting,
-        lambda: _programs_of(call, transport.rank),
-        lambda programs: programs.plan.nbytes,
-    )
-    return Execution(programs, transport, numbered, check)
+    programs = _programs.get_or_make(setting, lambda: _programs_of(call, transport), lambda programs: programs.nbytes)
+    if programs.by_head is False:
+        return Execution(programs, transport, numbered, check)
+    rank, groups = transport.rank, programs.groups
+    dividing, alike = (_among(transport, ranks) for ranks in (groups.dividing(rank), groups.alike(rank)))
+    return HeadExecution(programs, transport, numbered, dividing, alike, check)
 
 
-def _programs_of(call: Call, rank: int) -> Programs:
+def _among(transport: Transport, ranks: Sequence[int]) -> Transport:
+    """Return the transport of some ranks of a group."""
+    return transport if len(ranks) == transport.world_size else SomeRanks(transport, ranks)
+
+
+def _programs_of(call: Call, transport: Transport) -> Programs | HeadPrograms:
+    groups = head_groups(call.exchange, transport.world_size)
+    if groups is not None and groups.degree > 1:
+        return head_programs(call, groups, transport.rank)
+    exchange = call.exchange if groups is None else groups.between
     kernels_of = kernel_choice.setting_of(call.kernel, call.q, call.k, call.v, call.scoring)
-    return Programs(_plan(call, rank, kernel_choice.max_varlen_tokens(kernels_of)), call.q, kernels_of)
+    varlen = kernel_choice.max_varlen_tokens(kernels_of)
+    return Programs(_plan(call, exchange, transport.rank, varlen), call.q, kernels_of)
 
 
-def _plan(call: Call, rank: int, varlen: int) -> Plan:
+def _plan(call: Call, exchange: str, rank: int, varlen: int) -> Plan:
     pattern, layout, keys, q = call.pattern, call.layout, call.key_layout, call.q
-    exchange, bucket = call.exchange, call.bucket
-    heads, kv_heads, own = q.shape[2], call.k.shape[2], None
+    heads, kv_heads, bucket, own = q.shape[2], call.k.shape[2], call.bucket, None
     if bucket is None:
         bucket = default_bucket(layout, heads, kv_heads, q.dtype, q.device.type, keys)
         own = default_local_bucket(q, call.v.shape[3], bucket)
@@ -82,9 +113,12 @@ def _plan(call: Call, rank: int, varlen: int) -> Plan:
 
 
 def forward(
-    run: Execution, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    run: Execution | HeadExecution, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse): out like q with the head dim of v, lse (B, H, N) in the accumulator's dtype."""
+    if run.by_head is True:
+        with run.numbered.calls.guard(run.numbered.forward):
+            return all_to_all.forward(run.programs, run.dividing, partial(_forward_of_block, run), q, k, v, sinks)
     batch, tokens, heads, _ = q.shape
     program = run.programs.forward
     guard = _NO_GUARD if run.transport.world_size == 1 else run.numbered.calls.guard(run.numbered.forward)
@@ -122,8 +156,15 @@ def _forward(
     return accumulator.result(q.dtype)
 
 
+def _forward_of_block(
+    run: HeadExecution, programs: Programs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return _forward(run.of_block(programs), programs.forward, _NO_GUARD, q, k, v, sinks)
+
+
 def backward(
-    run: Execution,
+    run: Execution | HeadExecution,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -134,8 +175,9 @@ def backward(
     sinks: torch.Tensor | None,
 ) -> Sequence[torch.Tensor]:
     """Return (dq, dk, dv), like q, k, v, and with sinks their gradient: the sum over the own rows."""
-    repeatable = q.is_cuda and torch.are_deterministic_algorithms_enabled()  # on CPUs every kernel is
-    program = run.programs.backward(q, dlse is not None, repeatable)
+    if run.by_head is True:
+        return _backward_by_head(run, q, k, v, out, lse, dout, dlse, sinks)
+    program = run.programs.backward(q, dlse is not None)
     through_lse, given_sinks = dlse is not None, () if sinks is None else (sinks,)
     tensors = (q, k, v, out, lse, dout, *(() if dlse is None else (dlse,)), *given_sinks)
     guard = _NO_GUARD if run.transport.world_size == 1 else run.numbered.calls.guard(run.numbered.current_backward)
@@ -153,8 +195,11 @@ def _backward(
     guard: AbstractContextManager[object],
     through_lse: bool,
     *tensors: torch.Tensor,
+    wide: bool = False,
 ) -> list[torch.Tensor]:
-    """tensors: q, k, v, out, lse, dout; with `through_lse` dlse; and sinks, if their gradient is wanted."""
+    """tensors: q, k, v, out, lse, dout; with `through_lse` dlse; and sinks, if their gradient is wanted. wide: leave
+    gradients of keys and values in the accumulator's dtype.
+    """
     q, k, v, out, lse, dout, *sinks = tensors
     dlse = sinks.pop(0) if through_lse else None
     sums = sum_class_for(q)
@@ -168,9 +213,23 @@ def _backward(
         grads = sums.results([dq], q.dtype)  # while the last gradients of keys are in flight
         dsinks = [_sink_gradient(sinks[0], lse, rows.delta)] if sinks else []
         exchange.last_returned(dk, dv)
-        grads += sums.results([dk, dv], q.dtype)
+        grads += sums.results([dk, dv], accumulator_dtype(q.dtype) if wide else q.dtype)
         exchange.finish()
     return grads + dsinks
+
+
+def _backward_by_head(
+    run: HeadExecution, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    dout: torch.Tensor, dlse: torch.Tensor | None, sinks: torch.Tensor | None,
+) -> list[torch.Tensor]:  # fmt: skip
+    def compute(programs: Programs, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        through_lse = run.programs.returns_lse
+        program = programs.backward(q, through_lse)
+        return _backward(run.of_block(programs), program, _NO_GUARD, through_lse, *tensors, wide=run.programs.sums_keys)
+
+    with run.numbered.calls.guard(run.numbered.current_backward):
+        grads = all_to_all.backward(run.programs, run.dividing, compute, (q, k, v, out, lse, dout), dlse)
+    return grads if sinks is None else [*grads, _sink_gradient(sinks, lse, _delta(dout, out, dlse))]
 
 
 @dataclass(eq=False)
@@ -187,15 +246,20 @@ class _QueryRows:
     @cached_property
     def delta(self) -> StridedView:
         """rowsum(dout out) - dlse, for sinks and the math kernel: fused kernels compute it themselves."""
-        work, dout, out = accumulator_dtype(self.q.x.dtype), self.dout.x, self.out.x
-        if dout.numel() <= _PRODUCTS:
-            products = _row_products(dout, out, work)
-        else:
-            tokens = max(1, _PRODUCTS // dout[:, :1].numel())
-            pairs = zip(dout.split(tokens, 1), out.split(tokens, 1), strict=True)
-            products = torch.cat([_row_products(*pair, work) for pair in pairs], 1)
-        delta = products.transpose(1, 2)  # (B, H, N)
-        return lse_view(delta if self.dlse is None else delta - self.dlse)
+        return _delta(self.dout.x, self.out.x, self.dlse)
+
+
+def _delta(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None) -> StridedView:
+    """Return rowsum(dout out) - dlse."""
+    work = accumulator_dtype(out.dtype)
+    if dout.numel() <= _PRODUCTS:
+        products = _row_products(dout, out, work)
+    else:
+        tokens = max(1, _PRODUCTS // dout[:, :1].numel())
+        pairs = zip(dout.split(tokens, 1), out.split(tokens, 1), strict=True)
+        products = torch.cat([_row_products(*pair, work) for pair in pairs], 1)
+    delta = products.transpose(1, 2)  # (B, H, N)
+    return lse_view(delta if dlse is None else delta - dlse)
 
 
 def _row_products(dout: torch.Tensor, out: torch.Tensor, work: torch.dtype) -> torch.Tensor:
@@ -231,9 +295,11 @@ def _add_gradients(run: Execution, call: KernelCall, arrival: Arrival, rows: _Qu
     arrival.value_grad.add(*keys, dv)
 
 
-def select_transport(q: torch.Tensor, transport: Transport) -> Transport:
+def select_transport(q: torch.Tensor, transport: Transport, exchange: str) -> Transport:
     """Return the fastest transport over the same group for tensors like q. On GPUs the first call is collective."""
-    return transport_of(transport.group) if q.is_cuda and isinstance(transport, ProcessGroupTransport) else transport
+    if q.is_cuda and isinstance(transport, ProcessGroupTransport) and exchange in EXCHANGES:
+        return transport_of(transport.group)
+    return transport
 
 
 def _graph_key(run: Execution, program: Program, tensors: Sequence[torch.Tensor]) -> Hashable:

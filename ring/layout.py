@@ -214,6 +214,19 @@ class Layout:
         """Number of tokens on each rank."""
         return tuple(b - a for a, b in pairwise(self.cuts))
 
+    def joined(self, groups: Sequence[Sequence[int]]) -> Layout:
+        """Return the layout of groups of ranks, each of which holds the shards of its ranks, one after the other.
+
+        Args:
+            groups: the ranks, each in one group.
+        """
+        cuts = _cuts([sum(self.counts[rank] for rank in group) for group in groups])
+        ranks = list(itertools.chain(*groups))
+        if self.runs is not None:
+            return Layout(self.n, cuts, tuple(itertools.chain(*map(self.shard_runs, ranks))))
+        assert self.listed is not None
+        return Layout(self.n, cuts, None, np.concatenate([self.listed[slice(*self.cuts[r : r + 2])] for r in ranks]))
+
     def shard_runs(self, rank: int) -> list[Run]:
         """Return the runs that a rank holds, in local order. Only for an order stored as runs.
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar, Literal
 
 import torch
 
@@ -66,14 +67,21 @@ class Program:
 class Programs:
     """The plan of a setting and its programs. q: (B, N, H, D), with the shape and dtype of the setting's queries."""
 
+    by_head: ClassVar[Literal[False]] = False
+
     def __init__(self, plan: Plan, q: torch.Tensor, setting: KernelSetting) -> None:
         self.plan, self.scoring, self._setting = plan, setting.scoring, setting
         self.forward = self._lower(q, lambda name, tile: [tile], False)
         self._backward: dict[tuple[bool, bool], Program] = {}
 
-    def backward(self, q: torch.Tensor, dlse: bool, repeatable: bool) -> Program:
-        """Program of a backward. dlse, repeatable: see `ring.compute.kernel_choice.choose`."""
-        key = dlse, repeatable
+    @property
+    def nbytes(self) -> int:
+        """Approximate bytes."""
+        return self.plan.nbytes
+
+    def backward(self, q: torch.Tensor, dlse: bool) -> Program:
+        """Program of a backward. dlse: see `ring.compute.kernel_choice.choose`."""
+        key = dlse, q.is_cuda and torch.are_deterministic_algorithms_enabled()  # on CPUs every kernel is repeatable
         if key not in self._backward:
             value_dim = self._setting.dims[1]
             self._backward[key] = self._lower(

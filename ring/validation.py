@@ -15,6 +15,7 @@ from ring.compute.kernel_choice import KERNELS, fused_kernels, setting_of
 from ring.compute.kernel_limits import describe_limits, fa4_missing
 from ring.compute.scores import Scores
 from ring.layout import Layout
+from ring.plan.head_groups import ALL_TO_ALL, head_groups, is_exchange
 from ring.plan.plan import EXCHANGES
 from ring.precision import accumulator_dtype
 
@@ -109,6 +110,7 @@ def validate(call: Call, transport: Transport) -> None:
             raise ValueError(
                 f"{name} must be for the {transport.world_size} ranks of the group, got one for {layout.world_size}"
             )
+    head_groups(call.exchange, transport.world_size)
     call.pattern.validate_tokens(call.layout.n)
     if call.pattern.documents is not None and call.key_layout.n != call.layout.n:
         raise ValueError(
@@ -130,8 +132,12 @@ def check_softcap(softcap: object) -> None:
 
 
 def _validate_options(call: Call) -> None:
-    if call.exchange not in EXCHANGES:
-        raise ValueError(f"exchange must be one of {EXCHANGES}, got {call.exchange!r}")
+    if not is_exchange(call.exchange):
+        allowed = ", ".join(map(repr, (*EXCHANGES, ALL_TO_ALL)))
+        raise ValueError(
+            f"exchange must be one of {allowed}, or two as 'all-to-all:2+ring' and 'ring+all-to-all:2', "
+            f"got {call.exchange!r}"
+        )
     if call.kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {KERNELS}, got {call.kernel!r}")
     bucket = call.bucket

@@ -21,7 +21,7 @@ ROAD = (
     "ring.caching", "ring.precision", "ring.balance", "ring.layout", "ring.plan", "ring.strided_view", "ring.comm",
     "ring.compute",
     "ring.lowering", "ring.default_bucket", "ring.validation",
-    "ring.consensus", "ring.execute", "ring.dispatcher_op", "ring.torch_compile", "ring.attention",
+    "ring.consensus", "ring.all_to_all", "ring.execute", "ring.dispatcher_op", "ring.torch_compile", "ring.attention",
     "ring.nn", "ring",
     "verification.wording", "verification.failures", "verification.protocols", "verification.saved_fields",
     "verification.regular_file", "verification.case",

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from reference import shards, validators
+from reference.cost import EXCHANGES
+from reference.head_groups import ALL_TO_ALL, groups_of
 from reference.pattern import Pattern
 from reference.shards import Division, Shards
 from verification.saved_fields import read_fields
@@ -26,7 +28,6 @@ ORDERS = (
 SEEDED_ORDERS = ("shuffled", "permuted", "swapped")  # these depend on the seed, too
 # Orders within each document. They are not drawn; claims of peers move Cases to them.
 ORDERS_BY_DOCUMENT = ("contiguous by document", "zigzag by document")
-EXCHANGES = ("ring", "direct", "gather")
 GPU_KERNELS = ("cudnn", "fa4")
 KERNELS = ("auto", "math", "flash", *GPU_KERNELS)
 DEVICES = ("cpu", "cuda")
@@ -83,7 +84,7 @@ class Case:
     score_scale   factor on the queries before they are rounded, 0 < score_scale <= 1024: how large scores get
     values        one of VALUES
     seed          0 <= seed < 2**63
-    exchange      "ring", "direct" or "gather"
+    exchange      "ring", "direct", "gather", "all-to-all", or two, as "all-to-all:2+ring" (`ring.plan.head_groups`)
     bucket        tokens per kernel call, or None
     kernel        "auto", "math", "flash" or, on GPUs, "cudnn" and "fa4"
     lse           "unused"; "returned" (and compared); "differentiated" (its gradient takes part as well); "alone" (only
@@ -167,6 +168,7 @@ class Case:
             if not group or list(group) != sorted(set(group)) or group[0] < 0 or group[-1] >= self.world:
                 raise ValueError(f"group is {group}; it must be ascending ranks of range({self.world}), at least one")
             object.__setattr__(self, "group", group)
+        groups_of(self.exchange, len(self.ranks))
         if self.cuts is not None:
             object.__setattr__(self, "cuts", validators.offsets("cuts", self.cuts, len(self.ranks), self.tokens))
         if self.keys is not None:
@@ -234,7 +236,8 @@ class Case:
     @property
     def narrow(self) -> bool:
         """True if gradients of keys return to their owner in 16 bits."""
-        return self.device == "cuda" and self.exchange == "direct" and self.torch_dtype.itemsize == 2
+        exchange = groups_of(self.exchange, len(self.ranks)).exchange
+        return self.device == "cuda" and exchange == "direct" and self.torch_dtype.itemsize == 2
 
     @property
     def tokens_per_call(self) -> int:
@@ -279,9 +282,12 @@ class Case:
         "alone", "differentiated" (both) or "neither", by the seed."""
         return self.lse if self.lse != "apart" else _LOSSES[(self.seed + index) % len(_LOSSES)]
 
-    def without_key_cuts(self) -> Case:
-        """Return the Case with its keys, if they have a sequence of their own, cut by the rule of their order."""
-        return self if self.keys is None else replace(self, keys=self.keys._replace(cuts=None))
+    def for_any_ranks(self) -> Case:
+        """Return the Case without what one number of ranks alone can have but its own cuts: cuts of keys, and an
+        exchange by heads between some of the ranks.
+        """
+        exchange = self.exchange if self.exchange in EXCHANGES else ALL_TO_ALL
+        return replace(self, exchange=exchange, keys=None if self.keys is None else self.keys._replace(cuts=None))
 
     def lengthened(self, tokens: int, **changes: Any) -> Case:
         """Return the Case with these changes and at least as many tokens: the last document takes the new ones."""
@@ -388,6 +394,6 @@ _VALUES: dict[str, Any] = {
 }
 VALUES = tuple(_VALUES)
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "order": (*ORDERS, *ORDERS_BY_DOCUMENT), "dtype": tuple(DTYPES), "values": VALUES, "exchange": EXCHANGES,
+    "order": (*ORDERS, *ORDERS_BY_DOCUMENT), "dtype": tuple(DTYPES), "values": VALUES,
     "kernel": KERNELS, "lse": LSE, "again": AGAIN, "device": DEVICES,
 }  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ring.comm.transport import Transport
+from ring.comm.transport import SomeRanks, Transport
 
 
 @dataclass(eq=False)
@@ -42,6 +42,8 @@ def measure(transport: Transport | None = None) -> Iterator[Measure]:
 
 def count(transport: Transport, size: int) -> None:
     """Record that a call over this transport allocated `size` bytes, or freed them if negative."""
+    if isinstance(transport, SomeRanks):
+        transport = transport.whole
     for meter in _meters:
         if meter.transport in (None, transport):
             meter.add(size)

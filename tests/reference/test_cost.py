@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference.cost import EXCHANGES, Setting, buffers, flops, resident, sent
+from reference.cost import Setting, buffers, flops, resident, sent
+from reference.head_groups import head_blocks
 from reference.pattern import Branch, Pattern
 from tests.support import drawn_patterns
 from tests.support.oracle_loops import sees
@@ -98,7 +99,7 @@ def test_sent_message_by_message(s: Setting, narrow: bool) -> None:
     """Every message of every slot, one at a time."""
     true, p = count(s), len(s.positions)
     size, gradient_size = units(s, narrow)
-    for exchange in EXCHANGES:
+    for exchange in ("ring", "direct", "gather"):
         kv, gradients = np.zeros((2, p, p), np.int64)
         if exchange == "gather":
             for src, dst in np.ndindex(p, p):
@@ -123,6 +124,51 @@ def test_sent_message_by_message(s: Setting, narrow: bool) -> None:
         assert (traffic.forward == kv * size).all() and (traffic.backward_kv == kv * size).all()
         assert (traffic.backward_gradients == gradients * gradient_size).all()
         assert (traffic.backward == traffic.backward_kv + traffic.backward_gradients).all()
+
+
+@budget
+@given(problems(), st.booleans())
+def test_heads_sent_row_by_row(s: Setting, lse_gradient: bool) -> None:
+    """Every row of every head, one at a time."""
+    s, p = replace(s, lse_gradient=lse_gradient), len(s.positions)
+    queries = [[h for h in range(s.heads) if r * s.heads // p <= h < (r + 1) * s.heads // p] for r in range(p)]
+    keys = [{h * s.kv_heads // s.heads for h in shares} for shares in queries]
+    shared = sum(map(len, keys)) > s.kv_heads
+    dim, value_dim, item = s.head_dim, s.dims[1], s.itemsize
+    wide = 8 if item == 8 else 4
+    forward, again, gradients = np.zeros((3, p, p), np.int64)
+    for owner, at in np.ndindex(p, p):
+        if owner == at:
+            continue
+        for _ in range(len(s.positions[owner]) * len(queries[at])):
+            forward[owner, at] += dim * item
+            forward[at, owner] += value_dim * item + wide
+            again[owner, at] += (dim + value_dim + value_dim) * item + wide + lse_gradient * wide
+            gradients[at, owner] += dim * item
+        for _ in range(len(s.keys[owner]) * len(keys[at])):
+            forward[owner, at] += (dim + value_dim) * item
+            again[owner, at] += (dim + value_dim) * item
+            gradients[at, owner] += (dim + value_dim) * (wide if shared else item)
+    traffic = sent(s, "all-to-all")
+    if p == 1:
+        assert not traffic.forward.any()
+    assert (traffic.forward == forward * s.batch).all() and (traffic.backward_kv == again * s.batch).all()
+    assert (traffic.backward_gradients == gradients * s.batch).all()
+
+
+def test_blocks_and_buffers_of_heads_by_hand() -> None:
+    """Six query heads with three key/value heads on four ranks, 1 + 2 + 1 + 0 rows: heads 0 | 1 2 | 3 | 4 5."""
+    s = Setting(Pattern.dense(), shards([0], [1, 2], [3], []), 1, 6, 3, 5, 2)
+    one, two = range(1), [(range(1, 2), 1), (range(2, 3), 1)]
+    assert head_blocks(6, 3, 4, 1) == [[(one, 1)], two, [(range(3, 4), 1)], [(range(4, 6), 1)]]
+    assert head_blocks(6, 6, 4, 3) == [[(one, 1)], [(range(1, 3), 2)], [(range(3, 4), 1)], [(range(4, 6), 2)]]
+    held = buffers(s, "all-to-all", 1)
+    # Two stages, so two buffers of q (10 bytes), k and v (20); one of out and lse (14). By head 4 rows of the widest
+    # block, by owner the own rows of the others': 5, 4 or 3 query heads, 4 or 3 key/value heads in the first stage.
+    assert held.receive.tolist() == [4 * (20 + 14) + 4 * 40] * 3 + [8 * (20 + 14) + 4 * 40]
+    assert held.send.tolist() == [4 * 34 + 3 * 40, 2 * (4 * 34 + 3 * 40), 4 * 34 + 3 * 40, 0]
+    # Backward q, out, dout (30) and lse twice, and dq, dk, dv: these are sums over ranks, so of 4 bytes.
+    assert (held.receive + held.gradients).tolist() == [4 * (68 + 10) + 4 * (40 + 40)] * 3 + [8 * 78 + 4 * 80]
 
 
 def shards(*held: list[int]) -> list[np.ndarray]:

@@ -62,6 +62,8 @@ BAD: list[Bad] = [
     ("group must be given, or .* for a layout of 2 ranks", {"layout": TWO}),
     ("q must have the 18 tokens", {"layout": Layout.contiguous(18, 1)}),
     ("exchange must be one of", {"exchange": "scatter"}),
+    ("exchange must be one of", {"exchange": "all-to-all:2+scatter"}),
+    ("exchange must divide the 1 ranks", {"exchange": "ring+all-to-all:2"}),
     ("kernel must be one of", {"kernel": "cutlass"}),
     *(("bucket must be", {"bucket": bucket}) for bucket in (0, 1.5, True)),
     *(("scale must be", {"scale": scale}) for scale in ("1", True, torch.tensor(1.0))),

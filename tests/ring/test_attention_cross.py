@@ -82,24 +82,24 @@ def check(pattern: Pattern, layout: Layout, key_layout: Layout, exchange: str, *
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_the_oracle_agrees(lengths: tuple[int, int], p: int, orders: tuple[str, str]) -> None:
     layout, key_layout = (layout_of(name, n, p) for name, n in zip(orders, lengths, strict=True))
-    exchanges = cycle(("ring", "direct", "gather") if p > 1 else ("ring",))
+    exchanges = cycle(("ring", "direct", "gather", "all-to-all") if p > 1 else ("ring",))
     for pattern, exchange in zip(PATTERNS.values(), exchanges, strict=False):
         check(pattern, layout, key_layout, exchange, bucket=5)
 
 
-@pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
+@pytest.mark.parametrize("exchange", ("ring", "direct", "gather", "all-to-all"))
 @pytest.mark.parametrize("options", ({"softcap": 0.5}, {"sinks": True}, {"value_dim": 3}, {"kernel": "math"}), ids=str)
 def test_scores_and_values(options: dict[str, Any], exchange: str) -> None:
     check(PATTERNS["longnet causal"], Layout.zigzag(21, 3), Layout.striped(8, 3), exchange, **options)
 
 
-@pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
+@pytest.mark.parametrize("exchange", ("ring", "direct", "gather", "all-to-all"))
 def test_documents_of_both_sequences(exchange: str) -> None:
     pattern = Pattern.longnet((4, None), (1, 3), 4, causal=True, documents=DOCUMENTS)
     check(pattern, Layout.zigzag(21, 3, documents=DOCUMENTS), Layout.striped(21, 3), exchange, bucket=3)
 
 
-@pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
+@pytest.mark.parametrize("exchange", ("ring", "direct", "gather", "all-to-all"))
 def test_the_same_layout_is_self_attention(exchange: str) -> None:
     """Bit for bit, in another object, whose plan is the same."""
     layout, tensors_of = Layout.zigzag(21, 3), tensors(21, 21)[:3]

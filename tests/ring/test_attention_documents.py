@@ -31,7 +31,7 @@ def layout_of(order: str, p: int, lengths: tuple[int, ...]) -> Layout:
     return getattr(Layout, order)(N, p)
 
 
-@pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
+@pytest.mark.parametrize("exchange", ("ring", "direct", "gather", "all-to-all"))
 @pytest.mark.parametrize("p", (1, 2, 4))
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("lengths", DOCUMENTS)
@@ -71,7 +71,7 @@ def test_a_group_can_be_used_after_wrong_documents() -> None:
         torch.testing.assert_close(found, alone)
 
 
-@pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
+@pytest.mark.parametrize("exchange", ("ring", "direct", "gather", "all-to-all"))
 @pytest.mark.parametrize("order", ("contiguous", "zigzag", "striped", "hilbert"))
 def test_documents_of_several_lengths_in_one_call(order: str, exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the calls of GPUs with the math kernel in place of that for variable lengths."""

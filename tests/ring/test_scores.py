@@ -301,7 +301,7 @@ def layout_of(order: str, world: int) -> Layout:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("order", ("zigzag", "empty", "hilbert"))
-@pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
+@pytest.mark.parametrize("exchange", ("ring", "direct", "gather", "all-to-all"))
 @pytest.mark.parametrize("world", (2, 4))
 def test_ranks_give_the_results_of_one(world: int, exchange: str, order: str) -> None:
     """In buckets of a few keys and of all, with key/value heads for each query head and for several."""
@@ -328,7 +328,7 @@ def _of_gloo(exchange: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
+@pytest.mark.parametrize("exchange", ("ring", "direct", "gather", "all-to-all"))
 def test_processes_give_the_results_of_one(ranks: Ranks, exchange: str) -> None:
     exact = results(drawn(SINKS), PATTERNS["longnet causal"], softcap=0.7)
     assert_close(whole(layout_of("zigzag", 4), ranks(4).run(_of_gloo, exchange)), exact)

@@ -49,7 +49,7 @@ def find_cause(run: Run, backend: Backend, minimal: Case, first: Case, claim: Cl
         if len({cause.sentence for cause in causes}) > 1 and world != minimal.world:
             try:
                 backend.start(world)
-                causes = agreed(causes, larger_cases(replace(minimal, world=world), claim), 1) or causes
+                causes = agreed(causes, larger_cases(replace(minimal.for_any_ranks(), world=world), claim), 1) or causes
             finally:
                 backend.start(minimal.world)
     return causes[0].sentence if causes else None

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from reference import cost
 from reference.bounds import Array
 from reference.fast_oracle import Expectation
+from reference.head_groups import groups_of
 from reference.roundoff import LARGEST
 from reference.shards import Ints, default_bucket
 from verification.case import Case
@@ -253,7 +254,7 @@ def check_workspace(case: Case, expectation: Expectation, observations: Observat
     exact = costs(case)
     for index, observation in enumerate(observations):
         allowed = limits(case, index, int(exact.buffer_forward[index]), int(exact.buffer_backward[index]))
-        sees = not expectation.dead_rows[:, case.shards().positions[index]].all()
+        sees = not expectation.dead_rows[_computed(case, index)].all()
         for phase in ("forward", "backward"):
             workspace: Workspace = getattr(observation, f"workspace_{phase}")
             where = f"workspace: {phase}, {_rank(case, index)}"
@@ -271,6 +272,15 @@ def check_workspace(case: Case, expectation: Expectation, observations: Observat
     return {}
 
 
+def _computed(case: Case, index: int) -> Any:
+    """Return the query heads and rows that a rank computes, to index (H, N)."""
+    groups = groups_of(case.exchange, len(case.ranks))
+    (own,) = (group for group in groups.dividing if index in group)
+    place, degree, rows = own.index(index), groups.degree, case.shards().positions
+    heads = slice(place * case.heads // degree, (place + 1) * case.heads // degree)
+    return heads, np.concatenate([rows[rank] for rank in own])
+
+
 @dataclass(frozen=True, eq=False)
 class Costs:
     """Exact costs of a Case: bytes sent (p, p), from row to column, and peak bytes of buffers (p,)."""
@@ -286,7 +296,7 @@ def costs(case: Case) -> Costs:
     """Return the costs by `reference.cost`. Cached, so that it can be called while the ranks are at work."""
     sizes = case.batch, case.heads, case.kv_heads, case.head_dim, case.torch_dtype.itemsize, case.value_dim
     keys = None if case.keys is None else case.key_shards().positions
-    setting = cost.Setting(case.pattern, case.shards().positions, *sizes, keys)
+    setting = cost.Setting(case.pattern, case.shards().positions, *sizes, keys, lse_gradient=case.lse != "unused")
     sent = cost.sent(setting, case.exchange, case.narrow)
     buffers = cost.buffers(setting, case.exchange, case.tokens_per_call, case.narrow)
     return Costs(sent.forward, sent.backward, buffers.forward, buffers.backward)

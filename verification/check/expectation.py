@@ -12,6 +12,7 @@ from torch import Tensor
 
 from reference import roundoff
 from reference.fast_oracle import Expectation, Inputs, evaluate
+from reference.head_groups import groups_of
 from reference.roundoff import Arithmetic, Counts
 from verification.case import Case
 from verification.check.supported import FUSED, fused
@@ -51,7 +52,8 @@ def counts_of(case: Case, kernel: str) -> Counts:
     keys, rows = roundoff.max_pairs(case.pattern, tokens, case.heads, case.kv_heads)
     taken = [roundoff.window_factor(branch, case.pattern.causal, tokens) for branch in case.pattern.branches]
     order, cut = (case.order, case.cuts is not None) if case.keys is None else (None, True)
-    parts = roundoff.max_run_parts(case.exchange, order, cut, ranks, case.pattern.causal, max(taken) > 1)
+    exchange = groups_of(case.exchange, ranks).exchange
+    parts = roundoff.max_run_parts(exchange, order, cut, ranks, case.pattern.causal, max(taken) > 1)
     of_queries, of_keys = (
         roundoff.max_partials(order, cuts is not None, ranks, tokens, case.tokens_per_call, sum(taken), parts)
         for order, cuts in ((case.order, case.cuts), case.key_division()[0:4:3])

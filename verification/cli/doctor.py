@@ -21,7 +21,8 @@ from rich.console import Console
 from reference import Pattern, validators
 from ring import Layout, count_kernels, ring_attention
 from ring.comm.transport import SoloTransport
-from ring.plan.plan import EXCHANGES
+from ring.plan.head_groups import ALL_TO_ALL
+from ring.validation import EXCHANGES
 from verification.case import DTYPES
 from verification.cli.arguments import add_json, check_outputs, command, console, prog_name, write_json
 from verification.report.text import paragraph
@@ -132,6 +133,8 @@ def exchange_transport(exchange: str, device: str) -> str:
         return "none: there is no GPU"
     if not dist.is_nccl_available():
         return "none: this torch has no NCCL"
+    if exchange == ALL_TO_ALL:
+        return "NCCL, point to point"
     return "copies from symmetric memory if the ranks' GPUs share a host and have peer access, else NCCL"
 
 

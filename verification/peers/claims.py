@@ -100,7 +100,7 @@ def all_ranks(case: Case) -> Case:
     Args:
         case: any Case.
     """
-    return dataclasses.replace(case.without_key_cuts(), group=None, cuts=None)
+    return dataclasses.replace(case.for_any_ranks(), group=None, cuts=None)
 
 
 def two_ranks_or_more(case: Case) -> Case:
@@ -152,7 +152,7 @@ def one_process(case: Case) -> Case:
         case: any Case.
     """
     keys = None if case.keys is None else Keys(case.keys.tokens)
-    return dataclasses.replace(case, group=None, cuts=None, order="contiguous", keys=keys)
+    return dataclasses.replace(case.for_any_ranks(), group=None, cuts=None, order="contiguous", keys=keys)
 
 
 def plain_process(case: Case) -> Case:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from reference.call_limits import MIN_ROWS
 from reference.fast_oracle import multiplicity
+from reference.head_groups import ALL_TO_ALL
 from reference.pattern import Branch, Pattern
 from reference.shards import Shards
 from verification.case import AGAIN, DTYPES, EXCHANGES, GPU_KERNELS, KERNELS, LSE, ORDERS, VALUES, Case
@@ -334,6 +335,10 @@ def _chosen(name: str, choice: str) -> Has:
 
 
 GROUPS |= {name: {f"{name} {x}": _chosen(name, x) for x in choices} for name, choices in _CHOICES.items()}
+GROUPS["exchange"] |= {
+    "heads among neighbours": lambda case: case.exchange.startswith(f"{ALL_TO_ALL}:"),
+    "keys among neighbours": lambda case: f"+{ALL_TO_ALL}:" in case.exchange,
+}
 FEATURES: dict[str, Has] = {name: has for features in GROUPS.values() for name, has in features.items()}
 
 

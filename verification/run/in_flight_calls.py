@@ -90,7 +90,7 @@ def carry_out(
     cases = [case]
     transports = [None if group is None else _ContestedTransport(group) for group in _groups(transport, members)]
     if members is not None:
-        cases.append(replace(case.without_key_cuts(), group=tuple(case.ranks[member] for member in members), cuts=None))
+        cases.append(replace(case.for_any_ranks(), group=tuple(case.ranks[member] for member in members), cuts=None))
     flights = {
         number: _Flight.of(gate, cases[call.group], call, number)
         for number, call in enumerate(calls)

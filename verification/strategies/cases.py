@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from reference.head_groups import ALL_TO_ALL, KEY_EXCHANGES
 from reference.pattern import Branch, Pattern
-from verification.case import Case, Keys
+from verification.case import EXCHANGES, Case, Keys
 from verification.strategies.corner_cases import MAX_TOKENS, rare, shifted
 from verification.strategies.decoding import digits, head_range, permutation
 from verification.strategies.documents import MAX_FUSED, fused_documents, packed, windowed
@@ -37,7 +38,7 @@ _dtypes = st.sampled_from(("float32", "float64", "bfloat16", "float16"))
 _orders = st.sampled_from(
     ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped", "stepped")
 )
-_exchanges = st.sampled_from(("ring", "direct", "gather"))
+_exchanges = st.sampled_from(EXCHANGES)
 _kernels = st.sampled_from(("auto", "math", "flash"))
 _lse = st.sampled_from(("unused", "returned", "differentiated", "alone", "apart"))
 # Every Case has a second run, so the special ones come as often as the plain one. The most effective ones come twice;
@@ -206,6 +207,15 @@ def fused(draw: Draw, case: Case) -> Case:
     )  # fmt: skip
 
 
+def exchange_of(draw: Draw, ranks: int) -> str:
+    """Draw an exchange among so many ranks. Of those by heads, half are among some of the ranks, if these divide."""
+    exchange, degrees = draw(_exchanges), [n for n in range(2, ranks) if ranks % n == 0]
+    if exchange != ALL_TO_ALL or not degrees or draw(_flags):
+        return exchange
+    parts = [f"{ALL_TO_ALL}:{draw(st.sampled_from(degrees))}", draw(st.sampled_from(KEY_EXCHANGES))]
+    return "+".join(parts if draw(_flags) else parts[::-1])
+
+
 @st.composite
 def cases(draw: Draw, world: int) -> Case:
     """Draw a Case for a world of that many ranks.
@@ -227,7 +237,8 @@ def cases(draw: Draw, world: int) -> Case:
         cuts=cuts_of(draw, tokens, world if group is None else len(group)), pattern=pattern_of(draw, tokens, heads),
         batch=draw(_batches), heads=heads, kv_heads=kv_heads, head_dim=draw(_head_dims), dtype=draw(_dtypes),
         scale=draw(_scales), score_scale=draw(_score_scales), values=draw(_values), seed=draw(_seeds),
-        exchange=draw(_exchanges), bucket=bucket_of(draw, tokens), kernel=kernel,
+        exchange=exchange_of(draw, world if group is None else len(group)), bucket=bucket_of(draw, tokens),
+        kernel=kernel,
         lse=draw(_lse) if kernel != "flash" else "unused",  # the fused kernel has no gradient through lse
         strided=draw(_flags), again=again, measured=measured, sinks=draw(_sinks),
     )  # fmt: skip
@@ -272,7 +283,7 @@ def long_cases(draw: Draw, world: int) -> Case:
     return Case(
         world=world, group=None, tokens=tokens, order=draw(_orders), cuts=cuts, pattern=Pattern.dense(draw(_flags)),
         batch=1, heads=heads, kv_heads=kv_heads, head_dim=draw(st.sampled_from((1, 2, 4))), dtype=draw(_dtypes),
-        scale=None, score_scale=1.0, values="normal", seed=draw(_seeds), exchange=draw(_exchanges),
+        scale=None, score_scale=1.0, values="normal", seed=draw(_seeds), exchange=exchange_of(draw, world),
         bucket=draw(st.sampled_from((2 * MAX_TOKENS, 40, 3 * MAX_TOKENS))), kernel="math", lse="unused",
         strided=False, measured=True,
     )  # fmt: skip
@@ -281,10 +292,10 @@ def long_cases(draw: Draw, world: int) -> Case:
 def other_sharding(draw: Draw, case: Case) -> dict[str, object]:
     """Draw another group, layout, exchange and bucket, which must not change the results of a Case."""
     group = _members(draw, case.world) if case.world > 1 else None
+    ranks = case.world if group is None else len(group)
     return {
-        "group": group, "order": draw(_orders),
-        "cuts": cuts_of(draw, case.tokens, case.world if group is None else len(group)),
-        "exchange": draw(_exchanges), "bucket": bucket_of(draw, case.tokens),
+        "group": group, "order": draw(_orders), "cuts": cuts_of(draw, case.tokens, ranks),
+        "exchange": exchange_of(draw, ranks), "bucket": bucket_of(draw, case.tokens),
     }  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def test_the_last_calls_of_a_group_are_known() -> None:
     assert [number for number, ref in enumerate(made, 1) if ref() is not None] == list(range(20, MAX_CALLS + 20))
 
 
-@pytest.mark.parametrize("exchange", ["ring", "direct", "gather"])
+@pytest.mark.parametrize("exchange", ["ring", "direct", "gather", "all-to-all"])
 def test_no_cache_keeps_a_listed_layout(exchange: str) -> None:
     layout = Layout.from_cuts(torch.randperm(64, generator=torch.Generator().manual_seed(1)), (0, 64))
     q = torch.zeros(1, 64, 1, 4)

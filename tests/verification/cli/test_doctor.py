@@ -13,7 +13,7 @@ import torch
 import ring.execute
 from ring.caching.bounded_cache import BoundedCache
 from ring.compute import kernel_choice
-from ring.plan.plan import EXCHANGES
+from ring.validation import EXCHANGES
 from verification.case import DTYPES
 from verification.cli import doctor
 

@@ -19,7 +19,7 @@ SETTLED = 4  # claims that follow each other until a Case and the other one diff
 
 @st.composite
 def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case, How]:
-    case = without_overflow(draw(cases(world))).without_key_cuts()  # they are for one number of ranks
+    case = without_overflow(draw(cases(world))).for_any_ranks()
     if case.lse == "apart":  # its gradients depend on the rank that holds a token
         case = replace(case, lse="differentiated")
     case = claimed(claims, case)

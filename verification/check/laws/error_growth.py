@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reference import validators
 from reference.fast_oracle import Expectation
 from reference.pattern import Pattern
-from verification.case import Case
+from verification.case import EXCHANGES, Case
 from verification.check.attention_on_ranks import AttentionOnRanks, Claims, any_case, claimed
 from verification.check.checks import assemble
 from verification.check.expectation import inputs_of
@@ -28,7 +28,7 @@ def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case,
         order=draw(st.sampled_from(("contiguous", "striped"))),
         cuts=None, pattern=Pattern.dense(), batch=1, heads=4, kv_heads=4, head_dim=16, dtype="bfloat16", scale=None,
         score_scale=1.0, values="normal", seed=draw(st.integers(0, 255)),
-        exchange=draw(st.sampled_from(("ring", "direct", "gather"))), bucket=draw(st.sampled_from((None, 64))),
+        exchange=draw(st.sampled_from(EXCHANGES)), bucket=draw(st.sampled_from((None, 64))),
         kernel="math", lse="unused", strided=False,
     )  # fmt: skip
     return claimed(claims, case), {"shift": 1}

@@ -30,7 +30,7 @@ _DIFFERENCE = re.compile(
 
 @st.composite
 def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
-    case = draw(cases(world)).without_key_cuts()
+    case = draw(cases(world)).for_any_ranks()
     # Ranks of a subgroup have two numbers each, which refusals must not confuse.
     if draw(st.sampled_from((False, False, False, True))):
         case = changed(case, other_sharding(draw, case))

@@ -295,7 +295,7 @@ def backend() -> Iterator[SimBackend]:
         yield backend
 
 
-@pytest.mark.parametrize("exchange", ("ring", "direct", "gather"))
+@pytest.mark.parametrize("exchange", ("ring", "direct", "gather", "all-to-all"))
 @pytest.mark.parametrize("world", (1, 3, 40))
 def test_cases_hold_on_one_backend_for_any_world(backend: SimBackend, world: int, exchange: str) -> None:
     longnet = {"tokens": 45, "pattern": Pattern.longnet((4, 16), (1, 3), 2, causal=True), "bucket": 3}

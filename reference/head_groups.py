@@ -1,0 +1,92 @@
+"""Exchanges by heads: which ranks divide the heads of their rows, which have the same heads, and the blocks of heads.
+
+Written without any ring code. "all-to-all:2+ring" among six ranks: ranks 0 1, 2 3 and 4 5 divide the heads, and keys go
+round the rings 0 2 4 and 1 3 5. "ring+all-to-all:2": rings 0 1 2 and 3 4 5; ranks 0 3, 1 4 and 2 5 divide the heads.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+KEY_EXCHANGES = ("ring", "direct", "gather")
+ALL_TO_ALL = "all-to-all"
+_DIVIDING = re.compile(f"{ALL_TO_ALL}:([1-9][0-9]{{0,8}})")
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ranks of each group.
+
+    Args:
+        exchange: of keys, among the ranks with the same heads.
+        dividing: ranks that divide the heads of their rows, group by group.
+        alike: ranks with the same heads, one list for each member of a group of `dividing`.
+    """
+
+    exchange: str
+    dividing: tuple[tuple[int, ...], ...]
+    alike: tuple[tuple[int, ...], ...]
+
+    @property
+    def degree(self) -> int:
+        """Number of ranks that divide the heads; 1 for an exchange of keys alone."""
+        return len(self.dividing[0])
+
+
+def groups_of(exchange: str, p: int) -> Groups:
+    """Return the groups of an exchange.
+
+    Args:
+        exchange: "ring", "direct", "gather", "all-to-all", or two, as "all-to-all:2+ring" and "ring+all-to-all:2".
+        p: number of ranks.
+
+    Raises:
+        ValueError: the exchange is unknown, or does not divide the ranks.
+    """
+    parts = exchange.split("+") if isinstance(exchange, str) else []
+    if parts == [ALL_TO_ALL]:
+        parts = [f"{ALL_TO_ALL}:{p}", "direct"]
+    degrees = [int(found[1]) for part in parts if (found := _DIVIDING.fullmatch(part))]
+    keys = [part for part in parts if part in KEY_EXCHANGES]
+    if len(parts) > 2 or len(keys) != 1 or len(degrees) != len(parts) - 1 or any(p % degree for degree in degrees):
+        raise ValueError(f"exchange is {exchange!r}; it must be one of {(*KEY_EXCHANGES, ALL_TO_ALL)}, or two that "
+                         f"divide {p} ranks, as 'all-to-all:2+ring'")  # fmt: skip
+    degree, neighbours = degrees[0] if degrees else 1, parts[0] not in KEY_EXCHANGES
+    ranks = np.arange(p)
+    grid = ranks.reshape(-1, degree) if neighbours else ranks.reshape(degree, -1).T
+    dividing, alike = (tuple(tuple(row) for row in x.tolist()) for x in (grid, grid.T))
+    return Groups(keys[0], dividing, alike)
+
+
+def head_blocks(heads: int, kv_heads: int, ranks: int, most: int) -> list[list[tuple[range, int]]]:
+    """Return the blocks of heads of each rank of a group: query heads, and the number of their key/value heads.
+
+    Rank r computes the query heads from r H // ranks up to (r + 1) H // ranks, in blocks: whole groups of the query
+    heads of a key/value head, at most so many, or a part of one group.
+
+    Args:
+        heads, kv_heads: their numbers.
+        ranks: that divide the heads.
+        most: key/value heads in a block, at least 1.
+    """
+    group, shares = heads // kv_heads, []
+    for r in range(ranks):
+        first, last = r * heads // ranks, (r + 1) * heads // ranks
+        blocks: list[tuple[range, int]] = []
+        room = 0  # key/value heads that the last block can still take
+        for size in np.bincount(np.arange(first, last) // group):
+            if not size:
+                continue
+            if room and size == group:
+                queries, keys = blocks.pop()
+                blocks.append((range(queries.start, queries.stop + group), keys + 1))
+                room -= 1
+            else:
+                blocks.append((range(first, first + int(size)), 1))
+                room = most - 1 if size == group else 0
+            first += int(size)
+        shares.append(blocks)
+    return shares
