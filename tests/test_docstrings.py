@@ -19,7 +19,8 @@ os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed looks at it once, when it is i
 import pytest
 
 PACKAGES = (  # public: the names in __all__
-    "reference", "ring", "ring.nn", "verification.models", "verification.peers", "verification.testing",
+    "reference", "ring", "ring.estimate", "ring.nn", "verification.models", "verification.peers",
+    "verification.testing",
 )  # fmt: skip
 MODULES = (  # public: every class and function without an underscore
     "reference.call_limits", "reference.closed_forms", "reference.cost", "reference.oracle", "reference.shards",

@@ -174,12 +174,18 @@ def ranges_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int, key_l
 def _ranges(pattern: Pattern, layouts: tuple[Layout, ...], heads: int, kv_heads: int) -> Ranges:
     """Build the table. layouts: one for queries and keys, or one for each."""
     n = max(layout.n for layout in layouts)
+    if any(layout.listed is not None for layout in layouts):
+        blocks = blocks_of(replace(pattern, documents=None), n, heads, kv_heads)
+        return _listed_ranges(blocks, layouts, DocumentTable.of(pattern.documents, n))
+    return ranges_of_runs(pattern, [_runs_of(layout) for layout in layouts], n, heads, kv_heads)
+
+
+def ranges_of_runs(pattern: Pattern, runs_of_each: Sequence[Ints], n: int, heads: int, kv_heads: int) -> Ranges:
+    """Build the table from runs as `_runs_of` returns them: of both queries and keys, or of each. n: tokens."""
     blocks = blocks_of(replace(pattern, documents=None), n, heads, kv_heads)
     documents = DocumentTable.of(pattern.documents, n)
-    if any(layout.listed is not None for layout in layouts):
-        return _listed_ranges(blocks, layouts, documents)
     tables = []
-    for runs in map(_runs_of, layouts):
+    for runs in runs_of_each:
         pieces = Pieces.of(runs, documents)
         for index, block in enumerate(blocks):
             if block.window is None:
@@ -188,7 +194,7 @@ def _ranges(pattern: Pattern, layouts: tuple[Layout, ...], heads: int, kv_heads:
                 segments = documents.cut(block.whole_segment)
                 tables.append(_arithmetic_ranges(index, block, Pieces.of(runs, segments), segments))
     columns: dict[str, Any] = {name: concatenated([table[name] for table in tables]) for name in COLUMNS}
-    first_key = sum(len(table["rank"]) for table in tables[: len(blocks)]) if len(layouts) > 1 else None
+    first_key = sum(len(table["rank"]) for table in tables[: len(blocks)]) if len(runs_of_each) > 1 else None
     return Ranges(blocks, packed=len(documents) > 1, first_key=first_key, **columns)
 
 

@@ -1,0 +1,113 @@
+"""The command `python -m ring.estimate`: prints a table, JSON or CSV."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from reference.pattern import Pattern
+from ring.estimate.estimates import DEVICES, ORDERS, estimate
+from ring.estimate.stages import EXCHANGES, Rates
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+EPILOG = """example, of which every time needs all of the rates:
+  python -m ring.estimate --tokens 1Mi --ranks 8 64 --causal --heads 32 --kv-heads 8 --head-dim 128 \\
+      --forward-rate 600e12 --backward-rate 450e12 --link-rate 100e9 --latency 1e-5 --memory 80Gi"""
+
+
+def integer(text: str) -> int:
+    """Parse "2048", "2Ki", "1Mi" or "80Gi"."""
+    match = re.fullmatch("([0-9]+)(Ki|Mi|Gi)?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be an integer such as 2048, 2Ki, 1Mi or 80Gi")
+    return int(match[1]) * UNITS[match[2] or ""]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    top = argparse.ArgumentParser(
+        prog="python -m ring.estimate", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EPILOG,
+        description="Predicts memory, messages, work and time of ring_attention, on the rank with most of each.",
+    )  # fmt: skip
+    add = top.add_argument
+    add("--tokens", type=integer, nargs="+", required=True, metavar="N", help="of the whole sequence, such as 1Mi")
+    add("--ranks", type=integer, nargs="+", required=True, metavar="P")
+    add("--order", choices=ORDERS, default="zigzag", help="of the tokens (default: zigzag)")
+    add("--causal", action="store_true")
+    add("--window", type=integer, metavar="W", help="largest distance of a key (default: no limit)")
+    add("--segments", type=integer, nargs="+", metavar="W", help="segment lengths of LongNet's branches")
+    add("--dilations", type=integer, nargs="+", metavar="R", help="their dilation rates")
+    add("--pattern", type=Path, metavar="FILE", help="any pattern instead, with documents: JSON of Pattern.to_dict()")
+    add("--heads", type=integer, required=True, metavar="H")
+    add("--kv-heads", type=integer, metavar="H", help="(default: as many)")
+    add("--head-dim", type=integer, required=True, metavar="D")
+    add("--value-dim", type=integer, metavar="D", help="head dim of the values (default: the same)")
+    add("--batch", type=integer, default=1, metavar="B")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--exchange", choices=EXCHANGES, default="ring")
+    add("--bucket", type=integer, metavar="N", help="tokens (default: that of ring_attention)")
+    add("--device", choices=DEVICES, default="cuda")
+    for name, unit in (("forward-rate", "FLOP/s"), ("backward-rate", "FLOP/s"), ("link-rate", "bytes/s")):
+        add(f"--{name}", type=float, metavar="R", help=f"{unit}, for times")
+    add("--latency", type=float, default=0.0, metavar="S", help="seconds of a message beyond its bytes (default: 0)")
+    add("--memory", type=integer, metavar="BYTES", help="of a rank: adds the longest sequence that fits, such as 80Gi")
+    form = top.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--csv", action="store_true", help="print CSV")
+    return top
+
+
+def pattern_of(given: argparse.Namespace) -> Pattern:
+    """Return the pattern of the options, or raise ValueError."""
+    alone = given.pattern is not None, given.segments is not None, given.window is not None
+    if sum(alone) > 1 or (given.pattern is not None and given.causal):
+        raise ValueError("--pattern, --segments and --window exclude each other, and --pattern has --causal within")
+    if (given.segments is None) != (given.dilations is None):
+        raise ValueError("--segments and --dilations must be given together")
+    if given.pattern is not None:
+        return Pattern.from_dict(json.loads(given.pattern.read_text()))
+    if given.segments is not None:
+        return Pattern.longnet(given.segments, given.dilations, given.heads, given.causal)
+    return Pattern.dense(given.causal, window=given.window)
+
+
+def rates_of(given: argparse.Namespace) -> Rates | None:
+    """Return the rates of the options; None without any."""
+    rates = given.forward_rate, given.backward_rate, given.link_rate
+    if rates == (None, None, None):
+        return None
+    if None in rates:
+        raise ValueError("--forward-rate, --backward-rate and --link-rate must be given together")
+    return Rates(*rates, given.latency)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the estimates, and return the exit status: 2 for a wrong argument."""
+    top = parser()
+    given = top.parse_args(arguments)
+    try:
+        rows = estimate(
+            pattern_of(given), tokens=given.tokens, ranks=given.ranks, order=given.order, heads=given.heads,
+            kv_heads=given.kv_heads, head_dim=given.head_dim, value_dim=given.value_dim, batch=given.batch,
+            dtype=DTYPES[given.dtype], exchange=given.exchange, bucket=given.bucket, device=given.device,
+            rates=rates_of(given), memory=given.memory,
+        )  # fmt: skip
+    except (ValueError, OSError) as error:
+        top.error(str(error))
+    if given.json or given.csv:
+        print(rows.to_json() if given.json else rows.to_csv(), end="\n" if given.json else "")
+    else:
+        Console().print(rows.to_table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

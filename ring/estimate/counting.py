@@ -1,0 +1,291 @@
+"""Counts of `reference.cost` by arithmetic on ranges instead of token by token: the same integers for long sequences.
+
+A group is the ranges of keys of one block in one segment (`ring.plan.ranges`), with the ranges of queries that may see
+them: those of the same segment and, under a window, of the segments beside it. Most groups are alike: one is another,
+shifted by some positions and rotated by some ranks. Each kind is counted once, pair by pair of ranges, and added for
+every rotation in which it occurs.
+
+Keys are counted by their owner s and the distance t = (d - s) mod p to the rank d that reads them. Of a key range rank
+d sees leading elements and, under a window, trailing ones, as in `ring.plan.remote_rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from reference.cost import Setting
+from reference.pattern import Pattern
+from ring.layout import Layout
+from ring.plan.blocks import Block
+from ring.plan.range_pairs import group_of
+from ring.plan.ranges import Ints, Ranges, group_starts, ragged_arange, ranges_of, ranges_of_runs
+
+MAX_TOKENS = 2**31  # sums of positions over a range fit into 64 bits
+MAX_PAIRS = 2**27  # of ranges: some ten seconds
+_BATCH = 2**16  # of these at a time: the arrays about them stay in the caches of a processor
+_EXACT = 2**53  # sums are taken in fp64
+
+
+@dataclass(frozen=True, eq=False)
+class Counted(Setting):
+    """A setting that is counted by ranges. It lists no positions."""
+
+    layout: Layout = Layout(0, (0, 0), ())
+    key_layout: Layout = Layout(0, (0, 0), ())
+
+    def __post_init__(self) -> None:
+        """Nothing: `ring.estimate.estimates` checks all arguments."""
+
+    @property
+    def world(self) -> int:
+        """Number of ranks, p."""
+        return self.layout.world_size
+
+    @cached_property
+    def counts(self) -> Ints:
+        """Number of queries of each rank, (p,)."""
+        return np.array(self.layout.counts, np.int64)
+
+    @cached_property
+    def key_counts(self) -> Ints:
+        """Number of keys of each rank, (p,)."""
+        return np.array(self.key_layout.counts, np.int64)
+
+    @cached_property
+    def slots(self) -> Ints:
+        """(p, p): slots of rank [s] that rank [d] needs, over all blocks; the diagonal is 0."""
+        return to_readers(self.needed.sum(0))
+
+    @cached_property
+    def ending(self) -> Ints:
+        """(p, p): slots of rank [s] whose travel is exactly [t]; column 0 is not counted, nothing reads it."""
+        return self.stopping.sum(0)
+
+    @cached_property
+    def widest(self) -> int:
+        """W, the greatest width of a block of which some rank needs a remote row; 0 if there is none."""
+        return int(max((w for w, x in zip(self.widths, self.needed, strict=True) if x.any()), default=0))
+
+    @cached_property
+    def widths(self) -> Ints:
+        """Slots of a row of each block, (blocks,)."""
+        return np.array([block.width for block in self._ranges.blocks], np.int64)
+
+    @cached_property
+    def needed(self) -> Ints:
+        """(blocks, p, p): slots of rank [s] that the rank at distance [t] needs, by block."""
+        return _exact(self.widths[:, None, None] * np.array([needed for needed, _, _ in self._tables]))
+
+    @cached_property
+    def stopping(self) -> Ints:
+        """(blocks, p, p): `ending`, by block."""
+        flying = _exact(self.widths[:, None, None] * np.array([flying for _, flying, _ in self._tables]))
+        return flying - np.append(flying[:, :, 1:], np.zeros_like(flying[:, :, :1]), axis=2)
+
+    @cached_property
+    def work(self) -> Ints:
+        """(p, p): (query head, query, key) triples of keys of rank [s] with queries of the rank at distance [t]."""
+        heads = [sum(g.query.groups * g.query.per_group for g in block.head_groups) for block in self._ranges.blocks]
+        return _exact(np.sum([h * pairs for h, (_, _, pairs) in zip(heads, self._tables, strict=True)], axis=0))
+
+    @property
+    def pairs(self) -> list[int]:
+        """`work` of the queries of each rank."""
+        return to_readers(self.work).sum(0).tolist()
+
+    @cached_property
+    def _ranges(self) -> Ranges:
+        layouts = (self.layout,) if self.key_layout == self.layout else (self.layout, self.key_layout)
+        sizes = self.heads, self.kv_heads
+        if all(layout.listed is None for layout in layouts):
+            return ranges_of(self.pattern, self.layout, *sizes, self.key_layout)
+        return ranges_of_runs(self.pattern, [_intervals(x) for x in layouts], max(x.n for x in layouts), *sizes)
+
+    @cached_property
+    def _tables(self) -> list[tuple[Ints, Ints, Ints]]:
+        """The tables of each block."""
+        blocks = _kinds_of(self._ranges, self.pattern, self.world)
+        pairs = sum(int(kinds.partners.sum()) for kinds in blocks)
+        if pairs > MAX_PAIRS:
+            raise ValueError(
+                f"layout has too many runs of positions: {pairs} pairs of them would be counted, and 2**27 are the "
+                "most. Give one of fewer runs, such as Layout.zigzag(n, p)"
+            )
+        return [kinds.tables() for kinds in blocks]
+
+
+def to_readers(by_distance: Ints) -> Ints:
+    """Turn a table of (owner, distance) into one of (owner, reader), both (p, p)."""
+    ranks = np.arange(len(by_distance))
+    return by_distance[ranks[:, None], (ranks - ranks[:, None]) % len(ranks)]
+
+
+def _intervals(layout: Layout) -> Ints:
+    """Return a layout's runs of neighbouring positions, (runs, 5): rank, row, start, step, length. Rows are all 0."""
+    owner = np.empty(layout.n, np.int64)
+    owner[layout.order] = np.repeat(np.arange(layout.world_size), layout.counts)
+    start = np.flatnonzero(group_starts(owner))
+    length = np.diff(np.append(start, layout.n))
+    return np.stack([owner[start], np.zeros_like(start), start, np.ones_like(start), length], axis=1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Kinds:
+    """The kinds of groups of one block. queries, keys: ranges of all kinds, one after the other, a column a field.
+
+    counts: ranges of queries and of keys of each kind, (kinds, 2).
+    often: groups of each kind by rotation, (kinds, p).
+    """
+
+    block: Block
+    causal: bool
+    queries: Ints
+    keys: Ints
+    counts: Ints
+    often: Ints
+
+    def tables(self) -> tuple[Ints, Ints, Ints]:
+        """Count by owner [s] and distance [t], (p, p) each: rows that the rank at distance t needs, rows that travel t
+        or more, and pairs of a query and a key.
+        """
+        p, reach, windowed = self.often.shape[1], self.block.window or 0, self.block.window is not None
+        leading, trailing, seen = np.zeros((3, len(self.keys), p), np.int64)
+        for query, key, at in self._pairs():
+            every, last = query[4] * key[4], query[2] + (query[4] - 1) * query[3]
+            # Keys up to a query or, beside its segment, up to a window behind it or before its window.
+            away = query[0] - key[0] if windowed else 0
+            shift = np.where(away > 0, -reach - 1, reach * (away < 0)) if windowed else np.zeros_like(last)
+            until, pairs = key[4], every
+            if self.causal or windowed:
+                until, pairs = _count_until(key, last + shift), _sum_until(query, key, shift)
+            if windowed:
+                inside = (away == 0) & (not self.causal)
+                until, pairs = np.where(inside, key[4], until), np.where(inside, every, pairs)
+                hidden = _count_until(key, query[2] + shift)
+                np.maximum.at(trailing.reshape(-1), at, np.where(away > 0, key[4] - hidden, 0))
+                until, pairs = np.where(away > 0, 0, until), np.where(away > 0, every - pairs, pairs)
+            np.maximum.at(leading.reshape(-1), at, until)
+            np.add.at(seen.reshape(-1), at, pairs)
+        leading[:, 0] = trailing[:, 0] = 0  # own rows
+        farther = [np.maximum.accumulate(x[:, ::-1], axis=1)[:, ::-1] for x in (leading, trailing)]
+        needed, flying = (np.minimum(lead + trail, self.keys[:, 4:]) for lead, trail in ((leading, trailing), farther))
+        flying[:, 0] = 0
+        return self._in_all_rotations(needed), self._in_all_rotations(flying), self._in_all_rotations(seen)
+
+    @cached_property
+    def partners(self) -> Ints:
+        """Key ranges that each query range is paired with: the first ones of its kind, by position."""
+        query_kind, key_kind = (np.repeat(np.arange(len(self.counts)), x) for x in self.counts.T)
+        if not self.causal or self.block.window is not None:
+            return self.counts[query_kind, 1]
+        last, first = self.queries[:, 2] + (self.queries[:, 4] - 1) * self.queries[:, 3], self.keys[:, 2]
+        low, span = min(last.min(initial=0), 0), max(last.max(initial=0), first.max(initial=0)) + 1
+        seen = np.searchsorted(
+            key_kind * (span - low) + first, query_kind * (span - low) + np.maximum(last, -1), "right"
+        )
+        return seen - self.key_begin[query_kind]
+
+    @cached_property
+    def key_begin(self) -> Ints:
+        """The first key range of each kind."""
+        return np.cumsum(self.counts[:, 1]) - self.counts[:, 1]
+
+    def _pairs(self) -> Iterator[tuple[Ints, Ints, Ints]]:
+        """Yield the columns of the query and of the key of some pairs after others, and key * p + distance of each."""
+        p, queries, keys = self.often.shape[1], self.queries.T.copy(), self.keys.T.copy()
+        first_key = np.repeat(self.key_begin, self.counts[:, 0])
+        begins: list[int] = np.flatnonzero(group_starts(np.cumsum(self.partners) // _BATCH)).tolist()
+        for begin, end in pairwise([*begins, len(self.partners)]):
+            which, partners = np.arange(begin, end), self.partners[begin:end]
+            key_at = np.repeat(first_key[which], partners) + ragged_arange(partners)
+            query, key = queries[:, np.repeat(which, partners)], keys[:, key_at]
+            yield query, key, key_at * p + (query[1] - key[1]) % p
+
+    def _in_all_rotations(self, table: Ints) -> Ints:
+        """Add the rows of a table, (key ranges, p), to those of their owners, in all groups: (p, p) in fp64."""
+        p, kind, rank = self.often.shape[1], np.repeat(np.arange(len(self.counts)), self.counts[:, 1]), self.keys[:, 1]
+        order = np.lexsort((rank, kind))
+        begin = np.flatnonzero(group_starts(kind[order], rank[order]))
+        if not len(begin):
+            return np.zeros((p, p))
+        each = np.add.reduceat(table[order], begin, axis=0)
+        kind, rank = kind[order][begin], rank[order][begin]
+        weights = self.often[kind[:, None], (np.arange(p) - rank[:, None]) % p]
+        return weights.T.astype(float) @ each.astype(float)
+
+
+def _kinds_of(ranges: Ranges, pattern: Pattern, p: int) -> tuple[_Kinds, ...]:
+    """Find the kinds of groups of each block."""
+    group = group_of(ranges)
+    columns = np.stack([group, ranges.rank, ranges.first, ranges.step, ranges.count], axis=1)
+    queries, keys = (x[np.lexsort((ranges.first[x], group[x]))] for x in (ranges.queries, ranges.keys))
+    begin = np.flatnonzero(group_starts(group[keys]))
+    groups, windowed = group[keys[begin]], ranges.window[keys[begin]] >= 0
+    low = np.searchsorted(group[queries], groups - (windowed & (not pattern.causal)), "left")
+    high = np.searchsorted(group[queries], groups + windowed, "right")
+    end, block = np.append(begin, len(keys))[1:], ranges.block[keys[begin]]
+    queries, keys = columns[queries], columns[keys]
+    found: list[dict[tuple[bytes, bytes], tuple[Ints, Ints, Ints]]] = [{} for _ in ranges.blocks]
+    for index, a, b, c, d in zip(*(x.tolist() for x in (block, low, high, begin, end)), strict=True):
+        origin = keys[c] * (1, 1, 1, 0, 0)  # group, rank and position of the first key range
+        sides = queries[a:b] - origin, keys[c:d] - origin
+        for side in sides:
+            side[:, 1] %= p
+        kind = sides[0].tobytes(), sides[1].tobytes()
+        if kind not in found[index]:
+            found[index][kind] = *sides, np.zeros(p, np.int64)
+        found[index][kind][2][origin[1]] += 1
+    return tuple(
+        _Kinds(x, pattern.causal, *_joined(list(kinds.values()), p))
+        for x, kinds in zip(ranges.blocks, found, strict=True)
+    )
+
+
+def _joined(kinds: list[tuple[Ints, Ints, Ints]], p: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return the last four fields of `_Kinds`, from the queries, keys and rotations of each."""
+    counts = np.array([(len(queries), len(keys)) for queries, keys, _ in kinds], np.int64).reshape(-1, 2)
+    queries, keys = (np.concatenate([np.empty((0, 5), np.int64), *(kind[i] for kind in kinds)]) for i in (0, 1))
+    return queries, keys, counts, np.array([kind[2] for kind in kinds], np.int64).reshape(-1, p)
+
+
+def _count_until(key: Ints, position: Ints) -> Ints:
+    """Count the elements of key ranges at or before a position."""
+    return np.clip((position - key[2]) // key[3] + 1, 0, key[4])
+
+
+def _sum_until(query: Ints, key: Ints, reach: Ints) -> Ints:
+    """Sum `_count_until` of position + reach over the positions of a query range."""
+    first = query[2] + reach - key[2]  # from the first key on
+    some = np.clip(-(first // query[3]), 0, query[4])  # queries that see no key
+    every = np.clip(-((first - (key[4] - 1) * key[3]) // query[3]), some, query[4])  # that do not see all
+    partial = _floor_sum(every - some, key[3], query[3], np.maximum(first + some * query[3], 0))
+    return partial + every - some + (query[4] - every) * key[4]
+
+
+def _floor_sum(n: Ints, m: Ints, a: Ints, b: Ints) -> Ints:
+    """Sum (a i + b) // m over i = 0 .. n - 1, for a, m >= 1 and b >= 0, by Euclid's algorithm on m and a.
+
+    Take the whole parts of a / m and b / m out. What is left counts the points (i, j), j >= 1, with j m <= a i + b, and
+    is a sum of the same form over the j, which has m and a exchanged.
+    """
+    total = np.zeros_like(n)
+    while n.any():
+        total += n * (n - 1) // 2 * (a // m) + n * (b // m)
+        a, b = a % m, b % m
+        n, b = np.divmod(a * n + b, m)
+        a, m = m, np.maximum(a, 1)  # a is 0 only where n is now
+    return total
+
+
+def _exact(total: Ints) -> Ints:
+    """Return a sum of integers in fp64 as integers; refuse one that fp64 rounds."""
+    if total.max(initial=0) >= _EXACT:
+        raise ValueError(
+            "tokens are too many: a rank has 2**53 or more pairs of a query and a key, which are not counted"
+        )
+    return total.astype(np.int64)

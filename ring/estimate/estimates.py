@@ -1,0 +1,340 @@
+"""Predicts what a call of `ring_attention` takes, before anybody runs it: memory, messages, work and time."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from reference import cost, validators
+from reference.pattern import Pattern, check_pattern
+from ring.default_bucket import default_bucket
+from ring.estimate.counting import MAX_TOKENS, Counted
+from ring.estimate.stages import EXCHANGES, Rates, stages_of, times
+from ring.layout import Layout
+from ring.validation import DTYPES
+
+ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "balanced", "zigzag by document")
+DEVICES = ("cpu", "cuda")
+BYTES = ("shards", "accumulator", "gradients", "incoming", "buffers", "memory", "sent")
+_GRAIN = 128  # tokens a rank: `longest` is a multiple
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Forward or backward, on the rank that has most of each.
+
+    Args:
+        buffers: bytes for communication.
+        memory: bytes of all: shards, buffers and, in forward, the accumulator or, in backward, gradients and incoming.
+        sent: bytes.
+        messages: sent.
+        flops: operations of the matrix products.
+        seconds: by the model of `ring.estimate.stages`; None without rates, as all times.
+        computing: seconds of the kernels.
+        messaging: seconds of the messages, hidden or not.
+        exposed: seconds of messages that computing does not hide.
+    """
+
+    buffers: int
+    memory: int
+    sent: int
+    messages: int
+    flops: int
+    seconds: float | None = None
+    computing: float | None = None
+    messaging: float | None = None
+    exposed: float | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One prediction, on the rank that has most of each.
+
+    Args:
+        tokens, ranks, order, exchange, bucket: the setting. order is "given" for a layout of the caller's.
+        shards: bytes of q, k, v, out and lse.
+        accumulator: bytes of out and lse in the accumulator's dtype; forward.
+        gradients: bytes of dq, dk and dv in the accumulator's dtype; backward.
+        incoming: bytes of the gradient of out; backward.
+        pairs: (query head, query, key) triples of one batch entry.
+        imbalance: pairs of the busiest rank / mean.
+        forward, backward: the two passes.
+        longest: most tokens that fit the given memory, in multiples of 128 a rank; None if no memory is given.
+    """
+
+    tokens: int
+    ranks: int
+    order: str
+    exchange: str
+    bucket: int
+    shards: int
+    accumulator: int
+    gradients: int
+    incoming: int
+    pairs: int
+    imbalance: float
+    forward: Pass
+    backward: Pass
+    longest: int | None = None
+
+    def flat(self) -> dict[str, Any]:
+        """Return all fields in one dictionary, those of the passes as forward_memory and so on."""
+        row: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            row |= {f"{name}_{k}": x for k, x in vars(value).items()} if isinstance(value, Pass) else {name: value}
+        return row
+
+
+class Estimates(tuple[Estimate, ...]):
+    """Estimates, one a row, and their forms for other programs."""
+
+    def to_table(self) -> Table:
+        """Return a rich table with a column for each row, for a terminal."""
+        table = Table("rank with most of each", *("" for _ in self), box=None, pad_edge=False)
+        rows = [row.flat() for row in self]
+        for name in rows[0] if rows else ():
+            if any(row[name] is not None for row in rows):
+                table.add_row(name.replace("_", " "), *(_shown(name, row[name]) for row in rows))
+        return table
+
+    def to_json(self) -> str:
+        """Return a JSON list with an object a row."""
+        return json.dumps([row.flat() for row in self], indent=1)
+
+    def to_csv(self) -> str:
+        """Return CSV with a line of names; None is empty. Without rows there is no line."""
+        text, rows = io.StringIO(), [row.flat() for row in self]
+        writer = csv.DictWriter(text, list(rows[0]) if rows else (), lineterminator="\n")
+        if rows:
+            writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()
+
+    def to_pandas(self) -> Any:
+        """Return a pandas DataFrame.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        import pandas as pd
+
+        return pd.DataFrame([row.flat() for row in self])
+
+
+def _shown(name: str, value: Any) -> str:
+    """Format bytes in MiB, times in ms, operations and pairs in powers of ten."""
+    unit = name.removeprefix("forward_").removeprefix("backward_")
+    if unit in BYTES:
+        return f"{value / 2**20:,.1f} MiB"
+    if isinstance(value, float):
+        return f"{value:.3f}" if unit == "imbalance" else f"{1e3 * value:,.3f} ms"
+    return f"{value:.4g}" if unit in ("pairs", "flops") else str(value)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of `estimate` that do not depend on tokens and ranks."""
+
+    pattern: Pattern
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    batch: int
+    dtype: torch.dtype
+    exchange: str
+    bucket: int | None
+    device: str
+
+    def __post_init__(self) -> None:
+        check_pattern(self.pattern)
+        for name in ("heads", "kv_heads", "head_dim", "value_dim", "batch"):
+            validators.integer(name, getattr(self, name), 1)
+        validators.grouped_heads(self.heads, self.kv_heads)
+        self.pattern.validate(self.heads)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(map(str, DTYPES))}")
+        validators.choice("exchange", self.exchange, [name for name in cost.EXCHANGES if name in EXCHANGES])
+        validators.optional(validators.integer, "bucket", self.bucket, 1, MAX_TOKENS)
+        validators.choice("device", self.device, DEVICES)
+
+    def counted(self, layout: Layout, key_layout: Layout) -> Counted:
+        """Return the setting of a layout, counted as its attributes are read."""
+        sizes = self.batch, self.heads, self.kv_heads, self.head_dim, self.dtype.itemsize, self.value_dim
+        return Counted(self.pattern, (), *sizes, layout=layout, key_layout=key_layout)
+
+    def bucket_of(self, layout: Layout, key_layout: Layout) -> int:
+        """Return the bucket that `ring_attention` uses."""
+        if self.bucket is not None:
+            return self.bucket
+        return default_bucket(layout, self.heads, self.kv_heads, self.dtype, self.device, key_layout)
+
+    @property
+    def narrow(self) -> bool:
+        """True if gradients of keys travel in the working dtype."""
+        return self.exchange == "direct" and self.device == "cuda"
+
+    def memory(self, setting: Counted, bucket: int) -> dict[str, np.ndarray]:
+        """Return the terms of the memory of each rank, (p,) each, by their names in `Estimate`."""
+        held, buffers = cost.resident(setting), cost.buffers(setting, self.exchange, bucket, self.narrow)
+        incoming = self.batch * setting.counts * self.heads * self.value_dim * self.dtype.itemsize
+        return {
+            "shards": held.shards, "accumulator": held.accumulator, "gradients": held.gradients, "incoming": incoming,
+            "forward_buffers": buffers.forward, "backward_buffers": buffers.backward,
+            "forward_memory": held.shards + held.accumulator + buffers.forward,
+            "backward_memory": held.shards + incoming + held.gradients + buffers.backward,
+        }  # fmt: skip
+
+    def peak(self, layout: Layout) -> int:
+        """Return the bytes of the fullest rank at the peak."""
+        terms = self.memory(self.counted(layout, layout), self.bucket_of(layout, layout))
+        return int(max(terms["forward_memory"].max(), terms["backward_memory"].max()))
+
+
+def estimate(
+    pattern: Pattern, layout: Layout | None = None, *, tokens: int | Sequence[int] | None = None,
+    ranks: int | Sequence[int] | None = None, order: str = "zigzag", heads: int, kv_heads: int | None = None,
+    head_dim: int, value_dim: int | None = None, batch: int = 1, dtype: torch.dtype = torch.bfloat16,
+    exchange: str = "ring", bucket: int | None = None, device: str = "cuda", key_layout: Layout | None = None,
+    rates: Rates | None = None, memory: int | None = None,
+) -> Estimates:  # fmt: skip
+    """Predict memory, messages, work and time of `ring_attention`, forward and backward, on the rank with most of each.
+
+    Bytes of shards and buffers, bytes sent and operations are exactly those of `reference.cost`, messages those of the
+    plan. Times are those of a model, which `ring.estimate.stages` states.
+
+    Args:
+        pattern: the attention mask.
+        layout: the order of the tokens on the ranks; None: made from tokens, ranks and order.
+        tokens: of the sequence; several give a row each.
+        ranks: p; several give a row each.
+        order: one of ORDERS.
+        heads, kv_heads: query heads, and key/value heads; None: as many.
+        head_dim, value_dim: of queries and keys, and of values; None: head_dim.
+        batch: sequences.
+        dtype: of the tensors.
+        exchange: as for `ring_attention`.
+        bucket: in tokens; None: the default one.
+        device: "cuda" or "cpu": the default bucket depends on it, and the dtype in which gradients travel.
+        key_layout: of keys of another sequence; None: `layout`.
+        rates: of the machine; None: no times.
+        memory: bytes of a rank, to find the longest sequence in this order; None: not looked for.
+
+    Returns:
+        A row for each number of tokens and of ranks.
+
+    Raises:
+        ValueError: an argument is invalid, or cannot be counted exactly.
+    """
+    kv_heads, value_dim = heads if kv_heads is None else kv_heads, head_dim if value_dim is None else value_dim
+    call = Call(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, exchange, bucket, device)
+    if rates is not None and not isinstance(rates, Rates):
+        raise ValueError(f"rates is {rates!r}; it must be Rates(forward=, backward=, link=, latency=) or None")
+    if memory is not None:
+        validators.integer("memory", memory, 1)
+        if layout is not None or pattern.documents is not None:
+            raise ValueError("memory must be None for a given layout, or documents: they have one number of tokens")
+    if layout is None:
+        if tokens is None or ranks is None or key_layout is not None:
+            raise ValueError("layout must be given with a key_layout, and where tokens or ranks are None")
+        layouts = _layouts(pattern, _several("tokens", tokens), _several("ranks", ranks), order)
+    else:
+        if tokens is not None or ranks is not None:
+            raise ValueError("tokens and ranks must be None for a given layout, which has them")
+        layouts, order = iter([_checked(layout, key_layout, pattern)]), "given"
+    return Estimates(_row(call, order, *each, rates, memory) for each in layouts)
+
+
+def _several(name: str, given: object) -> Sequence[int]:
+    several = given if isinstance(given, (list, tuple, range)) else (given,)
+    return [validators.integer(name, x, 1, MAX_TOKENS) for x in several]
+
+
+def _layouts(
+    pattern: Pattern, tokens: Sequence[int], ranks: Sequence[int], order: str
+) -> Iterator[tuple[Layout, Layout]]:
+    validators.choice("order", order, ORDERS)
+    for n in tokens:
+        pattern.validate_tokens(n)
+        for p in ranks:
+            layout = layout_of(pattern, n, p, order)
+            yield layout, layout
+
+
+def layout_of(pattern: Pattern, n: int, p: int, order: str) -> Layout:
+    """Return the layout of one of ORDERS."""
+    if order == "balanced":
+        return Layout.balanced(pattern, n, p)
+    if order == "zigzag by document":
+        return Layout.zigzag(n, p, pattern.documents)
+    make = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
+    return make.get(order, Layout.hilbert)(n, p)
+
+
+def _checked(layout: Layout, key_layout: Layout | None, pattern: Pattern) -> tuple[Layout, Layout]:
+    keys = layout if key_layout is None else key_layout
+    for name, x in (("layout", layout), ("key_layout", keys)):
+        if not isinstance(x, Layout):
+            raise ValueError(f"{name} is {x!r}; it must be a Layout, as Layout.zigzag(n, p)")
+        validators.at_most(f"tokens of the {name}", x.n, MAX_TOKENS)
+        pattern.validate_tokens(x.n)
+    if keys.world_size != layout.world_size:
+        raise ValueError(f"key_layout is for {keys.world_size} ranks; it must be for the {layout.world_size} of layout")
+    return layout, keys
+
+
+def _row(call: Call, order: str, layout: Layout, keys: Layout, rates: Rates | None, memory: int | None) -> Estimate:
+    setting, bucket = call.counted(layout, keys), call.bucket_of(layout, keys)
+    sent, stages = cost.sent(setting, call.exchange, call.narrow), stages_of(setting, call.exchange, bucket)
+    terms = {name: int(term.max()) for name, term in call.memory(setting, bucket).items()}
+    out = [np.zeros(setting.world, np.int64)] + [stage.keys.out for stage in stages]
+    returned = out + [stage.gradients.out for stage in stages]
+    of_keys, of_values = (2 * call.batch * dim for dim in setting.dims)
+    operations = of_keys + of_values, 3 * of_keys + 2 * of_values
+    seconds = ({}, {}) if rates is None else times(setting, stages, operations, setting.slot_bytes(call.narrow), rates)
+    pairs = setting.pairs
+    passes = {
+        name: Pass(
+            terms[f"{name}_buffers"], terms[f"{name}_memory"], int(traffic.sum(1).max()),
+            int(np.sum(messages, axis=0).max()), max(pairs) * each, **spent,
+        )
+        for name, traffic, messages, each, spent in zip(
+            ("forward", "backward"), (sent.forward, sent.backward), (out, returned), operations, seconds, strict=True
+        )
+    }  # fmt: skip
+    most = None if memory is None else longest(call, setting.world, order, memory)
+    balance = cost.Flops(tuple(pairs), (), ()).imbalance
+    return Estimate(
+        layout.n, setting.world, order, call.exchange, bucket, shards=terms["shards"], accumulator=terms["accumulator"],
+        gradients=terms["gradients"], incoming=terms["incoming"], pairs=max(pairs), imbalance=balance,
+        forward=passes["forward"], backward=passes["backward"], longest=most,
+    )  # fmt: skip
+
+
+def longest(call: Call, ranks: int, order: str, memory: int) -> int:
+    """Return the most tokens, a multiple of 128 a rank, that fit the memory of a rank; 0 if none do.
+
+    Args:
+        call: the problem.
+        ranks: p.
+        order: one of ORDERS.
+        memory: bytes of a rank.
+    """
+    grain = _GRAIN * ranks
+    token = call.peak(layout_of(call.pattern, grain, 1, order)) // grain  # shards alone: one rank has no messages
+    fits, fails = 0, min(memory * ranks // max(token, 1), MAX_TOKENS) // grain + 1
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        if call.peak(layout_of(call.pattern, middle * grain, ranks, order)) <= memory:
+            fits = middle
+        else:
+            fails = middle
+    return fits * grain

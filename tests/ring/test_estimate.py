@@ -1,0 +1,250 @@
+"""`ring.estimate` against `reference.cost`, the plans, and times worked out by hand."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from reference import cost
+from reference.closed_forms import dense_slots, segment_pairs
+from reference.pattern import Branch, Pattern, multiplicity
+from ring.default_bucket import default_bucket
+from ring.estimate import Estimate, Rates, estimate, stages
+from ring.estimate.__main__ import main
+from ring.estimate.counting import to_readers
+from ring.estimate.estimates import ORDERS, Call, layout_of, longest
+from ring.layout import Layout
+from ring.plan.plan import plan_of
+from tests.support import drawn_patterns
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+SIZES: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
+HAND = Rates(forward=1.0, backward=1.0, link=1.0)
+budget = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, pattern: Pattern, n: int, p: int) -> Layout:
+    """Orders of the command, cuts of a permutation, and runs of several steps."""
+    order = draw(st.sampled_from((*ORDERS, "shuffled", "steps")))
+    if order in ORDERS:
+        return layout_of(pattern, n, p, order)
+    step = draw(st.integers(1, 4))
+    listed = (
+        [x for r in range(step) for x in range(r, n, step)] if order == "steps" else draw(st.permutations(range(n)))
+    )
+    return Layout.from_cuts(listed, (0, *sorted(draw(st.integers(0, n)) for _ in range(p - 1)), n))
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[Call, Layout, Layout]:
+    """With documents, windows, grouped heads, values of another head dim, and keys of another sequence."""
+    documents, p, kv_heads = (
+        draw(st.none() | drawn_patterns.documents()),
+        draw(st.integers(1, 6)),
+        draw(st.integers(1, 3)),
+    )
+    n = draw(st.integers(0, 40)) if documents is None else sum(documents)
+    heads = kv_heads * draw(st.integers(1, 3))
+    pattern = replace(draw(drawn_patterns.patterns(heads)), documents=documents)
+    layout = keys = draw(layouts(pattern, n, p))
+    if draw(st.booleans()):
+        keys = draw(layouts(pattern, n if documents is not None else draw(st.integers(0, 40)), p))
+    exchange, bucket = draw(st.sampled_from(stages.EXCHANGES)), draw(st.none() | st.integers(1, 12))
+    sizes = heads, kv_heads, draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    call = Call(
+        pattern, *sizes, draw(st.sampled_from(DTYPES)), exchange, bucket, draw(st.sampled_from(("cpu", "cuda")))
+    )
+    return call, layout, keys
+
+
+def row_of(call: Call, layout: Layout, keys: Layout, **rest: Any) -> Estimate:
+    (row,) = estimate(layout=layout, key_layout=keys, **vars(call), **rest)
+    return row
+
+
+def listed(call: Call, layout: Layout, keys: Layout) -> cost.Setting:
+    """The problem for `reference.cost`, position by position."""
+    held = [[x.positions(rank).numpy() for rank in range(x.world_size)] for x in (layout, keys)]
+    sizes = call.batch, call.heads, call.kv_heads, call.head_dim, call.dtype.itemsize, call.value_dim
+    return cost.Setting(call.pattern, held[0], *sizes, held[1])
+
+
+@budget
+@given(calls())
+def test_bytes_buffers_and_operations_are_those_of_the_reference(drawn: tuple[Call, Layout, Layout]) -> None:
+    call, layout, keys = drawn
+    exact, row = listed(*drawn), row_of(*drawn)
+    narrow, counted = call.exchange == "direct" and call.device == "cuda", call.counted(layout, keys)
+    bucket = call.bucket or default_bucket(layout, call.heads, call.kv_heads, call.dtype, call.device, keys)
+    for exchange in stages.EXCHANGES:  # every entry
+        for mine, theirs in (
+            (cost.sent(counted, exchange, narrow), cost.sent(exact, exchange, narrow)),
+            (cost.buffers(counted, exchange, bucket, narrow), cost.buffers(exact, exchange, bucket, narrow)),
+        ):
+            assert all(np.array_equal(a, b) for a, b in zip(vars(mine).values(), vars(theirs).values(), strict=True))
+    sent, held, flops = cost.sent(exact, call.exchange, narrow), cost.resident(exact), cost.flops(exact)
+    buffers = cost.buffers(exact, call.exchange, bucket, narrow)
+    incoming = call.batch * exact.counts * call.heads * call.value_dim * call.dtype.itemsize
+    expected = {
+        "bucket": bucket, "shards": held.shards, "accumulator": held.accumulator, "gradients": held.gradients,
+        "incoming": incoming, "forward_buffers": buffers.forward, "backward_buffers": buffers.backward,
+        "forward_memory": held.shards + held.accumulator + buffers.forward,
+        "backward_memory": held.shards + incoming + held.gradients + buffers.backward,
+        "forward_sent": sent.forward.sum(1), "backward_sent": sent.backward.sum(1),
+        "pairs": flops.pairs, "forward_flops": flops.forward, "backward_flops": flops.backward,
+    }  # fmt: skip
+    assert {name: row.flat()[name] for name in expected} == {name: np.max(x) for name, x in expected.items()}
+    assert row.imbalance == flops.imbalance
+
+
+@budget
+@given(calls())
+def test_messages_and_work_are_those_of_the_plans_and_the_mask(drawn: tuple[Call, Layout, Layout]) -> None:
+    call, layout, keys = drawn
+    setting, bucket, p = call.counted(layout, keys), call.bucket_of(layout, keys), layout.world_size
+    found = stages.stages_of(setting, call.exchange, bucket)
+    sides = [stage.keys for stage in found], [stage.gradients for stage in found]
+    planned = [0, 0]  # slots
+    for rank in range(p):
+        plan = plan_of(call.pattern, layout, rank, call.heads, call.kv_heads, call.exchange, bucket, key_layout=keys)
+        for side, each in enumerate(("sends", "return_sends")):
+            messages = [[x.stop - x.start for x in getattr(step, each)] for step in plan.steps]
+            mine = [(x.out[rank], x.sent[rank]) for x in sides[side] if x.out[rank]]
+            assert [(len(x), sum(x)) for x in messages if x] == mine
+            planned[side] += sum(map(sum, messages))
+    assert planned == [sum(int(x.received.sum()) for x in side) for side in sides]
+    mask = multiplicity(call.pattern, torch.arange(layout.n), torch.arange(keys.n), call.heads).sum(0).numpy()
+    held = [[x.positions(rank).numpy() for rank in range(p)] for x in (layout, keys)]
+    work = [[mask[np.ix_(query, key)].sum() for query in held[0]] for key in held[1]]
+    assert np.array_equal(to_readers(setting.work), work)
+    computed = setting.work[:, 0] + sum((stage.pairs for stage in found), np.zeros(p))
+    assert computed == pytest.approx(np.sum(work, axis=0))
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("exchange", ["ring", "direct"])
+def test_a_million_tokens_have_the_closed_form(order: str, exchange: str) -> None:
+    n, p = 2**20, 64
+    layout, call = (
+        getattr(Layout, order)(n, p),
+        Call(Pattern.dense(True), 2, 1, 1, 1, 1, torch.float64, exchange, 99, "cpu"),
+    )
+    setting = call.counted(layout, layout)
+    assert cost.sent(setting, exchange).forward.sum() == dense_slots(n, p, 1, True, order, exchange) * 16
+    assert setting.work.sum() == segment_pairs(n, n, 1, 2, True)
+
+
+def test_times_by_hand() -> None:
+    """Two shards of 4 tokens, all of which see each other: 16 pairs with own keys, 16 with the others'.
+
+    A pair takes 4 operations in forward and 10 in backward; a shard of keys and values 8 numbers of 8 bytes.
+    """
+    call = Call(Pattern.dense(), 1, 1, 1, 1, 1, torch.float64, "direct", 4, "cpu")
+    layout = Layout.contiguous(8, 2)
+    for link, latency in ((1.0, 0.0), (1.0, 5.0), (0.5, 0.0)):
+        row = row_of(call, layout, layout, rates=replace(HAND, link=link, latency=latency))
+        message = 64 / link + latency
+        assert (row.forward.computing, row.forward.messaging) == (128, message)
+        assert (row.forward.exposed, row.forward.seconds) == (message - 64, max(64, message) + 64)
+        assert (row.backward.computing, row.backward.messaging) == (320, 2 * message)
+        assert (row.backward.exposed, row.backward.seconds) == (message, 320 + message)  # the keys are hidden
+    alone = row_of(call, Layout.contiguous(8, 1), Layout.contiguous(8, 1), rates=HAND)
+    assert (alone.forward.seconds, alone.backward.seconds, alone.forward.messaging) == (256, 640, 0)
+    halves = row_of(replace(call, bucket=2), layout, layout, rates=HAND)  # 64, then max(32, 32), then 32
+    assert (halves.forward.seconds, halves.forward.messages) == (128, 2)
+    assert halves.backward.seconds == 160 + 80 + 80 + 32  # one return is hidden
+
+
+@pytest.mark.parametrize("exchange", stages.EXCHANGES)
+def test_the_longest_sequence_fits_and_the_next_does_not(exchange: str) -> None:
+    call = Call(Pattern.dense(True, window=1000), 4, 2, 64, 64, 1, torch.bfloat16, exchange, None, "cuda")
+    found = longest(call, 4, "zigzag", 2**28)
+    least, more = (call.peak(Layout.zigzag(n, 4)) for n in (found, found + 512))
+    assert least <= 2**28 < more and longest(call, 4, "zigzag", 1000) == 0
+    (row,) = estimate(
+        call.pattern, tokens=512, ranks=4, memory=2**28, **{k: v for k, v in vars(call).items() if k != "pattern"}
+    )
+    assert row.longest == found
+
+
+def test_a_row_for_each_size_in_every_form() -> None:
+    rows = estimate(Pattern.dense(True), tokens=[1024, 2048], ranks=[2, 4], **SIZES)
+    assert [(row.tokens, row.ranks) for row in rows] == [(1024, 2), (1024, 4), (2048, 2), (2048, 4)]
+    assert json.loads(rows.to_json()) == [row.flat() for row in rows]
+    (first, *_) = csv.DictReader(io.StringIO(rows.to_csv()))
+    assert first == {name: "" if x is None else str(x) for name, x in rows[0].flat().items()}
+    assert rows.to_table().row_count == len(rows[0].flat()) - 9  # neither times nor the longest sequence
+    frame = pytest.importorskip("pandas") and rows.to_pandas()
+    assert list(frame.columns) == list(rows[0].flat()) and frame.ranks.tolist() == [2, 4, 2, 4]
+
+
+def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = ["--tokens", "1Ki", "--ranks", "2", "4", "--heads", "32", "--kv-heads", "8", "--head-dim", "128"]
+    rates = ["--forward-rate", "4e14", "--backward-rate", "3e14", "--link-rate", "1e11", "--latency", "1e-5"]
+    same: dict[str, Any] = {"tokens": 1024, "ranks": [2, 4], **SIZES}
+    assert main([*sizes, *rates, "--causal", "--json", "--memory", "1Gi"]) == 0
+    expected = estimate(Pattern.dense(True), **same, rates=Rates(4e14, 3e14, 1e11, 1e-5), memory=2**30)
+    assert capsys.readouterr().out == expected.to_json() + "\n"
+    main([*sizes, "--segments", "64", "256", "--dilations", "1", "4", "--csv"])
+    assert capsys.readouterr().out == estimate(Pattern.longnet([64, 256], [1, 4], 32), **same).to_csv()
+    packed = Pattern.dense(True, (1000, 24))
+    (tmp_path / "pattern.json").write_text(json.dumps(packed.to_dict()))
+    main([*sizes, "--pattern", str(tmp_path / "pattern.json"), "--order", "balanced", "--csv"])
+    assert capsys.readouterr().out == estimate(packed, **same, order="balanced").to_csv()
+    main([*sizes, *rates])
+    assert "forward exposed" in capsys.readouterr().out
+    for wrong in (["--window", "3", "--segments", "4"], ["--segments", "4"], ["--link-rate", "1"], ["--bucket", "0"]):
+        with pytest.raises(SystemExit, match="2"):
+            main([*sizes, *wrong])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"pattern": None}, "pattern must be a Pattern"),
+        ({"heads": 0}, "heads is 0; it must be an integer of at least 1"),
+        ({"kv_heads": 3}, "heads is 32; it must be a multiple of kv_heads, 3"),
+        ({"pattern": Pattern((Branch(heads=range(40)),))}, "pattern must be one for the 32 query heads"),
+        ({"dtype": torch.int8}, "dtype is torch.int8; it must be one of torch.float64"),
+        ({"exchange": "star"}, "exchange is 'star'; it must be one of ring, direct, gather"),
+        ({"bucket": 0}, "bucket is 0; it must be an integer from 1"),
+        ({"bucket": 1, "tokens": 2**22}, "bucket is 1; it must be large enough for at most 2\\*\\*16 stages"),
+        ({"device": "tpu"}, "device is 'tpu'; it must be one of cpu, cuda"),
+        ({"order": "random"}, "order is 'random'; it must be one of contiguous"),
+        ({"tokens": 2**32}, "tokens is 4294967296; it must be an integer from 1 to 2147483648"),
+        ({"ranks": [2, 0]}, "ranks is 0; it must be an integer from 1"),
+        ({"ranks": None}, "layout must be given"),
+        ({"layout": Layout.zigzag(8, 2)}, "tokens and ranks must be None"),
+        ({"layout": 3, "tokens": None, "ranks": None}, "layout is 3; it must be a Layout"),
+        ({"key_layout": Layout.zigzag(8, 2)}, "layout must be given with a key_layout"),
+        ({"pattern": Pattern.dense(documents=(3,))}, "documents must add up to the 1024 tokens"),
+        ({"rates": 3}, "rates is 3; it must be Rates"),
+        ({"memory": 0}, "memory is 0; it must be an integer of at least 1"),
+        ({"pattern": Pattern.dense(documents=(1024,)), "memory": 1}, "memory must be None"),
+    ],
+)  # fmt: skip
+def test_refuses(change: dict[str, Any], named: str) -> None:
+    given: dict[str, Any] = {"pattern": Pattern.dense(), "tokens": 1024, "ranks": 2, **SIZES}
+    with pytest.raises(ValueError, match=f"^{named}"):
+        estimate(**{**given, **change})
+
+
+def test_refuses_what_it_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    shuffled = Layout.from_cuts(np.random.default_rng(0).permutation(2**16), (0, 2**15, 2**16))
+    with pytest.raises(ValueError, match="layout has too many runs of positions"):
+        estimate(Pattern.dense(), shuffled, **SIZES)
+    with pytest.raises(ValueError, match="tokens are too many: .* 2\\*\\*53"):
+        estimate(Pattern.dense(), tokens=2**31, ranks=2, **SIZES)
+    with pytest.raises(ValueError, match="link is 0"):
+        Rates(1, 1, 0)
