@@ -27,7 +27,8 @@ from ring.plan.ranges import Ints, Ranges, group_starts, ragged_arange, ranges_o
 
 MAX_TOKENS = 2**31  # sums of positions over a range fit into 64 bits
 MAX_PAIRS = 2**27  # of ranges: some ten seconds
-_BATCH = 2**16  # of these at a time: the arrays about them stay in the caches of a processor
+_BATCH = 2**16  # of these at a time, so that arrays stay in the caches of a processor
+_PART = 2**10  # key ranges
 _EXACT = 2**53  # sums are taken in fp64
 
 
@@ -107,16 +108,16 @@ class Counted(Setting):
         return ranges_of_runs(self.pattern, [_intervals(x) for x in layouts], max(x.n for x in layouts), *sizes)
 
     @cached_property
-    def _tables(self) -> list[tuple[Ints, Ints, Ints]]:
-        """The tables of each block."""
+    def _tables(self) -> list[Ints]:
+        """The tables of each block, (3, p, p)."""
         blocks = _kinds_of(self._ranges, self.pattern, self.world)
-        pairs = sum(int(kinds.partners.sum()) for kinds in blocks)
+        pairs = sum(int(kinds.partners.sum()) for parts in blocks for kinds in parts)
         if pairs > MAX_PAIRS:
             raise ValueError(
                 f"layout has too many runs of positions: {pairs} pairs of them would be counted, and 2**27 are the "
                 "most. Give one of fewer runs, such as Layout.zigzag(n, p)"
             )
-        return [kinds.tables() for kinds in blocks]
+        return [sum((kinds.tables() for kinds in parts), np.zeros((3, self.world, self.world))) for parts in blocks]
 
 
 def to_readers(by_distance: Ints) -> Ints:
@@ -136,7 +137,7 @@ def _intervals(layout: Layout) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class _Kinds:
-    """The kinds of groups of one block. queries, keys: ranges of all kinds, one after the other, a column a field.
+    """Some kinds of groups of one block. queries, keys: ranges of all kinds, one after the other, a column a field.
 
     counts: ranges of queries and of keys of each kind, (kinds, 2).
     often: groups of each kind by rotation, (kinds, p).
@@ -149,8 +150,8 @@ class _Kinds:
     counts: Ints
     often: Ints
 
-    def tables(self) -> tuple[Ints, Ints, Ints]:
-        """Count by owner [s] and distance [t], (p, p) each: rows that the rank at distance t needs, rows that travel t
+    def tables(self) -> Ints:
+        """Count by owner [s] and distance [t], (3, p, p): rows that the rank at distance t needs, rows that travel t
         or more, and pairs of a query and a key.
         """
         p, reach, windowed = self.often.shape[1], self.block.window or 0, self.block.window is not None
@@ -175,7 +176,7 @@ class _Kinds:
         farther = [np.maximum.accumulate(x[:, ::-1], axis=1)[:, ::-1] for x in (leading, trailing)]
         needed, flying = (np.minimum(lead + trail, self.keys[:, 4:]) for lead, trail in ((leading, trailing), farther))
         flying[:, 0] = 0
-        return self._in_all_rotations(needed), self._in_all_rotations(flying), self._in_all_rotations(seen)
+        return self._in_all_rotations(np.stack([needed, flying, seen], axis=1))
 
     @cached_property
     def partners(self) -> Ints:
@@ -206,21 +207,16 @@ class _Kinds:
             query, key = queries[:, np.repeat(which, partners)], keys[:, key_at]
             yield query, key, key_at * p + (query[1] - key[1]) % p
 
-    def _in_all_rotations(self, table: Ints) -> Ints:
-        """Add the rows of a table, (key ranges, p), to those of their owners, in all groups: (p, p) in fp64."""
-        p, kind, rank = self.often.shape[1], np.repeat(np.arange(len(self.counts)), self.counts[:, 1]), self.keys[:, 1]
-        order = np.lexsort((rank, kind))
-        begin = np.flatnonzero(group_starts(kind[order], rank[order]))
-        if not len(begin):
-            return np.zeros((p, p))
-        each = np.add.reduceat(table[order], begin, axis=0)
-        kind, rank = kind[order][begin], rank[order][begin]
-        weights = self.often[kind[:, None], (np.arange(p) - rank[:, None]) % p]
-        return weights.T.astype(float) @ each.astype(float)
+    def _in_all_rotations(self, tables: Ints) -> Ints:
+        """Add the rows (tables, p) of each key range to those of its owner, in all groups: (tables, p, p) in fp64."""
+        kind, p = np.repeat(np.arange(len(self.counts)), self.counts[:, 1]), self.often.shape[1]
+        weights = self.often[kind[:, None], (np.arange(p) - self.keys[:, 1:2]) % p]
+        total = weights.T.astype(float) @ tables.reshape(len(tables), -1).astype(float)
+        return total.reshape(p, -1, p).transpose(1, 0, 2)
 
 
-def _kinds_of(ranges: Ranges, pattern: Pattern, p: int) -> tuple[_Kinds, ...]:
-    """Find the kinds of groups of each block."""
+def _kinds_of(ranges: Ranges, pattern: Pattern, p: int) -> list[list[_Kinds]]:
+    """Find the kinds of groups of each block, in parts."""
     group = group_of(ranges)
     columns = np.stack([group, ranges.rank, ranges.first, ranges.step, ranges.count], axis=1)
     queries, keys = (x[np.lexsort((ranges.first[x], group[x]))] for x in (ranges.queries, ranges.keys))
@@ -240,17 +236,18 @@ def _kinds_of(ranges: Ranges, pattern: Pattern, p: int) -> tuple[_Kinds, ...]:
         if kind not in found[index]:
             found[index][kind] = *sides, np.zeros(p, np.int64)
         found[index][kind][2][origin[1]] += 1
-    return tuple(
-        _Kinds(x, pattern.causal, *_joined(list(kinds.values()), p))
-        for x, kinds in zip(ranges.blocks, found, strict=True)
-    )
+    return [
+        list(_parts(x, pattern.causal, list(kinds.values()), p)) for x, kinds in zip(ranges.blocks, found, strict=True)
+    ]
 
 
-def _joined(kinds: list[tuple[Ints, Ints, Ints]], p: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return the last four fields of `_Kinds`, from the queries, keys and rotations of each."""
+def _parts(block: Block, causal: bool, kinds: list[tuple[Ints, Ints, Ints]], p: int) -> Iterator[_Kinds]:
+    """Yield a block's kinds, given as queries, keys and rotations, in parts of about _PART key ranges."""
     counts = np.array([(len(queries), len(keys)) for queries, keys, _ in kinds], np.int64).reshape(-1, 2)
-    queries, keys = (np.concatenate([np.empty((0, 5), np.int64), *(kind[i] for kind in kinds)]) for i in (0, 1))
-    return queries, keys, counts, np.array([kind[2] for kind in kinds], np.int64).reshape(-1, p)
+    begins = np.flatnonzero(group_starts(np.cumsum(counts[:, 1]) // _PART)).tolist()
+    for a, b in pairwise([*begins, len(kinds)]):
+        queries, keys = (np.concatenate([kind[i] for kind in kinds[a:b]]) for i in (0, 1))
+        yield _Kinds(block, causal, queries, keys, counts[a:b], np.array([kind[2] for kind in kinds[a:b]], np.int64))
 
 
 def _count_until(key: Ints, position: Ints) -> Ints:
