@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from reference.pattern import Branch, Pattern, multiplicity
 from ring.default_bucket import default_bucket
 from ring.estimate import Estimate, Rates, estimate, stages
 from ring.estimate.__main__ import main
-from ring.estimate.counting import to_readers
-from ring.estimate.estimates import ORDERS, Call, layout_of, longest
+from ring.estimate.counting import _floor_sum, to_readers
+from ring.estimate.estimates import DEVICES, ORDERS, Call, layout_of, longest
 from ring.layout import Layout
 from ring.plan.plan import plan_of
 from tests.support import drawn_patterns
 
+NARROW = ("direct", "cuda")  # gradients travel in the working dtype
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 SIZES: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 HAND = Rates(forward=1.0, backward=1.0, link=1.0)
@@ -49,22 +51,20 @@ def layouts(draw: st.DrawFn, pattern: Pattern, n: int, p: int) -> Layout:
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[Call, Layout, Layout]:
     """With documents, windows, grouped heads, values of another head dim, and keys of another sequence."""
-    documents, p, kv_heads = (
-        draw(st.none() | drawn_patterns.documents()),
-        draw(st.integers(1, 6)),
-        draw(st.integers(1, 3)),
+    documents, kv_heads = draw(st.none() | drawn_patterns.documents()), draw(st.integers(1, 3))
+    tokens, p, heads = (
+        st.integers(8, 40) | st.integers(0, 8),
+        draw(st.sampled_from((2, 3, 4, 5, 6, 1))),
+        kv_heads * draw(st.integers(1, 3)),
     )
-    n = draw(st.integers(0, 40)) if documents is None else sum(documents)
-    heads = kv_heads * draw(st.integers(1, 3))
+    n = draw(tokens) if documents is None else sum(documents)
     pattern = replace(draw(drawn_patterns.patterns(heads)), documents=documents)
     layout = keys = draw(layouts(pattern, n, p))
     if draw(st.booleans()):
-        keys = draw(layouts(pattern, n if documents is not None else draw(st.integers(0, 40)), p))
-    exchange, bucket = draw(st.sampled_from(stages.EXCHANGES)), draw(st.none() | st.integers(1, 12))
+        keys = draw(layouts(pattern, draw(tokens) if documents is None else n, p))
     sizes = heads, kv_heads, draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    call = Call(
-        pattern, *sizes, draw(st.sampled_from(DTYPES)), exchange, bucket, draw(st.sampled_from(("cpu", "cuda")))
-    )
+    exchange, bucket = draw(st.sampled_from(stages.EXCHANGES)), draw(st.none() | st.integers(1, 12))
+    call = Call(pattern, *sizes, draw(st.sampled_from(DTYPES)), exchange, bucket, draw(st.sampled_from(DEVICES)))
     return call, layout, keys
 
 
@@ -84,28 +84,30 @@ def listed(call: Call, layout: Layout, keys: Layout) -> cost.Setting:
 @given(calls())
 def test_bytes_buffers_and_operations_are_those_of_the_reference(drawn: tuple[Call, Layout, Layout]) -> None:
     call, layout, keys = drawn
-    exact, row = listed(*drawn), row_of(*drawn)
-    narrow, counted = call.exchange == "direct" and call.device == "cuda", call.counted(layout, keys)
-    bucket = call.bucket or default_bucket(layout, call.heads, call.kv_heads, call.dtype, call.device, keys)
-    for exchange in stages.EXCHANGES:  # every entry
-        for mine, theirs in (
-            (cost.sent(counted, exchange, narrow), cost.sent(exact, exchange, narrow)),
-            (cost.buffers(counted, exchange, bucket, narrow), cost.buffers(exact, exchange, bucket, narrow)),
-        ):
-            assert all(np.array_equal(a, b) for a, b in zip(vars(mine).values(), vars(theirs).values(), strict=True))
-    sent, held, flops = cost.sent(exact, call.exchange, narrow), cost.resident(exact), cost.flops(exact)
-    buffers = cost.buffers(exact, call.exchange, bucket, narrow)
+    exact, counted = listed(*drawn), call.counted(layout, keys)
+    held, flops = cost.resident(exact), cost.flops(exact)
     incoming = call.batch * exact.counts * call.heads * call.value_dim * call.dtype.itemsize
-    expected = {
-        "bucket": bucket, "shards": held.shards, "accumulator": held.accumulator, "gradients": held.gradients,
-        "incoming": incoming, "forward_buffers": buffers.forward, "backward_buffers": buffers.backward,
-        "forward_memory": held.shards + held.accumulator + buffers.forward,
-        "backward_memory": held.shards + incoming + held.gradients + buffers.backward,
-        "forward_sent": sent.forward.sum(1), "backward_sent": sent.backward.sum(1),
-        "pairs": flops.pairs, "forward_flops": flops.forward, "backward_flops": flops.backward,
-    }  # fmt: skip
-    assert {name: row.flat()[name] for name in expected} == {name: np.max(x) for name, x in expected.items()}
-    assert row.imbalance == flops.imbalance
+    assert counted.widest == exact.widest
+    for exchange, device in product(stages.EXCHANGES, DEVICES):
+        row, narrow = (
+            row_of(replace(call, exchange=exchange, device=device), layout, keys),
+            (exchange, device) == NARROW,
+        )
+        bucket = call.bucket or default_bucket(layout, call.heads, call.kv_heads, call.dtype, device, keys)
+        sent, buffers = cost.sent(exact, exchange, narrow), cost.buffers(exact, exchange, bucket, narrow)
+        mine = cost.sent(counted, exchange, narrow), cost.buffers(counted, exchange, bucket, narrow)
+        for theirs, ours in zip((sent, buffers), mine, strict=True):  # every entry, not the largest alone
+            assert all(np.array_equal(getattr(ours, name), entries) for name, entries in vars(theirs).items())
+        expected = {
+            "bucket": bucket, "shards": held.shards, "accumulator": held.accumulator, "gradients": held.gradients,
+            "incoming": incoming, "forward_buffers": buffers.forward, "backward_buffers": buffers.backward,
+            "forward_memory": held.shards + held.accumulator + buffers.forward,
+            "backward_memory": held.shards + incoming + held.gradients + buffers.backward,
+            "forward_sent": sent.forward.sum(1), "backward_sent": sent.backward.sum(1),
+            "pairs": flops.pairs, "forward_flops": flops.forward, "backward_flops": flops.backward,
+        }  # fmt: skip
+        assert {name: row.flat()[name] for name in expected} == {name: np.max(x) for name, x in expected.items()}
+        assert row.imbalance == flops.imbalance
 
 
 @budget
@@ -114,22 +116,29 @@ def test_messages_and_work_are_those_of_the_plans_and_the_mask(drawn: tuple[Call
     call, layout, keys = drawn
     setting, bucket, p = call.counted(layout, keys), call.bucket_of(layout, keys), layout.world_size
     found = stages.stages_of(setting, call.exchange, bucket)
-    sides = [stage.keys for stage in found], [stage.gradients for stage in found]
-    planned = [0, 0]  # slots
+    passes, sent = [[stage.keys for stage in found], [stage.gradients for stage in found]], np.zeros((2, p), np.int64)
     for rank in range(p):
         plan = plan_of(call.pattern, layout, rank, call.heads, call.kv_heads, call.exchange, bucket, key_layout=keys)
-        for side, each in enumerate(("sends", "return_sends")):
-            messages = [[x.stop - x.start for x in getattr(step, each)] for step in plan.steps]
-            mine = [(x.out[rank], x.sent[rank]) for x in sides[side] if x.out[rank]]
-            assert [(len(x), sum(x)) for x in messages if x] == mine
-            planned[side] += sum(map(sum, messages))
-    assert planned == [sum(int(x.received.sum()) for x in side) for side in sides]
+        for each, prefix in enumerate(("", "return_")):
+            for out, into, name in (("out", "sent", "sends"), ("into", "received", "receives")):
+                planned = [[x.stop - x.start for x in getattr(step, prefix + name)] for step in plan.steps]
+                counted = [(getattr(x, out)[rank], getattr(x, into)[rank]) for x in passes[each]]
+                assert [x for x in counted if x[0]] == [(len(x), sum(x)) for x in planned if x]
+            sent[each, rank] = sum(len(getattr(step, f"{prefix}sends")) for step in plan.steps)
+    row = row_of(*drawn)
+    assert (row.forward.messages, row.backward.messages) == (sent[0].max(), sent.sum(0).max())
     mask = multiplicity(call.pattern, torch.arange(layout.n), torch.arange(keys.n), call.heads).sum(0).numpy()
     held = [[x.positions(rank).numpy() for rank in range(p)] for x in (layout, keys)]
     work = [[mask[np.ix_(query, key)].sum() for query in held[0]] for key in held[1]]
     assert np.array_equal(to_readers(setting.work), work)
     computed = setting.work[:, 0] + sum((stage.pairs for stage in found), np.zeros(p))
     assert computed == pytest.approx(np.sum(work, axis=0))
+
+
+@given(*[st.lists(st.integers(least, 40), min_size=5, max_size=5) for least in (0, 1, 1, 0)])
+def test_sums_of_quotients(n: list[int], m: list[int], a: list[int], b: list[int]) -> None:
+    found = _floor_sum(*(np.array(x, np.int64) for x in (n, m, a, b)))
+    assert found.tolist() == [sum((a[i] * k + b[i]) // m[i] for k in range(n[i])) for i in range(5)]
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
@@ -204,9 +213,16 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == estimate(packed, **same, order="balanced").to_csv()
     main([*sizes, *rates])
     assert "forward exposed" in capsys.readouterr().out
-    for wrong in (["--window", "3", "--segments", "4"], ["--segments", "4"], ["--link-rate", "1"], ["--bucket", "0"]):
+    for wrong, named in (
+        (["--window", "3", "--segments", "4"], "exclude each other"),
+        (["--segments", "4"], "--segments and --dilations must be given together"),
+        (["--link-rate", "1"], "--link-rate must be given together"),
+        (["--bucket", "0"], "bucket is 0"),
+        (["--tokens", "1K"], "'1K'; it must be an integer such as"),
+    ):
         with pytest.raises(SystemExit, match="2"):
             main([*sizes, *wrong])
+        assert named in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
