@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import isqrt
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from ring.plan.ranges import Ints, Ranges, group_starts, ragged_arange, ranges_o
 
 MAX_TOKENS = 2**31  # sums of positions over a range fit into 64 bits
 MAX_PAIRS = 2**27  # of ranges: some ten seconds
+MAX_TABLE = 2**24  # blocks times ranks squared: some GiB
 _BATCH = 2**16  # of these at a time, so that arrays stay in the caches of a processor
 _PART = 2**10  # key ranges
 _EXACT = 2**53  # sums are taken in fp64
@@ -110,6 +112,10 @@ class Counted(Setting):
     @cached_property
     def _tables(self) -> list[Ints]:
         """The tables of each block, (3, p, p)."""
+        count = len(self._ranges.blocks)
+        if count * self.world**2 > MAX_TABLE:
+            most = isqrt(MAX_TABLE // count)
+            raise ValueError(f"ranks are {self.world}; with the pattern's {count} blocks at most {most} are counted")
         blocks = _kinds_of(self._ranges, self.pattern, self.world)
         pairs = sum(int(kinds.partners.sum()) for parts in blocks for kinds in parts)
         if pairs > MAX_PAIRS:

@@ -67,7 +67,7 @@ class Estimate:
         pairs: (query head, query, key) triples of one batch entry.
         imbalance: pairs of the busiest rank / mean.
         forward, backward: the two passes.
-        longest: most tokens that fit the given memory, in multiples of 128 a rank; None if no memory is given.
+        longest: tokens that fit the given memory, see `longest`; None if no memory is given.
     """
 
     tokens: int
@@ -100,7 +100,7 @@ class Estimates(tuple[Estimate, ...]):
         """Return a rich table with a column for each row, for a terminal."""
         table = Table("rank with most of each", *("" for _ in self), box=None, pad_edge=False)
         rows = [row.flat() for row in self]
-        for name in rows[0] if rows else ():
+        for name in rows[0]:
             if any(row[name] is not None for row in rows):
                 table.add_row(name.replace("_", " "), *(_shown(name, row[name]) for row in rows))
         return table
@@ -110,11 +110,10 @@ class Estimates(tuple[Estimate, ...]):
         return json.dumps([row.flat() for row in self], indent=1)
 
     def to_csv(self) -> str:
-        """Return CSV with a line of names; None is empty. Without rows there is no line."""
+        """Return CSV with a line of names; None is empty."""
         text, rows = io.StringIO(), [row.flat() for row in self]
-        writer = csv.DictWriter(text, list(rows[0]) if rows else (), lineterminator="\n")
-        if rows:
-            writer.writeheader()
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
         writer.writerows(rows)
         return text.getvalue()
 
@@ -255,6 +254,8 @@ def estimate(
 
 def _several(name: str, given: object) -> Sequence[int]:
     several = given if isinstance(given, (list, tuple, range)) else (given,)
+    if not several:
+        raise ValueError(f"{name} is {given!r}; it must be an integer, or at least one")
     return [validators.integer(name, x, 1, MAX_TOKENS) for x in several]
 
 
@@ -320,17 +321,18 @@ def _row(call: Call, order: str, layout: Layout, keys: Layout, rates: Rates | No
 
 
 def longest(call: Call, ranks: int, order: str, memory: int) -> int:
-    """Return the most tokens, a multiple of 128 a rank, that fit the memory of a rank; 0 if none do.
+    """Return tokens that fit the memory of a rank, 0 if none do, such that 128 more a rank do not.
 
-    Args:
-        call: the problem.
-        ranks: p.
-        order: one of ORDERS.
-        memory: bytes of a rank.
+    Found by bisection. Memory grows with the tokens, but for buffers of `direct` that shrink where fewer messages share
+    a round: there even more tokens may fit. Raises ValueError if it would be more than 2^31.
     """
     grain = _GRAIN * ranks
-    token = call.peak(layout_of(call.pattern, grain, 1, order)) // grain  # shards alone: one rank has no messages
-    fits, fails = 0, min(memory * ranks // max(token, 1), MAX_TOKENS) // grain + 1
+    token = call.peak(layout_of(call.pattern, grain, 1, order)) // grain  # at least, since one rank has no messages
+    fits, fails = 0, memory * ranks // token // grain + 1
+    if fails * grain > MAX_TOKENS:
+        fails = MAX_TOKENS // grain
+        if call.peak(layout_of(call.pattern, fails * grain, ranks, order)) <= memory:
+            raise ValueError(f"memory is {memory}; it must be less than 2**31 tokens take on {ranks} ranks")
     while fails - fits > 1:
         middle = (fits + fails) // 2
         if call.peak(layout_of(call.pattern, middle * grain, ranks, order)) <= memory:

@@ -239,6 +239,7 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
         ({"order": "random"}, "order is 'random'; it must be one of contiguous"),
         ({"tokens": 2**32}, "tokens is 4294967296; it must be an integer from 1 to 2147483648"),
         ({"ranks": [2, 0]}, "ranks is 0; it must be an integer from 1"),
+        ({"ranks": []}, "ranks is \\[\\]; it must be an integer, or at least one"),
         ({"ranks": None}, "layout must be given"),
         ({"layout": Layout.zigzag(8, 2)}, "tokens and ranks must be None"),
         ({"layout": 3, "tokens": None, "ranks": None}, "layout is 3; it must be a Layout"),
@@ -261,6 +262,10 @@ def test_refuses_what_it_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
         estimate(Pattern.dense(), shuffled, **SIZES)
     with pytest.raises(ValueError, match="tokens are too many: .* 2\\*\\*53"):
         estimate(Pattern.dense(), tokens=2**31, ranks=2, **SIZES)
+    with pytest.raises(ValueError, match="ranks are 5000; with the pattern's 1 blocks at most 4096 are counted"):
+        estimate(Pattern.dense(), tokens=5000, ranks=5000, **SIZES)
+    with pytest.raises(ValueError, match="memory is .* less than 2\\*\\*31 tokens take on 64 ranks"):
+        estimate(Pattern.dense(), tokens=1024, ranks=64, memory=2**60, **SIZES)
     monkeypatch.setattr(stages, "_MAX_STAGES", 3)
     assert estimate(Pattern.dense(), tokens=8, ranks=2, bucket=2, **SIZES)[0].forward.messages == 2
     with pytest.raises(ValueError, match="bucket is 1; it must be large enough"):
