@@ -94,7 +94,11 @@ class Estimate:
 
 
 class Estimates(tuple[Estimate, ...]):
-    """Estimates, one a row, and their forms for other programs."""
+    """Estimates, one a row, and their forms for other programs.
+
+    Args:
+        iterable: of the rows, at least one.
+    """
 
     def to_table(self) -> Table:
         """Return a rich table with a column for each row, for a terminal."""
