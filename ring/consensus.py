@@ -13,20 +13,23 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+from torch.utils.checkpoint import _StopRecomputationError
 
 from reference.documents import first_few
 from reference.pattern import Pattern
 from ring.caching.bounded_cache import BoundedCache
 from ring.comm.call_order import NumberedCall, within_backward
+from ring.comm.rank_error import described, error_of
 from ring.comm.transport import Consensus, MissingRanks, Transport, all_gather_json
 from ring.layout import Layout
 from ring.validation import Call, refuse_unknown, validate
 
+T = TypeVar("T")
 _DIGEST = 16
 _LENGTH_BYTES = 36  # memory of a document's length, an int in a tuple
 
@@ -124,6 +127,37 @@ def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) ->
     numbered.backwards += 1  # on all ranks; after an error on none
 
 
+def agreed_result(
+    call: NumberedCall | str,
+    compute: Callable[[], tuple[Mapping[str, object], T]],
+    ranks: Consensus,
+    check: bool = True,
+) -> T:
+    """Return what this rank computes, once all ranks have done so for one call. Collective.
+
+    call: what this rank is doing, compared first. compute: returns a signature and the result. Raises what `compare`
+    raises; without `check` this rank's error alone.
+    """
+    error: Exception | None = None
+    signature: Mapping[str, object] = {}
+    results: list[T] = []
+    with ranks.calls.lock():
+        try:
+            if ranks.world_size > 1:
+                ranks.calls.check_thread(call)
+            signature, result = compute()
+            results.append(result)
+        except _StopRecomputationError:  # by which checkpointing ends a recomputation early, on every rank
+            raise
+        except Exception as wrong:  # of any type: the other ranks must raise it too
+            if not check:
+                raise
+            error = wrong
+        if check:
+            compare(str(call), signature, error, ranks)
+    return results[0]
+
+
 def compare(where: str, signature: Mapping[str, object], error: Exception | None, transport: Consensus) -> None:
     """Raise the same error on every rank if a rank has one, or if signatures differ. Collective.
 
@@ -144,7 +178,7 @@ def _compare(where: str, signature: Signature, error: Exception | None, transpor
             return
     except MissingRanks as missing:
         raise RuntimeError(missing.message(where)) from missing
-    report = [type(error).__name__, str(error)] if error is not None else [where, signature.entries]
+    report = (where, signature.entries) if error is None else described(error)
     # The cost of two more collectives does not matter: an error follows.
     gathered = all_gather_json([report, transport.calls.number], transport)
     transport.calls.advance_to(max(number for _, number in gathered))
@@ -168,10 +202,7 @@ def _joint_error(reports: list[tuple[str, str | dict[str, object]]]) -> Exceptio
     """Build the error that all ranks raise. reports: by rank, an error's type and text, or a call and its signature."""
     for rank, (kind, text) in enumerate(reports):
         if isinstance(text, str):
-            if kind == "NotImplementedError":
-                return NotImplementedError(f"rank {rank}: {text}")
-            message = text if kind == "ValueError" else f"{kind}: {text}"
-            return ValueError(f"rank {rank}: {message}")
+            return error_of(rank, kind, text)
     first_where, first = reports[0]
     assert isinstance(first, dict)
     for rank, (where, _) in enumerate(reports):

@@ -10,6 +10,7 @@ Shift labels before sharding: afterwards the next token may be on another rank. 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -98,6 +99,7 @@ def shard_batch(
     *,
     positions: Tensor | None = None,
     documents: tuple[int, ...] | None = None,
+    unshifted: Collection[str] = (),
     **others: Tensor,
 ) -> Batch:
     """Return this rank's shard of a batch of whole sequences. Call it on every rank of the context group.
@@ -112,29 +114,32 @@ def shard_batch(
             documents 0 .. length - 1 in each.
         documents: lengths of the documents that every row is packed from; None: the context's, if it has any. The
             batch has -100 as the label of the last token of each, since the next token is in another document.
+        unshifted: names of others that say something of each token itself, not of a later one: masks, classes, labels
+            of a masked language model.
         others: other tensors along the sequence, (B, n, ...), any dtype. Further labels, as of multi-token prediction,
             are next_tokens(tokens, ahead=k, documents=lengths). Labels and integers (B, n) that are the tokens up to
-            AHEAD positions ahead, also across the end of a document, are refused.
+            AHEAD positions ahead, also across the end of a document, are refused, except those in `unshifted`.
 
     Raises:
         ValueError, NotImplementedError: an argument is wrong on some rank, or the ranks of the context have different
             tensors. Every rank raises the same error. A context with check=False does not compare ranks.
     """
 
-    def check() -> dict[str, object]:
+    def check() -> tuple[dict[str, object], ContextParallel]:
         integers = {"tokens": tokens} | ({} if labels is None else {"labels": labels})
         packed = context if documents is None else context.with_documents(_of_each_row(documents, tokens))
         _check_batch(packed, integers, positions, others)
+        listed = isinstance(unshifted, Collection) and not isinstance(unshifted, str)
+        if not listed or not set(unshifted) <= set(others):
+            raise ValueError(f"unshifted must be names of other tensors that are given, {[*others]}, got {unshifted!r}")
         if packed.documents is not None:
             for name, x in integers.items() | others.items():
-                if name != "tokens" and x.shape == tokens.shape and x.dtype in INTEGERS:
+                if name not in ("tokens", *unshifted) and x.shape == tokens.shape and x.dtype in INTEGERS:
                     kept = _within_documents(x, packed.documents) if name == "labels" else x
                     _check_within_documents(tokens, packed.documents, name, kept)
-        return _signature(packed, integers | others) if context.check else {}
+        return _signature(packed, integers | others) if context.check else {}, packed
 
-    context.agree("shard_batch", check)
-    if documents is not None:
-        context = context.with_documents(documents)
+    context = context.agree("shard_batch", check)
     return Batch(
         tokens=context.shard(tokens),
         labels=None if labels is None else context.shard(_within_documents(labels, context.documents)),

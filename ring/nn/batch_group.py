@@ -6,11 +6,12 @@ along one dimension after another. A mesh of all ranks of the world uses the def
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,12 @@ from ring.comm.call_order import Calls, NumberedCall
 from ring.comm.group import is_mesh
 from ring.comm.process_group import ProcessGroupTransport, backends_of
 from ring.comm.transport import MissingRanks
-from ring.consensus import compare
+from ring.consensus import agreed_result
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -99,14 +102,12 @@ class BatchRanks:
         """Lock for all collectives of one result: another thread waits until it is released."""
         return self.calls.lock()
 
-    def agree(self, doing: str, signature: dict[str, object], error: Exception | None) -> None:
-        """Raise one error on all ranks if any rank has one, or if signatures differ. Every rank calls it."""
-        if error is None and self.world_size > 1:
-            try:
-                self.calls.check_thread(doing)
-            except ValueError as wrong:
-                error = wrong
-        compare(doing, signature, error, self)
+    def agree(self, doing: str, compute: Callable[[], tuple[dict[str, object], T]]) -> T:
+        """Return what this rank computes. Raise one error on all ranks if any rank has one, or if signatures differ.
+
+        Every rank calls it. compute: returns a signature, the values that must be equal on all ranks, and the result.
+        """
+        return agreed_result(doing, compute, self)
 
     def gather(self, x: Tensor) -> Tensor:
         """x (...), of one shape and type on all ranks -> (ranks, ...) in rank order, with the same bits on all."""
@@ -166,10 +167,7 @@ def _mesh_axes(over: dist.ProcessGroup | DeviceMesh | None) -> tuple[_MeshAxis, 
     if isinstance(over, dist.ProcessGroup):
         return (_whole_group(over),)
     if not is_mesh(over):
-        error = ValueError(f"over must be a process group, a DeviceMesh or None, got {over!r}")
-        if dist.is_initialized():  # most likely the others are in a call over the whole world: they wait for this rank
-            BatchRanks(None).agree("over", {}, error)
-        raise error
+        BatchRanks(None).agree("over", partial(_refuse, over))
     if over.get_coordinate() is None:
         raise ValueError(f"over must contain the calling process; world rank {dist.get_rank()} is not in {over!r}")
     if over.ndim > 1 and over.size() == dist.get_world_size():
@@ -179,6 +177,10 @@ def _mesh_axes(over: dist.ProcessGroup | DeviceMesh | None) -> tuple[_MeshAxis, 
         axes.append(_mesh_axis(over, dim, stride))
         stride *= over.size(dim)
     return tuple(axes)
+
+
+def _refuse(over: object) -> NoReturn:
+    raise ValueError(f"over must be a process group, a DeviceMesh or None, got {over!r}")
 
 
 def _whole_group(group: dist.ProcessGroup | None) -> _MeshAxis:

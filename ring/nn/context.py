@@ -19,7 +19,7 @@ from ring.attention import attend_packed
 from ring.comm.group import transport_over
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import Transport
-from ring.consensus import compare
+from ring.consensus import agreed_result, compare
 from ring.layout import Layout
 from ring.validation import refuse_dtensor
 
@@ -261,31 +261,21 @@ class ContextParallel:
     def _local_shape(self, shape: tuple[str, ...]) -> str:
         return f"a ({', '.join(shape)}) tensor with the {self.tokens} tokens of this rank"
 
-    def agree(self, doing: str, check: Callable[[], dict[str, object]]) -> None:
-        """Validate a collective call on every rank of the group. Without `self.check` raise only this rank's error.
+    def agree(self, doing: str, compute: Callable[[], tuple[dict[str, object], T]]) -> T:
+        """Return what this rank computes for a collective call, once all ranks of the group agree on the call.
 
         Args:
             doing: name of the call in errors.
-            check: raises for a wrong argument; returns the values that must be equal on all ranks, by name.
+            compute: raises for a wrong argument; returns the values that must be equal on all ranks, by name, and the
+                result.
 
         Raises:
-            Exception: `check` raised on some rank, or its results differ. Every rank raises the same error.
+            Exception: `compute` raised on some rank, or the values differ. Every rank raises the same error; without
+                `self.check` this rank alone raises its own.
         """
         calls = self.transport.calls
         with calls.lock():
-            call = calls.begin(doing)
-            error: Exception | None = None
-            signature: dict[str, object] = {}
-            try:
-                if self.world_size > 1:
-                    calls.check_thread(call)
-                signature = check()
-            except Exception as wrong:  # of any type: the other ranks must raise it too
-                if not self.check:
-                    raise
-                error = wrong
-            if self.check:
-                compare(str(call), signature, error, self.transport)
+            return agreed_result(calls.begin(doing), compute, self.transport, self.check)
 
     def raise_everywhere(self, error: Exception, name: str | None = None) -> NoReturn:
         """Raise this rank's error instead of a call of `attention`, in which the other ranks are or will be.

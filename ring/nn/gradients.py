@@ -52,17 +52,13 @@ def average_gradients(
 
 
 def _average_gradients(parameters: Iterable[Tensor] | Tensor, ranks: BatchRanks) -> None:
-    error: Exception | None = None
-    tensors: list[Tensor] = []
-    signature: dict[str, object] = {}
-    try:
+    def checked() -> tuple[dict[str, object], list[Tensor]]:
         tensors = _parameter_list(parameters)
         for number, x in enumerate(tensors):
             _check_plain(number, x)
-        signature = {"parameters": [[str(x.dtype), list(x.shape), x.device.type] for x in tensors]}
-    except (ValueError, RuntimeError, TypeError) as wrong:
-        error = wrong
-    ranks.agree("average_gradients", signature, error)
+        return {"parameters": [[str(x.dtype), list(x.shape), x.device.type] for x in tensors]}, tensors
+
+    tensors = ranks.agree("average_gradients", checked)
     _check_replicas(tensors, ranks)
     with_grad = [x for x, has_grad in zip(tensors, _has_grad_anywhere(tensors, ranks), strict=True) if has_grad]
     for bucket in _buckets(with_grad):
@@ -98,19 +94,15 @@ def clip_grad_norm(
 
 
 def _clip_grad_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, ranks: BatchRanks) -> Tensor:
-    error: Exception | None = None
-    grads: list[Any] = []
-    signature: dict[str, object] = {}
-    try:
+    def checked() -> tuple[dict[str, object], list[Any]]:
         grads = [x.grad for x in _parameter_list(parameters) if x.grad is not None]
         if not isinstance(max_norm, (int, float)) or isinstance(max_norm, bool) or not 0 < max_norm < math.inf:
             raise ValueError(f"max_norm must be a positive finite number, got {max_norm!r}")
         for grad in grads:
             _check_grad(grad)
-        signature = {"max_norm": float(max_norm), "number of gradients": len(grads)}
-    except (ValueError, RuntimeError, TypeError) as wrong:
-        error = wrong
-    ranks.agree("clip_grad_norm", signature, error)
+        return {"max_norm": float(max_norm), "number of gradients": len(grads)}, grads
+
+    grads = ranks.agree("clip_grad_norm", checked)
     square = _square_of_plain([grad for grad in grads if not is_dtensor(grad)], ranks)
     norm = (square + _square_of_sharded([grad for grad in grads if is_dtensor(grad)])).sqrt()
     factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))

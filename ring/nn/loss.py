@@ -38,9 +38,6 @@ from ring.validation import refuse_dtensor
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Errors of arguments. Not Exception: checkpointing stops a recomputation early by raising its own.
-_ARGUMENT_ERRORS = (ValueError, RuntimeError, TypeError)  # NotImplementedError is a RuntimeError
-
 
 def count_labels(
     labels: Tensor | Sequence[Tensor],
@@ -63,22 +60,18 @@ def count_labels(
 
 
 def _count_labels(labels: Tensor | Sequence[Tensor], ranks: BatchRanks, ignored: int) -> int:
-    error, count = None, torch.zeros(1, dtype=torch.int64)
-    signature: dict[str, object] = {}
-    try:
+    def local() -> tuple[dict[str, object], Tensor]:
         if not isinstance(labels, (Tensor, list, tuple)):
             raise ValueError(f"labels must be a tensor or a list of tensors, got {type(labels)!r}")
         micro_batches = [labels] if isinstance(labels, Tensor) else list(labels)
         for batch_labels in micro_batches:
             _check_labels(batch_labels)
         _check_ignored(ignored)
-        signature = {"number of micro-batches": len(micro_batches), "ignored": ignored}
-        if micro_batches:
-            count = torch.stack([(batch_labels != ignored).sum() for batch_labels in micro_batches]).sum().reshape(1)
-    except _ARGUMENT_ERRORS as wrong:
-        error = wrong
-    ranks.agree("count_labels", signature, error)
-    return int(ranks.gather(count).sum())
+        counts = [(batch_labels != ignored).sum() for batch_labels in micro_batches]
+        count = torch.stack(counts).sum().reshape(1) if counts else torch.zeros(1, dtype=torch.int64)
+        return {"number of micro-batches": len(micro_batches), "ignored": ignored}, count
+
+    return int(ranks.gather(ranks.agree("count_labels", local)).sum())
 
 
 def cross_entropy(
@@ -201,24 +194,20 @@ def batch_mean(
 def _batch_mean(
     losses: Tensor, context: ContextParallel, ranks: BatchRanks, counted: int | None, averaged_over: float | None
 ) -> Tensor:
-    error: Exception | None = None
-    signature: dict[str, object] = {}
-    local, own = torch.zeros(()), torch.zeros(4, dtype=torch.float64)
-    try:
+    def summed() -> tuple[dict[str, object], tuple[Tensor, Tensor]]:
         if not isinstance(context, ContextParallel):
             raise ValueError(f"context must be a ContextParallel, got {type(context)!r}")
         _check_real("losses", losses, "(...)", range(65))
         _check_options("counted", counted, averaged_over)
         local, size = losses.sum(dtype=torch.float64), losses.detach().abs().sum(dtype=torch.float64)
         group, number = local.new_tensor([float(_first_rank(context)), float(losses.numel())])
-        own = torch.stack((group, number, local.detach(), size))
-        signature = {
+        signature: dict[str, object] = {
             "counted": counted, "averaged_over": averaged_over, "ranks of the context": context.world_size,
             "dtype": str(losses.dtype), "device type": losses.device.type,
         }  # fmt: skip
-    except _ARGUMENT_ERRORS as wrong:
-        error = wrong
-    ranks.agree("batch_mean", signature, error)
+        return signature, (local, torch.stack((group, number, local.detach(), size)))
+
+    local, own = ranks.agree("batch_mean", summed)
     everyone = ranks.gather(own).cpu()
     _check_copies(everyone, context.world_size, torch.finfo(losses.dtype).eps)
     number, total = (everyone[:, 1:3].sum(0) / context.world_size).tolist()
@@ -252,24 +241,16 @@ def sequence_logprobs(logits: Tensor, labels: Tensor, context: ContextParallel, 
         ValueError, NotImplementedError: on every rank of the context group, if an argument is wrong on one.
         RuntimeError: a rank did not come within the group's timeout.
     """
-    error: Exception | None = None
-    logprobs = torch.zeros(())
-    try:
+
+    def computed() -> tuple[dict[str, object], Tensor]:
         _check_ignored(ignored)
         _check_logits(logits)
         _check_shapes("logits", logits, labels, logits.shape[:2])
         wide = logits.to(accumulator_dtype(logits.dtype)).flatten(0, 1)
         logprobs = -_per_token(wide, labels.flatten().long(), ignored).view_as(labels)
-    except _ARGUMENT_ERRORS as wrong:
-        error = wrong
+        return {"ignored": ignored, "dtype of logits": str(logits.dtype)}, logprobs
 
-    def check() -> dict[str, object]:
-        if error is not None:
-            raise error
-        return {"ignored": ignored, "dtype of logits": str(logits.dtype)}
-
-    context.agree("sequence_logprobs", check)
-    return sequence_sum(context, logprobs)
+    return sequence_sum(context, context.agree("sequence_logprobs", computed))
 
 
 def _mean(
@@ -282,25 +263,22 @@ def _mean(
     ignored: int,
 ) -> Tensor:
     """Mean of the losses (B, N, ...) that `compute` returns; it also checks the arguments of the caller."""
-    error: Exception | None = None
-    signature: dict[str, object] = {}
-    local, sums, kind = torch.zeros(()), torch.zeros(2), torch.float32
-    try:
+
+    def summed() -> tuple[dict[str, object], tuple[Tensor, Tensor, torch.dtype]]:
         _check_ignored(ignored)
         _check_options("labelled", labelled, averaged_over)
         losses = compute()
         counts = losses.new_ones(losses.shape[:2]).bool() if labels is None else labels != ignored  # (B, N)
-        kind = accumulator_dtype(losses.dtype)
         per_token = counts.view(*counts.shape, *[1] * (losses.dim() - 2))
         local = losses.masked_fill(~per_token, 0.0).sum((0, 1), dtype=torch.float64)
-        sums = torch.cat((local.detach().flatten(), counts.sum(dtype=torch.float64)[None]))
-        signature = {
+        signature: dict[str, object] = {
             "labelled": labelled, "averaged_over": averaged_over, "ignored": ignored, "dtype": str(losses.dtype),
             "device type": losses.device.type, "other dimensions": list(local.shape),
         }  # fmt: skip
-    except _ARGUMENT_ERRORS as wrong:
-        error = wrong
-    ranks.agree(operation, signature, error)
+        sums = torch.cat((local.detach().flatten(), counts.sum(dtype=torch.float64)[None]))
+        return signature, (local, sums, accumulator_dtype(losses.dtype))
+
+    local, sums, kind = ranks.agree(operation, summed)
     gathered = ranks.gather(sums).sum(0)
     total, count = gathered[:-1].view(local.shape), gathered[-1]
     if labelled is not None:

@@ -114,13 +114,13 @@ def _by_document(context: ContextParallel, x: Tensor, dim: int) -> Tensor:
 def _agree(context: ContextParallel, operation: str, x: Tensor, dim: int) -> NumberedCall:
     """Validate a call on every rank, and return its number for the backward."""
 
-    def check() -> dict[str, object]:
+    def check() -> tuple[dict[str, object], None]:
         _check(context, operation, x, dim)
         other = [size for i, size in enumerate(x.shape) if i != dim % x.dim()]
         return {
             "dim": dim % x.dim(), "other dimensions": other, "dtype": str(x.dtype), "device type": x.device.type,
             "requires_grad": wants_gradients(x), "documents": None if operation == "gather" else context.documents,
-        }  # fmt: skip
+        }, None  # fmt: skip
 
     context.agree(operation, check)
     calls = context.transport.calls

@@ -18,7 +18,7 @@ import torch
 
 from reference.pattern import Branch, Pattern
 from ring import Layout, ring_attention, validation
-from ring.comm.transport import SoloTransport
+from ring.comm.transport import MissingRanks, SoloTransport
 from ring.compute import kernel_choice
 from ring.compute.kernel_choice import KernelSetting
 from ring.compute.kernel_limits import HOPPER
@@ -101,9 +101,13 @@ WRONG: list[tuple[Arguments, str]] = [
     ({"q": np.zeros((1, 2, 2, 4))}, "ValueError: rank 1: q must be a (batch, local tokens, heads, head dim) tensor"),
     ({"kernel": "cudnn"},
      "NotImplementedError: rank 1: kernel 'cudnn' takes cuda tensors, got cpu; 'auto' and 'math' take any"),
-    # An error of any other type is a ValueError for all, and says what it was.
-    ({"kernel": Unspeakable(KeyError("no words"))}, "ValueError: rank 1: KeyError: 'no words'"),
-    ({"kernel": Unspeakable(RuntimeError("no words"))}, "ValueError: rank 1: RuntimeError: no words"),
+    # An error is of its kind for all; if Python has no such kind, of the nearest, and says what it was.
+    ({"kernel": Unspeakable(TypeError("no words"))}, "TypeError: rank 1: no words"),
+    ({"kernel": Unspeakable(KeyError("no words"))}, """KeyError: "rank 1: 'no words'"""),
+    ({"kernel": Unspeakable(torch.OutOfMemoryError("no words"))}, "RuntimeError: rank 1: OutOfMemoryError: no words"),
+    ({"kernel": Unspeakable(MissingRanks((), "no words"))}, "RuntimeError: rank 1: MissingRanks: "),
+    ({"kernel": Unspeakable(UnicodeDecodeError("utf8", b"", 0, 1, "no words"))},
+     "ValueError: rank 1: UnicodeDecodeError: 'utf8' codec can't decode"),
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import NoReturn
 from unittest.mock import Mock, patch
 
 import pytest
@@ -31,7 +32,7 @@ def no_collector() -> Iterator[None]:
         gc.enable()
 
 
-def _refuse(*_: object) -> dict[str, object]:
+def _refuse(*_: object) -> NoReturn:
     raise ValueError("refused")
 
 

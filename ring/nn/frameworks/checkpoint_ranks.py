@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ring.comm.rank_error import described, error_of
+
 Result = TypeVar("Result")
-_KINDS = {kind.__name__: kind for kind in (ValueError, TypeError, OSError)}
 
 
 def rank() -> int:
@@ -27,21 +28,21 @@ def everywhere(step: Callable[[], Result]) -> list[Result]:
     """Return what the step returns on each rank, in rank order. Collective.
 
     Raises:
-        ValueError, TypeError, OSError, RuntimeError: the first rank's error, the same on every rank.
+        Exception: the first rank's error, of its kind, on every rank.
     """
     if world_size() == 1:
         return [step()]
-    answer: tuple[str | None, Any]
+    answer: Any
     try:
-        answer = None, step()
-    except Exception as error:  # of any type: the other ranks must raise it too
-        answer = _kind(error), str(error)
-    answers: list[tuple[str | None, Any]] = [answer] * world_size()
+        answer = step(), None
+    except Exception as wrong:  # of any type: the other ranks must raise it too
+        answer = None, described(wrong)
+    answers = [answer] * world_size()
     dist.all_gather_object(answers, answer)
-    for number, (kind, value) in enumerate(answers):
-        if kind is not None:
-            raise _error(number, kind, value)
-    return [value for _, value in answers]
+    for number, (_, error) in enumerate(answers):
+        if error is not None:
+            raise error_of(number, *error)
+    return [value for value, _ in answers]
 
 
 @contextmanager
@@ -50,14 +51,5 @@ def first_error() -> Iterator[None]:
     try:
         yield
     except CheckpointException as failed:
-        number, (error, _) = min(failed.failures.items())
-        raise _error(number, _kind(error), str(error)) from failed
-
-
-def _kind(error: BaseException) -> str:
-    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), type(error).__name__)
-
-
-def _error(number: int, kind: str, text: str) -> Exception:
-    told = text if kind in _KINDS else f"{kind}: {text}"
-    return _KINDS.get(kind, RuntimeError)(f"rank {number}: {told}")
+        number, (wrong, _) = min(failed.failures.items())
+        raise error_of(number, *described(wrong)) from failed

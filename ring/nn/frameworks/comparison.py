@@ -78,26 +78,26 @@ class Comparison:
         self._model, self._group = model, group
         self._handle = _Probe(Layout.contiguous(self._world, self._world), group)
         self._instead: dict[int, Tensor] = {}
-        self._passages: list[Passage] = []
-        self._handle.agree("prepare", lambda: self._run_whole(example))
+        self._passages: list[Passage] = self._handle.agree("prepare", lambda: self._run_whole(example))
 
-    def _run_whole(self, example: Mapping[str, Any] | None) -> dict[str, object]:
-        """Run the example in one process. Returns the values that must be equal on all ranks."""
+    def _run_whole(self, example: Mapping[str, Any] | None) -> tuple[dict[str, object], list[Passage]]:
+        """Run the example in one process. Also returns the values that must be equal on all ranks."""
         _refuse_parameters(self._model)
         inputs = _drawn(self._model, self._world) if example is None else dict(example)
         n = _length(inputs, self._world)
         self._instead = instead_of_zeros(self._model)
         short = max(1, n // 3)
         documents = tuple(length for length in (short, 1, n - short - 1) if length > 0)
+        passages = []
         layouts = (Layout.zigzag(n, self._world), None), (Layout.contiguous(n, self._world), documents)
         for layout, packed in layouts:
             context = _Probe(layout, self._group, documents=packed)
-            self._passages.append(Passage(context, self._sharded(inputs, n, context), self._parts(inputs, n, context)))
-        for call in (part.calls[-1] for passage in self._passages for part in passage.parts):
+            passages.append(Passage(context, self._sharded(inputs, n, context), self._parts(inputs, n, context)))
+        for call in (part.calls[-1] for passage in passages for part in passage.parts):
             for name, x in call.outputs.items():
                 if x.is_floating_point() and bool(x.isnan().any()):
                     raise ValueError(f"model must compute numbers, got NaN in its output {name} of {n} tokens {_HINT}")
-        return {"the example": sorted(inputs), "tokens of the example": n, _PARAMETERS: _sums(self._model)}
+        return {"the example": sorted(inputs), "tokens of the example": n, _PARAMETERS: _sums(self._model)}, passages
 
     def _parts(self, inputs: dict[str, Any], n: int, context: ContextParallel) -> list[Part]:
         """Run each document by itself, or the whole sequence."""
@@ -160,10 +160,10 @@ def _size(group: dist.ProcessGroup | DeviceMesh | Transport) -> int:
     return group.size() if isinstance(group, dist.ProcessGroup) else transport_over(group, 1).world_size
 
 
-def _raised(error: Exception | None) -> dict[str, object]:
+def _raised(error: Exception | None) -> tuple[dict[str, object], None]:
     if error is not None:
         raise error
-    return {}
+    return {}, None
 
 
 def _told(error: Exception) -> str:

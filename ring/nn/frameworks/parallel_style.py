@@ -65,14 +65,14 @@ class RingParallel(ParallelStyle):
 
     def _bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Replace DTensors by their local shards, and add the handle to the arguments."""
-        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
         try:
+            bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
             if bound.arguments.get("context") not in (None, self.context):
                 raise ValueError("context must be left out: RingParallel passes its own, got another")
             for name, x in bound.arguments.items():
                 if isinstance(x, DTensor):
                     bound.arguments[name] = self._local(name, x)
-        except (ValueError, NotImplementedError) as error:
+        except Exception as error:  # of any type: the other ranks must raise it too
             self.context.raise_everywhere(error)
         bound.arguments["context"] = self.context
         return bound.args, bound.kwargs

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from ring.nn.frameworks.transformers_padding import check_values, separated
 from ring.nn.loss import cross_entropy
 from ring.nn.sequence import gather
 
-T = TypeVar("T")
 TENSORS = ("input_ids", "labels", "attention_mask", "position_ids")
 MORE = {True: "shift_labels", False: "token_type_ids"}  # where labels are those of the next tokens, or are not
 ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # of packed documents, as position_ids say them as well
@@ -70,9 +69,9 @@ class ShardedCall:
         `fused_lm_head`, TRL's keyword, return TRL's output of a value for each label, (B, n - 1) as without shards.
         """
         ranks = BatchRanks(None)
-        given = _agreed(ranks, lambda: whole_batch(inputs, self.shifts))
-        batch = _agreed(ranks, lambda: self._shard(given))
-        others = {name: x[..., 0] for name, x in batch.others.items()}
+        given = ranks.agree("the Trainer's batch", lambda: ({}, whole_batch(inputs, self.shifts)))
+        batch = ranks.agree("the Trainer's batch", lambda: ({}, self._shard(given)))
+        others = dict(batch.others)
         labels = batch.labels if self.shifts else others.pop("targets", None)
         call = partial(
             self.model, input_ids=batch.tokens, position_ids=batch.positions[None], context=batch.context, **others
@@ -93,11 +92,9 @@ class ShardedCall:
     def _shard(self, given: Whole) -> Batch:
         labels, targets = (given.targets, None) if self.shifts else (None, given.targets)
         tensors = {"attention_mask": given.mask, "token_type_ids": given.types, "targets": targets}
-        # A dimension more, since integers (B, n) that are the tokens themselves or later ones are refused.
-        others = {name: x[..., None] for name, x in tensors.items() if x is not None}
-        return shard_batch(
-            self.handle(given.tokens.shape[1]), given.tokens, labels, documents=given.documents, **others
-        )
+        others = {name: x for name, x in tensors.items() if x is not None}
+        context = self.handle(given.tokens.shape[1])
+        return shard_batch(context, given.tokens, labels, documents=given.documents, unshifted=tuple(others), **others)
 
 
 def _whole(x: Tensor, context: ContextParallel, shape: torch.Size) -> Tensor:
@@ -106,19 +103,6 @@ def _whole(x: Tensor, context: ContextParallel, shape: torch.Size) -> Tensor:
     Leaves out the token that stands in on a rank without tokens.
     """
     return gather(context, x[:, : context.tokens]).view(shape)[:, :-1]
-
-
-def _agreed(ranks: BatchRanks, compute: Callable[[], T]) -> T:
-    """Return the result, or raise the first error of any rank on all of them."""
-    error: Exception | None = None
-    results: list[T] = []
-    try:
-        results.append(compute())
-    except (ValueError, NotImplementedError) as wrong:
-        error = wrong
-    with ranks.lock():
-        ranks.agree("the Trainer's batch", {}, error)
-    return results[0]
 
 
 def whole_batch(inputs: Mapping[str, Any], shifts: bool) -> Whole:

@@ -204,7 +204,7 @@ def attention(
         _check_padding(checked, causal)
         pattern = layer_pattern(module, attention_mask, sliding_window, causal, pattern)
         sinks = _sinks(s_aux, query)
-    except (ValueError, NotImplementedError) as error:
+    except Exception as error:  # of any type: the other ranks must raise it too
         context.raise_everywhere(error, name)
     empty = checked is not None and checked.stand_in
     q, k, v = (x.transpose(1, 2)[:, : 0 if empty else None] for x in (query, key, value))  # (B, N, H, D)

@@ -83,7 +83,7 @@ class PreparedCall:
             positions = checked_positions(arguments.get("position_ids"), context, self.axes, FIRST)
             if mask is not None:
                 check_mask(mask, context)
-        except (ValueError, NotImplementedError) as error:
+        except Exception as error:  # of any type: the other ranks must raise it too
             context.raise_everywhere(error, FIRST)
         if mask is not None:
             context, causal_only = without_padding(mask, context, arguments.get("pattern") is None)

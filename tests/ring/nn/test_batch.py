@@ -226,6 +226,23 @@ def test_a_distance_that_is_none_is_refused(ahead: Any) -> None:
         next_tokens(torch.arange(8).view(2, 4), ahead=ahead)
 
 
+def _unshifted() -> None:
+    """Classes of the tokens themselves that happen to be the tokens two ahead."""
+    tokens = torch.arange(100, 132).view(2, 16)
+    classes = tokens.roll(-2, 1)
+    context = ContextParallel(Layout.zigzag(16, 4), documents=PACKED)
+    given: dict[str, Any] = {"classes": classes, "mask": classes.clone()}
+    with pytest.raises(ValueError, match="mask must not cross the ends of documents, got the tokens 2 ahead"):
+        shard_batch(context, tokens, unshifted=["classes"], **given)
+    batch = shard_batch(context, tokens, unshifted=("classes", "mask"), **given)
+    assert all(torch.equal(x, context.shard(classes)) for x in batch.others.values()) and len(batch.others) == 2
+
+
+@pytest.mark.ranks
+def test_what_is_said_of_each_token_itself_is_no_leak(ranks: Ranks) -> None:
+    ranks(4).run(_unshifted)
+
+
 def test_equal_tokens_are_no_leak() -> None:
     """Labels two ahead within documents are also the next tokens, and the tokens, if all tokens are equal."""
     tokens = torch.full((1, 16), 7)

@@ -54,6 +54,16 @@ def test_numbers_sums_and_what_is_gathered(ranks: Ranks) -> None:
     assert totals == [totals[0]] * 4  # the same bits
 
 
+class UnexpectedError(Exception):
+    """One that Python does not have."""
+
+
+ERRORS = {
+    "ValueError": ValueError("labels are wrong"), "TypeError": TypeError("no labels"), "KeyError": KeyError("labels"),
+    "another": UnexpectedError("labels"),
+}  # fmt: skip
+
+
 def _agreed(wrong: int | None, how: str) -> str:
     """One rank of the mesh has an error, another signature, or does something else."""
     mesh, _ = _meshes()
@@ -61,10 +71,14 @@ def _agreed(wrong: int | None, how: str) -> str:
         return "not asked"
     ranks = BatchRanks(mesh)
     mine = how if ranks.rank == wrong else ""
-    error = ValueError(f"labels are wrong on {ranks.rank}") if mine == "error" else None
-    doing = "cross_entropy" if mine == "call" else "count_labels"
-    answer = said(lambda: ranks.agree(doing, {"size": 2 if mine == "signature" else 1}, error))
-    ranks.agree("count_labels", {}, None)
+
+    def compute() -> tuple[dict[str, object], str]:
+        if mine in ERRORS:
+            raise ERRORS[mine]
+        return {"size": 2 if mine == "signature" else 1}, "fine"
+
+    answer = said(lambda: ranks.agree("cross_entropy" if mine == "call" else "count_labels", compute))
+    assert ranks.agree("count_labels", lambda: ({}, ranks.rank)) == ranks.rank
     return answer
 
 
@@ -72,16 +86,19 @@ def _agreed(wrong: int | None, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("error", "rank {0}: labels are wrong on {0}"),
-        ("signature", "size must be the same on every rank: rank 0 has {1}, rank {2} {3}"),
-        ("call", "calls on a group must come in the same order on every rank: rank 0 is in "),
+        ("ValueError", "ValueError: rank {0}: labels are wrong"),
+        ("TypeError", "TypeError: rank {0}: no labels"),
+        ("KeyError", "KeyError: \"rank {0}: 'labels'\""),
+        ("another", "RuntimeError: rank {0}: UnexpectedError: labels"),
+        ("signature", "ValueError: size must be the same on every rank: rank 0 has {1}, rank {2} {3}"),
+        ("call", "ValueError: calls on a group must come in the same order on every rank: rank 0 is in "),
     ],
 )
 def test_what_one_rank_does_otherwise_is_told_to_all(ranks: Ranks, wrong: int, how: str, told: str) -> None:
     answers = ranks(5).run(_agreed, wrong, how)
     assert answers.pop(2) == "not asked" and answers == [answers[0]] * 4
     first, other, second = (2, 1, 1) if wrong == 0 else (1, wrong, 2)
-    assert answers[0].startswith(f"ValueError: {told.format(wrong, first, other, second)}")
+    assert answers[0].startswith(told.format(wrong, first, other, second))
     assert ranks(5).run(_agreed, None, "").count("fine") == 4
 
 
@@ -92,4 +109,4 @@ def test_ranks_that_do_not_come_go_by_their_numbers_in_the_mesh(absent: tuple[in
     ranks._axes = (_MeshAxis(transport, members=(2, 1, 0), stride=3),)  # this rank is the second along its dimension
     ranks.rank, ranks.world_size = 4, 9
     with pytest.raises(RuntimeError, match=f"{told}.* to cross_entropy: for 3 s"):
-        ranks.agree("cross_entropy", {}, None)
+        ranks.agree("cross_entropy", lambda: ({}, None))

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from ring import Layout, Pattern
+from ring import Layout, Pattern, consensus
 from ring.nn import (
     Batch,
     ContextParallel,
@@ -158,8 +158,7 @@ def typing_rules(axis: dist.ProcessGroup) -> Iterator[None]:
         patch.object(Tensor, "copy_", copied),
         patch.object(Tensor, "to", converted),
         patch.object(gradients, "_check_replicas"),
-        patch.object(BatchRanks, "agree", spmd.no_typecheck(BatchRanks.agree)),
-        patch.object(ContextParallel, "agree", spmd.no_typecheck(ContextParallel.agree)),
+        patch.object(consensus, "compare", spmd.no_typecheck(consensus.compare)),
     ):
         yield
 
