@@ -134,6 +134,16 @@ class Calls:
         """Number of the latest call."""
         return self._number
 
+    @property
+    def is_of_another_thread(self) -> bool:
+        """True if another thread that still runs calls on this group."""
+        return self._thread not in (None, threading.current_thread()) and self._thread.is_alive()
+
+    @property
+    def rounds(self) -> int:
+        """Number of the latest round of consensus."""
+        return self._rounds
+
     def next_round(self) -> int:
         """Number of the next round of consensus, the same on every rank."""
         self._rounds += 1

@@ -30,7 +30,7 @@ def wait_for_all(done: Done, group: dist.ProcessGroup, number: int) -> None:
     try:
         if done(SLOW):
             return
-        marks = _Marks(group, number)
+        marks = Marks(group, number)
         marks.leave()
         if done(None):
             marks.remove()
@@ -42,13 +42,13 @@ def wait_for_all(done: Done, group: dist.ProcessGroup, number: int) -> None:
 
 def _missing(group: dist.ProcessGroup, number: int) -> list[int] | None:
     """Ranks that left no mark; None if the store, which a rank may serve, cannot be reached."""
-    marks = _Marks(group, number)
+    marks = Marks(group, number)
     marks.leave()
     time.sleep(GRACE)
     return marks.missing()
 
 
-class _Marks:
+class Marks:
     """The marks of one operation: a key in the group's store for each rank that waits.
 
     Errors of the store are ignored: the operation itself may still complete.
@@ -68,11 +68,15 @@ class _Marks:
 
     def missing(self) -> list[int] | None:
         with suppress(RuntimeError):
-            return [rank for rank in range(self._world_size) if not self._store.check([self._key(rank)])]
+            return [rank for rank in range(self._world_size) if not self.has(rank)]
         return None
 
     def _key(self, rank: int) -> str:
         return f"ring/waits/{self._number}/{rank}"
+
+    def has(self, rank: int) -> bool:
+        """Return True if a rank has left its mark."""
+        return self._store.check([self._key(rank)])
 
 
 def done_by_work(work: dist.Work) -> Done:

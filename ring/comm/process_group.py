@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from ring.comm.call_order import Calls
-from ring.comm.missing_ranks import done_by_event, done_by_work, timeout_of, wait_for_all
-from ring.comm.shared_page import SharedPage, shared_page_of
+from ring.comm.missing_ranks import Marks, done_by_event, done_by_work, timeout_of, wait_for_all
+from ring.comm.shared_page import FIRST, SharedPage, key_of, shared_page_of
 from ring.comm.transport import LocalBuffers, Message, Pending
 
 T = TypeVar("T")
@@ -170,12 +170,31 @@ class ProcessGroupTransport(LocalBuffers):
         the group's backend the two would match, and exchange their numbers.
         """
         if self.group not in _shared_pages:
-            store = self.group.get_group_store()
             # A destroyed group of the same name may have left keys in the store.
-            generation = store.add(f"ring/machines/rank {self.rank}", 1)
-            fresh = dist.PrefixStore(f"ring/machines/{generation}", store)
+            fresh = self._meeting(self.group.get_group_store().add(self._meetings, 1))
             _shared_pages[self.group] = shared_page_of(fresh, self.rank, self.world_size, timeout_of(self.group))
         return _shared_pages[self.group]
+
+    @property
+    def _meetings(self) -> str:
+        """Key in the group's store of the number of this rank's meetings."""
+        return f"ring/machines/rank {self.rank}"
+
+    def _meeting(self, number: int) -> dist.Store:
+        return dist.PrefixStore(f"ring/machines/{number}", self.group.get_group_store())
+
+    def waiting(self) -> list[int]:
+        """Return the ranks that have come to the next round of consensus, where they wait for this one. Does not wait.
+
+        Where ranks are on several machines, those that have come a second ago.
+        """
+        number = self.calls.rounds + 1
+        if self.group not in _shared_pages:
+            meeting = self._meeting(self.group.get_group_store().add(self._meetings, 0) + 1)
+            return [rank for rank in range(self.world_size) if meeting.check([key_of(FIRST, rank)])]
+        page = _shared_pages[self.group]
+        came = Marks(self.group, number).has if page is None else partial(page.has_come, number=number)
+        return [rank for rank in range(self.world_size) if came(rank)]
 
     def _all_equal_on_gpus(self, both: torch.Tensor, number: int) -> bool:
         """Compare on a stream of its own, so that consensus waits for no other kernel."""

@@ -25,6 +25,7 @@ from ring.comm.transport import MissingRanks
 
 _NO_FILE = "/no file"  # cannot be opened
 _GIVEN_UP = "given up at"  # key in the store: name of the gather that a rank gave up
+FIRST = "machine"  # name of the first gather of `shared_page_of`
 PAYLOAD = 16  # bytes
 _NUMBER, _CHECK = 8, 8  # bytes of a round's number, and of the checksum that shows a half-written slot
 _SLOT = _NUMBER + PAYLOAD + _CHECK
@@ -42,7 +43,7 @@ def shared_page_of(store: dist.Store, rank: int, world_size: int, timeout: timed
     store: used by this group only. timeout: of this call, and of a round. Raises MissingRanks if a rank does not come.
     """
     ranks = _StoreGather(store, rank, world_size, timeout)
-    places = ranks.gather("machine", f"{machine()} {os.getpid()}")
+    places = ranks.gather(FIRST, f"{machine()} {os.getpid()}")
     machines, processes = {place.rpartition(" ")[0] for place in places}, set(places)
     if len(machines) > 1 or len(processes) < world_size:
         return None
@@ -58,6 +59,11 @@ def shared_page_of(store: dist.Store, rank: int, world_size: int, timeout: timed
         if page is None and file is not None:
             os.close(file)
     return None if "no" in answers else page
+
+
+def key_of(name: str, rank: int) -> str:
+    """Return the key in the store of what a rank says in a gather."""
+    return f"{name} of rank {rank}"
 
 
 def _new_file(size: int) -> int | None:
@@ -85,7 +91,7 @@ class _StoreGather:
 
     def gather(self, name: str, value: str) -> list[str]:
         """Return the values of all ranks. Raises MissingRanks."""
-        keys = [f"{name} of rank {rank}" for rank in range(self.world_size)]
+        keys = [key_of(name, rank) for rank in range(self.world_size)]
         try:
             self.store.set(keys[self.rank], value)
             self._wait(keys)
@@ -159,7 +165,7 @@ class SharedPage:
                 return True
         began = time.monotonic()
         last_look = began
-        while not self._has_answered(rank, number):
+        while not self.has_come(rank, number):
             now = time.monotonic()
             if now - began > self._timeout.total_seconds():
                 self._give_up(number, self._missing(number), f"the group's timeout of {self._timeout} is over")
@@ -175,13 +181,14 @@ class SharedPage:
             raise MissingRanks((), "another rank has given up")
         return theirs == slot
 
-    def _has_answered(self, rank: int, number: int) -> bool:
+    def has_come(self, rank: int, number: int) -> bool:
+        """Return True if a rank has come to a round, or has given it up. Does not wait."""
         begin = self._begin(rank, number)
         slot = self._page[begin : begin + _SLOT]
         return slot == _slot_of(number, slot[_NUMBER : _NUMBER + PAYLOAD])
 
     def _missing(self, number: int) -> list[int]:
-        return [rank for rank in range(self._world_size) if not self._has_answered(rank, number)]
+        return [rank for rank in range(self._world_size) if not self.has_come(rank, number)]
 
     def _give_up(self, number: int, missing: list[int], reason: str) -> None:
         """Tell the other ranks, and raise MissingRanks."""

@@ -7,11 +7,10 @@ along one dimension after another. A mesh of all ranks of the world uses the def
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from ring.comm.group import is_mesh
 from ring.comm.process_group import ProcessGroupTransport, backends_of
 from ring.comm.transport import MissingRanks
 from ring.consensus import agreed_result
+from ring.nn.waiting_ranks import groups_of_this_thread, raise_where_ranks_wait
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -87,8 +87,11 @@ class BatchRanks:
     `rank` is the number in the group or, in a mesh of a part of the world, in the mesh read row by row; `world_ranks`
     are the numbers of all in the world.
 
-    Raises ValueError for anything else, on all ranks if those of the others are the whole world; and on a process alone
-    that is not among its ranks.
+    Raises ValueError for anything else, also on all ranks of the group in which others wait for this one; and on a
+    process alone that is not among its ranks.
+
+    Ranks that give different groups, each of them valid, cannot be refused at once: a thread of a rank that waits on
+    one group may yet call on the other. After the timeout the error names the ranks that wait for one another.
     """
 
     def __init__(self, over: dist.ProcessGroup | DeviceMesh | None) -> None:
@@ -134,7 +137,8 @@ class BatchRanks:
             try:
                 equal = axis.transport.all_equal(message) and equal
             except MissingRanks as absent:
-                raise MissingRanks(self._numbers(axis, absent.ranks), absent.waited) from absent
+                waited = absent.waited + _elsewhere(axis, absent.ranks)
+                raise MissingRanks(self._numbers(axis, absent.ranks), waited) from absent
         return equal
 
     def _numbers(self, axis: _MeshAxis, ranks: tuple[int, ...] | None) -> list[int] | None:
@@ -160,16 +164,37 @@ def _world_ranks(over: dist.ProcessGroup | DeviceMesh | None) -> frozenset[int]:
     return frozenset(over.mesh.flatten().tolist())
 
 
-def _mesh_axes(over: dist.ProcessGroup | DeviceMesh | None) -> tuple[_MeshAxis, ...]:
+def _elsewhere(axis: _MeshAxis, missing: Sequence[int] | None) -> str:
+    """Tell which of the missing ranks wait for this one on another group. missing: none if that is not known."""
+    with suppress(RuntimeError):  # the rank that served the store has ended
+        for other in groups_of_this_thread():
+            ours, theirs = (dist.get_process_group_ranks(group) for group in (axis.group, other.group))
+            sought = {ours[rank] for rank in missing or range(len(ours))}
+            if waiting := sorted(sought & {theirs[rank] for rank in other.waiting()}):
+                return (
+                    f"; world ranks {waiting} wait for this one among {theirs}, which waits for them among {ours}: "
+                    "calls must come in the same order, and with the same over, on every rank"
+                )
+    return ""
+
+
+def _mesh_axes(over: Any) -> tuple[_MeshAxis, ...]:
     """The axes of the ranks, the last dimension first, so that gathered tensors are in rank order."""
+    if over is dist.GroupMember.NON_GROUP_MEMBER or (is_mesh(over) and over.get_coordinate() is None):
+        raise ValueError(f"over must contain the calling process; world rank {dist.get_rank()} is not in {over!r}")
+    try:
+        return _axes(over)
+    except Exception as error:  # of any type, as of a destroyed group: the other ranks must raise it too
+        raise_where_ranks_wait("over", error)
+
+
+def _axes(over: dist.ProcessGroup | DeviceMesh | None) -> tuple[_MeshAxis, ...]:
     if over is None:
         return (_whole_group(None),) if dist.is_initialized() else ()
     if isinstance(over, dist.ProcessGroup):
         return (_whole_group(over),)
     if not is_mesh(over):
-        BatchRanks(None).agree("over", partial(_refuse, over))
-    if over.get_coordinate() is None:
-        raise ValueError(f"over must contain the calling process; world rank {dist.get_rank()} is not in {over!r}")
+        raise ValueError(f"over must be a process group, a DeviceMesh or None, got {over!r}")
     if over.ndim > 1 and over.size() == dist.get_world_size():
         return (_whole_group(None),)
     axes, stride = [], 1
@@ -177,10 +202,6 @@ def _mesh_axes(over: dist.ProcessGroup | DeviceMesh | None) -> tuple[_MeshAxis, 
         axes.append(_mesh_axis(over, dim, stride))
         stride *= over.size(dim)
     return tuple(axes)
-
-
-def _refuse(over: object) -> NoReturn:
-    raise ValueError(f"over must be a process group, a DeviceMesh or None, got {over!r}")
 
 
 def _whole_group(group: dist.ProcessGroup | None) -> _MeshAxis:

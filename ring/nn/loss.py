@@ -13,7 +13,8 @@ first, then the function, then the mean over sequences:
     chosen, rejected = (policy - reference).view(2, -1)                 # rows: the chosen ones, then the rejected ones
     loss = batch_mean(-functional.logsigmoid(0.1 * (chosen - rejected)), batch.context, mesh)
 
-Every rank of `over` calls these functions. All raise the same errors.
+Every rank of `over` calls these functions, with the same `over`. All raise the same errors. Ranks that wait for one
+another on two groups are named after the timeout.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Sequence
+from datetime import timedelta
 from functools import cache
 from typing import Any
 from unittest.mock import Mock
@@ -13,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring import Layout
 from ring.comm.transport import MissingRanks
-from ring.nn import ContextParallel
+from ring.nn import ContextParallel, count_labels
 from ring.nn.batch_group import BatchRanks, _MeshAxis
-from tests.support.nn_ranks import drawn, far, said
+from tests.support.nn_ranks import drawn, far, mesh_of, said
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -110,3 +114,87 @@ def test_ranks_that_do_not_come_go_by_their_numbers_in_the_mesh(absent: tuple[in
     ranks.rank, ranks.world_size = 4, 9
     with pytest.raises(RuntimeError, match=f"{told}.* to cross_entropy: for 3 s"):
         ranks.agree("cross_entropy", lambda: ({}, None))
+
+
+COUNTED = torch.arange(3)
+
+
+def _parts(fresh: bool) -> dist.ProcessGroup:
+    """Return this rank's half of four ranks. fresh: made anew, so that its ranks have not met yet."""
+    if not fresh:
+        return mesh_of("2x2")["context"].get_group()
+    halves = [dist.new_group(half) for half in ([0, 1], [2, 3])]
+    return halves[dist.get_rank() // 2]
+
+
+def _wrong_over(wrong: Sequence[int], late: int, among: str) -> list[str]:
+    """Return the answer where ranks give no group, and those of right calls."""
+    part = None if among == "world" else _parts(among == "a new part")
+    over: Any = "context" if dist.get_rank() in wrong else part
+    if among == "a part":
+        assert count_labels(COUNTED, part) == 6
+    if dist.get_rank() == late:
+        time.sleep(0.3)
+    answers = [said(lambda: count_labels(COUNTED, over))]
+    return answers + [str(count_labels(COUNTED, group)) for group in (part, None, part)]
+
+
+@pytest.mark.parametrize("late", [2, 3])
+@pytest.mark.parametrize(
+    ("wrong", "among", "told"),
+    [
+        ((2,), "world", [2] * 4),
+        ((0, 1, 2, 3), "world", [0] * 4),
+        ((0, 2), "world", [0] * 4),
+        ((2,), "a part", [None, None, 0, 0]),
+        ((2,), "a new part", [None, None, 0, 0]),
+        ((1, 3), "a new part", [1] * 4),
+    ],
+)
+def test_no_group_is_told_to_the_ranks_that_wait_on_any_group(
+    ranks: Ranks, wrong: Sequence[int], among: str, told: list[int | None], late: int
+) -> None:
+    words = "over must be a process group, a DeviceMesh or None, got 'context'"
+    sums = ["12"] * 3 if among == "world" else ["6", "12", "6"]
+    expected = [["fine" if rank is None else f"ValueError: rank {rank}: {words}", *sums] for rank in told]
+    assert ranks(4).run(_wrong_over, wrong, late, among) == expected
+
+
+def _not_a_member() -> str:
+    """Ranks 2 and 3 get from torch what is no group."""
+    half = dist.new_group([0, 1])
+    answer = said(lambda: count_labels(COUNTED, half))
+    dist.barrier()
+    return answer
+
+
+def test_a_process_that_is_not_in_the_group_is_told_alone_and_at_once(ranks: Ranks) -> None:
+    answers = ranks(4).run(_not_a_member)
+    told = "ValueError: over must contain the calling process; world rank {0} is not in -100"
+    assert answers == ["fine", "fine", told.format(2), told.format(3)]
+
+
+def _other_ranks() -> str:
+    """Rank 2 gives a part, the others all; each of them valid."""
+    dist.barrier()
+    world, part = (dist.new_group(some, timeout=timedelta(seconds=2)) for some in ([0, 1, 2, 3], [2, 3]))
+    for group in (world, part):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            count_labels(COUNTED, group)
+    answer = said(lambda: count_labels(COUNTED, part if dist.get_rank() == 2 else world))
+    dist.barrier()
+    for group in (world, part):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return answer
+
+
+def test_ranks_that_wait_for_one_another_on_two_groups_are_named_after_the_timeout(ranks: Ranks) -> None:
+    answers = ranks(4).run(_other_ranks)
+    said_by_two, said_by_three = answers[2:]
+    wait = "; world ranks [{}] wait for this one among {}, which waits for them among"
+    assert wait.format(3, [0, 1, 2, 3]) in said_by_two and wait.format(2, [2, 3]) in said_by_three
+    assert all(
+        re.match("RuntimeError: (rank 2 did not come|not all ranks came in time) to count_labels: ", x)
+        for x in answers[:2]
+    )
