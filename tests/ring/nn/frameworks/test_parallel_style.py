@@ -123,6 +123,8 @@ def _refuse() -> None:
         parallelize_module(Inner(), mesh, {"attention": RingParallel(context, use_local_output=False)})
     with pytest.raises(ValueError, match="context must be left out"):
         planned(layout)(q, k, v, context=context)
+    with pytest.raises(TypeError, match="rank 1: got an unexpected keyword argument 'mask'"):
+        planned(layout)(q, k, v, **{"mask": None} if rank == 1 else {})
 
 
 def test_dtensors_of_one_rank_and_plans_that_do_not_fit_are_refused(ranks: Ranks) -> None:

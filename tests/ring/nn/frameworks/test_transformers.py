@@ -315,6 +315,13 @@ def test_a_mask_of_a_size_that_two_kinds_have_is_refused() -> None:
     assert mask == "a mask of chunks or windows of 4 tokens"
 
 
+class Incomparable:
+    """Asked whether it is 0, it raises."""
+
+    def __ne__(self, other: object) -> bool:
+        raise TypeError("no number")
+
+
 Wrong = tuple[str, Callable[[], PreTrainedModel], Callable[[Tensor, Tensor], dict[str, Any]]]
 WRONG: list[Wrong] = [  # the error, the model, and what is wrong in its call, made of its tokens and positions
     ("attention_mask must be None or this", llama, lambda tokens, _: {"attention_mask": 2 * torch.ones_like(tokens)}),
@@ -330,6 +337,8 @@ WRONG: list[Wrong] = [  # the error, the model, and what is wrong in its call, m
     ("cu_seq_lens_q must be left out", llama, lambda *_: {"cu_seq_lens_q": torch.tensor([0, 5, 12])}),
     ("softcap must be left out", llama, lambda *_: {"softcap": 30.0}),
     ("s_aux must be left out", llama, lambda *_: {"s_aux": torch.zeros(4)}),
+    ("rank 1: no number", llama, lambda *_: {"use_cache": Incomparable()}),  # of the model's call
+    ("rank 1: no number", llama, lambda *_: {"cu_seq_lens_q": Incomparable()}),  # of a layer's
     ("pattern must be None for a layer with a sliding window of 5", windowed, lambda *_: {"pattern": LONGNET}),
 ]
 
@@ -348,7 +357,7 @@ def _refuse(number: int) -> None:
     right: Wrong = ("", llama, lambda *_: {})
     (batch,) = example.batches(0, example.handle())
     if rank in (0, 1):
-        with pytest.raises((ValueError, NotImplementedError), match=wrong[0]):
+        with pytest.raises((ValueError, NotImplementedError, TypeError), match=wrong[0]):
             call(wrong if rank == 1 else right, batch.tokens, batch.context)
     assert math.isfinite(call(right, batch.tokens, batch.context))
 
