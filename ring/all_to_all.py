@@ -82,20 +82,16 @@ def _programs_of_block(
     call: Call, block: HeadBlock, bucket: int, exchange: str, rank: int, layout: Layout, keys: Layout
 ) -> Programs:
     """Build the programs of some heads on a rank of joined layouts."""
-    q = _like(call.q, layout.counts[rank], len(block.queries))
-    k, v = (_like(x, keys.counts[rank], len(block.keys)) for x in (call.k, call.v))
-    setting = kernel_choice.setting_of(call.kernel, q, k, v, call.scoring)
+    heads, kv_heads, own = len(block.queries), len(block.keys), None
+    setting = kernel_choice.setting_of(call.kernel, call.q, call.k, call.v, call.scoring)
+    setting = setting._replace(share=heads // kv_heads)
+    if call.bucket is None:
+        own = default_local_bucket(call.q, heads, call.v.shape[3], bucket)
     plan = plan_of(
-        call.pattern.of_heads(block.queries), layout, rank, len(block.queries), len(block.keys), exchange,
-        bucket, default_local_bucket(q, v.shape[3], bucket) if call.bucket is None else None,
+        call.pattern.of_heads(block.queries), layout, rank, heads, kv_heads, exchange, bucket, own,
         kernel_choice.max_varlen_tokens(setting), key_layout=keys,
     )  # fmt: skip
-    return Programs(plan, q, setting)
-
-
-def _like(x: torch.Tensor, tokens: int, heads: int) -> torch.Tensor:
-    """Return a tensor of x's kind with so many tokens and heads, without memory of its own."""
-    return x.new_empty(1).expand(x.shape[0], tokens, heads, x.shape[3])
+    return Programs(plan, call.q, setting)
 
 
 def forward(

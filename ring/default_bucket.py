@@ -35,11 +35,10 @@ def default_bucket(
     return max(MIN_BUCKET_ON_GPUS if device == "cuda" else MIN_BUCKET, int(SHARE * shard / token))
 
 
-def default_local_bucket(q: torch.Tensor, value_dim: int, bucket: int) -> int:
-    """Local key tokens, of several segments, per kernel call for `bucket=None`. q: (B, N, H, D).
+def default_local_bucket(q: torch.Tensor, heads: int, value_dim: int, bucket: int) -> int:
+    """Local key tokens, of several segments, per kernel call of so many query heads for `bucket=None`. q: (B, N, H, D).
 
     GPUs allow more than a bucket: local keys need no receive buffer, results are kept until the merge in any case, and
     a single result for the whole shard needs no merge.
     """
-    batch, _, heads, dim = q.shape
-    return max(bucket, MAX_ELEMENTS // (batch * heads * max(dim, value_dim))) if q.is_cuda else bucket
+    return max(bucket, MAX_ELEMENTS // (q.shape[0] * heads * max(q.shape[3], value_dim))) if q.is_cuda else bucket

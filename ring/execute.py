@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from typing import ClassVar, Literal
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ring import all_to_all
 from ring.all_to_all import HeadPrograms, head_programs
@@ -93,6 +94,7 @@ def _among(transport: Transport, ranks: Sequence[int]) -> Transport:
     return transport if len(ranks) == transport.world_size else SomeRanks(transport, ranks)
 
 
+@_disable_current_modes()  # selective checkpointing wants the same operators in a recomputation, which finds a plan
 def _programs_of(call: Call, transport: Transport) -> Programs | HeadPrograms:
     groups = head_groups(call.exchange, transport.world_size)
     if groups is not None and groups.degree > 1:
@@ -108,7 +110,7 @@ def _plan(call: Call, exchange: str, rank: int, varlen: int) -> Plan:
     heads, kv_heads, bucket, own = q.shape[2], call.k.shape[2], call.bucket, None
     if bucket is None:
         bucket = default_bucket(layout, heads, kv_heads, q.dtype, q.device.type, keys)
-        own = default_local_bucket(q, call.v.shape[3], bucket)
+        own = default_local_bucket(q, heads, call.v.shape[3], bucket)
     return plan_of(pattern, layout, rank, heads, kv_heads, exchange, bucket, own, varlen, key_layout=keys)
 
 

@@ -51,6 +51,23 @@ def test_a_forward_is_one_operator(lse: bool, differentiated: bool) -> None:
     assert not [name for name in seen.count if "bmm" in name or ("attention" in name and "ring" not in name)]
 
 
+@pytest.mark.parametrize("exchange", ("direct", "all-to-all", "ring+all-to-all:2"))
+def test_a_new_plan_takes_no_operators(exchange: str) -> None:
+    """Selective checkpointing wants the same ones in a recomputation, whose plan is there already."""
+
+    def names(transport: Transport) -> list[Counter[str]]:
+        layout, found = Layout.striped(29, 4), []
+        q, k, v = (torch.ones(1, layout.counts[transport.rank], 2, 4) for _ in range(3))
+        for _ in range(2):
+            with Names() as seen:
+                ring_attention(q, k, v, Pattern.dense(window=11), layout, group=transport, exchange=exchange)
+            found.append(seen.count)
+        return found
+
+    for first, second in Simulation(4, 0).run(names):
+        assert first == second
+
+
 @pytest.mark.parametrize("number", (10**9, 0, -1, 2**62))
 def test_the_operator_is_no_way_to_call(number: int) -> None:
     q, k, v, *_ = inputs()
