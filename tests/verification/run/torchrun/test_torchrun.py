@@ -124,11 +124,14 @@ class Run:
         return only
 
 
+ALONE = ("--standalone",)
+
+
 @contextmanager
 def started(
-    folder: Path, *arguments: str, defect: str | None = None, ranks: int = 2
+    folder: Path, *arguments: str, defect: str | None = None, ranks: int = 2, hosts: tuple[str, ...] = ALONE
 ) -> Iterator[subprocess.Popen[str]]:
-    """torchrun, with the packages and without what a torchrun around the tests has set."""
+    """torchrun, with the packages and without what a torchrun around the tests has set. hosts: its options for them."""
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
@@ -137,13 +140,18 @@ def started(
     outputs = ["--failures", str(folder / "failures"), "--json", str(folder / "report.json")]
     with subprocess.Popen(
         [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+            sys.executable, "-m", "torch.distributed.run", *hosts, f"--nproc-per-node={ranks}",
             *program, "--backend", "gloo", *arguments, *outputs,
         ],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder,
         env=environment | {"PYTHONPATH": str(ROOT)},
     ) as run:  # fmt: skip
         yield run
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def read(run: subprocess.Popen[str], until: str) -> str:
@@ -182,6 +190,20 @@ def test_what_is_right_holds(tmp_path: Path, ranks: int) -> None:
     else:
         sizes = [rate["size"] for rate in run.report["links"]]
         assert sizes == [size for size in links.SIZES["gloo"] for _ in range(3)]
+
+
+def test_two_torchruns_are_one_run(tmp_path: Path) -> None:
+    """As on two hosts."""
+    meeting = "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"
+    hosts = [(*meeting, f"--node-rank={number}") for number in range(2)]
+    words = ("--examples", "6", "--long", "96", "--seed", "5")
+    with (
+        started(tmp_path, *words, ranks=1, hosts=hosts[0]) as first,
+        started(tmp_path, *words, ranks=1, hosts=hosts[1]) as second,
+    ):
+        run = ended(first, tmp_path)
+        assert run.status == 0 and run.report["held"] and run.report["world"] == 2, run.text
+        assert second.wait(PLENTY) == 0
 
 
 def test_a_wrong_result_is_shrunk_and_replayed(tmp_path: Path) -> None:
@@ -291,9 +313,8 @@ def test_a_long_problem_that_is_wrong_is_found_and_replayed(tmp_path: Path) -> N
 @pytest.fixture
 def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
     """With the one agent of a world of one."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    found = Agents(Address(0, 0, world_size=1, host="127.0.0.1", port=port, served=False, one_host=True), PLENTY)
+    address = Address(0, 0, world_size=1, host="127.0.0.1", port=free_port(), served=False, one_host=True)
+    found = Agents(address, PLENTY)
     yield found
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the farewell is for a process that ends
     found.farewell(0)
