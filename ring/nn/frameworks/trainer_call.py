@@ -121,6 +121,8 @@ def whole_batch(inputs: Mapping[str, Any], shifts: bool) -> Whole:
             raise NotImplementedError(
                 f"batch must have {', '.join(allowed)} alone, got {name}: let the collator omit it"
             )
+        if name in allowed and not isinstance(value, Tensor | None):
+            raise ValueError(f"{name} must be a tensor, got {type(value)}")
     tokens, mask, positions, types = (
         inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids", "token_type_ids")
     )
@@ -168,9 +170,11 @@ def _targets(inputs: Mapping[str, Any], tokens: Tensor, shifts: bool) -> Tensor 
 
 def _documents(positions: Tensor, tokens: Tensor) -> Documents | None:
     """Return the lengths of the documents of all rows, one after the other; None if each row is one document."""
-    whole = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    if positions.shape[-1:] == tokens.shape[-1:] and torch.equal(positions.expand(tokens.shape), whole):
-        return None
+    rows, n = tokens.shape
+    if positions.shape in ((rows, n), (1, n), (n,)):
+        whole = torch.arange(n, device=tokens.device)
+        if bool((positions == whole).all()):
+            return None
     if positions.shape != tokens.shape:
         raise ValueError(
             f"position_ids must have the shape of input_ids, {tuple(tokens.shape)}, got {tuple(positions.shape)}"

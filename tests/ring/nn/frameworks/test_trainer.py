@@ -229,8 +229,9 @@ BATCHES: dict[str, tuple[dict[str, Any], int | None, str]] = {
     "a mask of other values": ({"attention_mask": 2 * LEFT}, 3, "attention_mask must be None or this rank's shard"),
     "a mask of other lengths": ({"attention_mask": LEFT[:, 1:]}, 0, "attention_mask must have the layout's 23 tokens"),
     "positions": ({"position_ids": TOKENS + 2}, 2, "positions must be 0 or the previous one plus 1"),
-    "no tensor": ({"attention_mask": [[1] * 23] * 2}, 1, "AttributeError: rank 1: 'bool' object has no attribute"),
-    "positions of three axes": ({"position_ids": TOKENS.expand(3, 2, 23)}, 2, "RuntimeError: rank 2: expand"),
+    "no tensor": ({"attention_mask": [[1] * 23] * 2}, 1, "attention_mask must be a tensor, got <class 'list'>"),
+    "positions of three axes": ({"position_ids": TOKENS.expand(3, 2, 23)}, 2,
+                                "position_ids must have the shape of input_ids, (2, 23), got (3, 2, 23)"),
 }  # fmt: skip
 
 
