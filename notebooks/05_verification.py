@@ -270,7 +270,6 @@ for axes, part in zip(sides, (names[half:], names[:half]), strict=True):
 figure.legend(*sides[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 figure.suptitle("The 60 rarest features: some need several ranks", fontsize=10)
 plt.show()
-assert np.mean([count >= len(every) / 10 for count in total.values()]) > 0.5
 
 # %% [markdown]
 # If a share $s$ of Cases has a feature, $n$ Cases miss it with probability $(1-s)^n$. The curve shows how many features

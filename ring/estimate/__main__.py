@@ -17,6 +17,7 @@ from ring.estimate.estimates import DEVICES, ORDERS, estimate
 from ring.estimate.stages import EXCHANGES, Rates
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_WIDTH = 2**12  # characters of a line in a file
 UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 EPILOG = """example, of which every time needs all of the rates:
   python -m ring.estimate --tokens 1Mi --ranks 8 64 --causal --heads 32 --kv-heads 8 --head-dim 128 \\
@@ -57,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=DEVICES, default="cuda")
     for name, unit in (("forward-rate", "FLOP/s"), ("backward-rate", "FLOP/s"), ("link-rate", "bytes/s")):
         add(f"--{name}", type=float, metavar="R", help=f"{unit}, for times")
-    add("--latency", type=float, default=0.0, metavar="S", help="seconds of a message beyond its bytes (default: 0)")
+    add("--latency", type=float, metavar="S", help="seconds of a message beyond its bytes (default: 0)")
     add("--memory", type=integer, metavar="BYTES", help="of a rank: adds the longest sequence that fits, such as 80Gi")
     form = top.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
@@ -82,11 +83,11 @@ def pattern_of(given: argparse.Namespace) -> Pattern:
 def rates_of(given: argparse.Namespace) -> Rates | None:
     """Return the rates of the options; None without any."""
     rates = given.forward_rate, given.backward_rate, given.link_rate
-    if rates == (None, None, None):
+    if (*rates, given.latency) == (None,) * 4:
         return None
     if None in rates:
         raise ValueError("--forward-rate, --backward-rate and --link-rate must be given together")
-    return Rates(*rates, given.latency)
+    return Rates(*rates, given.latency or 0.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,12 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             dtype=DTYPES[given.dtype], exchange=given.exchange, bucket=given.bucket, device=given.device,
             rates=rates_of(given), memory=given.memory,
         )  # fmt: skip
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         top.error(str(error))
     if given.json or given.csv:
         print(rows.to_json() if given.json else rows.to_csv(), end="\n" if given.json else "")
     else:
-        Console().print(rows.to_table())
+        Console(width=None if sys.stdout.isatty() else MAX_WIDTH).print(rows.to_table())
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
 from reference import cost, validators
 from reference.pattern import Pattern, check_pattern
@@ -24,7 +24,9 @@ from ring.validation import DTYPES
 ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "balanced", "zigzag by document")
 DEVICES = ("cpu", "cuda")
 BYTES = ("shards", "accumulator", "gradients", "incoming", "buffers", "memory", "sent")
+MAX_RANKS = 2**12
 _GRAIN = 128  # tokens a rank: `longest` is a multiple
+_MAX_BYTES = 2**60  # of a sequence's tensors: sums of them fit into 64 bits
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ class Estimates(tuple[Estimate, ...]):
 
     def to_table(self) -> Table:
         """Return a rich table with a column for each row, for a terminal."""
-        table = Table("rank with most of each", *("" for _ in self), box=None, pad_edge=False)
+        columns = [Column(name, overflow="fold") for name in ("rank with most of each", *("" for _ in self))]
+        table = Table(*columns, box=None, pad_edge=False)
         rows = [row.flat() for row in self]
         for name in rows[0]:
             if any(row[name] is not None for row in rows):
@@ -160,7 +163,7 @@ class Call:
     def __post_init__(self) -> None:
         check_pattern(self.pattern)
         for name in ("heads", "kv_heads", "head_dim", "value_dim", "batch"):
-            validators.integer(name, getattr(self, name), 1)
+            validators.integer(name, getattr(self, name), 1, MAX_TOKENS)
         validators.grouped_heads(self.heads, self.kv_heads)
         self.pattern.validate(self.heads)
         if self.dtype not in DTYPES:
@@ -170,7 +173,10 @@ class Call:
         validators.choice("device", self.device, DEVICES)
 
     def counted(self, layout: Layout, key_layout: Layout) -> Counted:
-        """Return the setting of a layout, counted as its attributes are read."""
+        """Return the setting of a layout, counted as its attributes are read. Raises ValueError for too many bytes."""
+        tokens = max(layout.n, key_layout.n) * self.batch * self.heads
+        if tokens * (self.head_dim + self.value_dim) * layout.world_size * 8 >= _MAX_BYTES:
+            raise ValueError("batch, heads, head_dim and value_dim are too large together: tensors have 2**60 bytes")
         sizes = self.batch, self.heads, self.kv_heads, self.head_dim, self.dtype.itemsize, self.value_dim
         return Counted(self.pattern, (), *sizes, layout=layout, key_layout=key_layout)
 
@@ -204,7 +210,7 @@ class Call:
 
 def estimate(
     pattern: Pattern, layout: Layout | None = None, *, tokens: int | Sequence[int] | None = None,
-    ranks: int | Sequence[int] | None = None, order: str = "zigzag", heads: int, kv_heads: int | None = None,
+    ranks: int | Sequence[int] | None = None, order: str | None = None, heads: int, kv_heads: int | None = None,
     head_dim: int, value_dim: int | None = None, batch: int = 1, dtype: torch.dtype = torch.bfloat16,
     exchange: str = "ring", bucket: int | None = None, device: str = "cuda", key_layout: Layout | None = None,
     rates: Rates | None = None, memory: int | None = None,
@@ -219,12 +225,12 @@ def estimate(
         layout: the order of the tokens on the ranks; None: made from tokens, ranks and order.
         tokens: of the sequence; several give a row each.
         ranks: p; several give a row each.
-        order: one of ORDERS.
+        order: one of ORDERS; None: "zigzag".
         heads, kv_heads: query heads, and key/value heads; None: as many.
         head_dim, value_dim: of queries and keys, and of values; None: head_dim.
         batch: sequences.
         dtype: of the tensors.
-        exchange: as for `ring_attention`.
+        exchange: "ring", "direct" or "gather".
         bucket: in tokens; None: the default one.
         device: "cuda" or "cpu": the default bucket depends on it, and the dtype in which gradients travel.
         key_layout: of keys of another sequence; None: `layout`.
@@ -248,19 +254,21 @@ def estimate(
     if layout is None:
         if tokens is None or ranks is None or key_layout is not None:
             raise ValueError("layout must be given with a key_layout, and where tokens or ranks are None")
-        layouts = _layouts(pattern, _several("tokens", tokens), _several("ranks", ranks), order)
+        order = "zigzag" if order is None else order
+        sizes = _several("tokens", tokens, MAX_TOKENS), _several("ranks", ranks, MAX_RANKS)
+        layouts = _layouts(pattern, *sizes, order)
     else:
-        if tokens is not None or ranks is not None:
-            raise ValueError("tokens and ranks must be None for a given layout, which has them")
+        if tokens is not None or ranks is not None or order is not None:
+            raise ValueError("tokens, ranks and order must be None for a given layout, which has them")
         layouts, order = iter([_checked(layout, key_layout, pattern)]), "given"
     return Estimates(_row(call, order, *each, rates, memory) for each in layouts)
 
 
-def _several(name: str, given: object) -> Sequence[int]:
+def _several(name: str, given: object, most: int) -> Sequence[int]:
     several = given if isinstance(given, (list, tuple, range)) else (given,)
     if not several:
         raise ValueError(f"{name} is {given!r}; it must be an integer, or at least one")
-    return [validators.integer(name, x, 1, MAX_TOKENS) for x in several]
+    return [validators.integer(name, x, 1, most) for x in several]
 
 
 def _layouts(
@@ -290,6 +298,7 @@ def _checked(layout: Layout, key_layout: Layout | None, pattern: Pattern) -> tup
         if not isinstance(x, Layout):
             raise ValueError(f"{name} is {x!r}; it must be a Layout, as Layout.zigzag(n, p)")
         validators.at_most(f"tokens of the {name}", x.n, MAX_TOKENS)
+        validators.at_most(f"ranks of the {name}", x.world_size, MAX_RANKS)
         pattern.validate_tokens(x.n)
     if keys.world_size != layout.world_size:
         raise ValueError(f"key_layout is for {keys.world_size} ranks; it must be for the {layout.world_size} of layout")

@@ -31,6 +31,7 @@ from ring.plan.ranges import Ints
 
 EXCHANGES = ("ring", "direct", "gather")  # those with stages here
 _MAX_STAGES = 2**16
+_LEAST_RATE = 1e-9  # so that times are finite
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Rates:
         latency: seconds that a message takes beyond its bytes.
 
     Raises:
-        ValueError: a rate is no positive number, or the latency negative.
+        ValueError: a rate is less than 1e-9, or the latency negative.
     """
 
     forward: float
@@ -54,7 +55,7 @@ class Rates:
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "link"):
-            validators.positive(name, getattr(self, name))
+            validators.at_least(name, validators.positive(name, getattr(self, name)), _LEAST_RATE)
         validators.real("latency", self.latency)
 
 

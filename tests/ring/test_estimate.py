@@ -217,6 +217,7 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
         (["--window", "3", "--segments", "4"], "exclude each other"),
         (["--segments", "4"], "--segments and --dilations must be given together"),
         (["--link-rate", "1"], "--link-rate must be given together"),
+        (["--latency", "5"], "--link-rate must be given together"),
         (["--bucket", "0"], "bucket is 0"),
         (["--tokens", "1K"], "'1K'; it must be an integer such as"),
     ):
@@ -229,7 +230,9 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
     ("change", "named"),
     [
         ({"pattern": None}, "pattern must be a Pattern"),
-        ({"heads": 0}, "heads is 0; it must be an integer of at least 1"),
+        ({"heads": 0}, "heads is 0; it must be an integer from 1 to 2147483648"),
+        ({"head_dim": 2**30, "batch": 2**22}, "batch, heads, head_dim and value_dim are too large"),
+        ({"ranks": 4097}, "ranks is 4097; it must be an integer from 1 to 4096"),
         ({"kv_heads": 3}, "heads is 32; it must be a multiple of kv_heads, 3"),
         ({"pattern": Pattern((Branch(heads=range(40)),))}, "pattern must be one for the 32 query heads"),
         ({"dtype": torch.int8}, "dtype is torch.int8; it must be one of torch.float64"),
@@ -241,7 +244,8 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
         ({"ranks": [2, 0]}, "ranks is 0; it must be an integer from 1"),
         ({"ranks": []}, "ranks is \\[\\]; it must be an integer, or at least one"),
         ({"ranks": None}, "layout must be given"),
-        ({"layout": Layout.zigzag(8, 2)}, "tokens and ranks must be None"),
+        ({"layout": Layout.zigzag(8, 2)}, "tokens, ranks and order must be None"),
+        ({"layout": Layout.zigzag(8, 2), "tokens": None, "ranks": None, "order": "zigzag"}, "tokens, ranks and order"),
         ({"layout": 3, "tokens": None, "ranks": None}, "layout is 3; it must be a Layout"),
         ({"key_layout": Layout.zigzag(8, 2)}, "layout must be given with a key_layout"),
         ({"pattern": Pattern.dense(documents=(3,))}, "documents must add up to the 1024 tokens"),
@@ -262,8 +266,8 @@ def test_refuses_what_it_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
         estimate(Pattern.dense(), shuffled, **SIZES)
     with pytest.raises(ValueError, match="tokens are too many: .* 2\\*\\*53"):
         estimate(Pattern.dense(), tokens=2**31, ranks=2, **SIZES)
-    with pytest.raises(ValueError, match="ranks are 5000; with the pattern's 1 blocks at most 4096 are counted"):
-        estimate(Pattern.dense(), tokens=5000, ranks=5000, **SIZES)
+    with pytest.raises(ValueError, match="ranks are 4096; with the pattern's 2 blocks at most 2896 are counted"):
+        estimate(Pattern((Branch(), Branch(8))), tokens=5000, ranks=4096, **SIZES)
     with pytest.raises(ValueError, match="memory is .* less than 2\\*\\*31 tokens take on 64 ranks"):
         estimate(Pattern.dense(), tokens=1024, ranks=64, memory=2**60, **SIZES)
     monkeypatch.setattr(stages, "_MAX_STAGES", 3)

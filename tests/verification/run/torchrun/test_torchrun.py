@@ -193,7 +193,7 @@ def test_what_is_right_holds(tmp_path: Path, ranks: int) -> None:
 
 
 def test_two_torchruns_are_one_run(tmp_path: Path) -> None:
-    """As on two hosts."""
+    """Two agents serve one run, as on two hosts."""
     meeting = "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"
     hosts = [(*meeting, f"--node-rank={number}") for number in range(2)]
     words = ("--examples", "6", "--long", "96", "--seed", "5")
