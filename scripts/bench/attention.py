@@ -24,8 +24,9 @@ from bench.rank_group import RankGroup
 from bench.sections import SECTIONS, Bench
 from bench.timing import Repeats
 from bench.workload import DTYPES, PATTERNS, RATES, SEGMENTS, AttentionShape, named
-from reference.cost import EXCHANGES
 from ring.compute.kernel_choice import KERNELS
+from ring.plan.head_groups import head_groups, is_exchange
+from ring.plan.plan import EXCHANGES
 
 # Defaults by device: tokens per rank, heads, longest shards.
 TOKENS = {"cuda": tuple(2**n for n in range(10, 18)), "cpu": (32, 64)}
@@ -37,6 +38,7 @@ COLUMNS = {
     "tokens": "of each rank; of reach the longest shard that every rank finished, or 0",
     "world": "ranks, one GPU each",
     "kv_heads": "key/value heads",
+    "dims": "head dims of keys and of values",
     "mean_length": "mean length of packed documents, in tokens",
     "multiple": "divisor of all lengths of documents",
     "window": "positions before its own that a query sees",
@@ -76,7 +78,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--section", nargs="+", choices=SECTIONS, default=["dense", "longnet"], help="(default: dense longnet)")
     add("--tokens", nargs="+", type=tokens, metavar="N", help="per GPU; for reach the first size "
         "(1Ki ... 128Ki)")  # fmt: skip
-    add("--exchange", nargs="+", choices=EXCHANGES, default=list(EXCHANGES)[::-1], help="(default: all)")
+    add("--exchange", nargs="+", default=list(EXCHANGES)[::-1], metavar="NAME", help="of ring_attention, as direct, "
+        f"all-to-all or all-to-all:2+direct (default: {' '.join(EXCHANGES[::-1])})")  # fmt: skip
     add("--kernel", choices=KERNELS, default="auto", help="of ring_attention (default: auto)")
     add("--baseline-kernels", nargs="+", choices=fused.KERNELS, default=["torch"], help="of the other methods, each "
         "timed with all of these (default: torch)")  # fmt: skip
@@ -88,6 +91,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--kv-heads", type=positive, metavar="N", help="key/value heads of dense attention (default: 8)")
     add("--longnet-kv-heads", type=positive, metavar="N", help="of LongNet (default: as many as query heads)")
     add("--head-dim", type=positive, metavar="N", help="(default: 128)")
+    add("--value-dim", type=positive, metavar="N", help="head dim of the values (default: as --head-dim)")
     add("--batch", type=positive, metavar="N", help="(default: 1)")
     add("--dtype", choices=DTYPES, help="(default: bfloat16)")
     add("--segments", nargs="+", type=tokens, metavar="N", help=f"LongNet's ({' '.join(map(named, SEGMENTS))})")
@@ -112,7 +116,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.segments is None:
         options.segments, options.rates = PATTERNS[options.device]
     shape = {"query": options.heads, "kv": options.kv_heads, "dim": options.head_dim, "batch": options.batch}
-    shape |= {"dtype": options.dtype}
+    shape |= {"dtype": options.dtype, "value_dim": options.value_dim}
     try:
         options.shape = replace(SHAPES[options.device], **{name: x for name, x in shape.items() if x is not None})
         options.longnet_shape = replace(options.shape, kv=options.longnet_kv_heads or options.shape.query)
@@ -126,11 +130,20 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def check_lengths(options: argparse.Namespace) -> None:
-    """Raise SystemExit if --divisible and the lengths of packed documents are inconsistent. Not collective."""
+def check_sizes(options: argparse.Namespace, ranks: int) -> None:
+    """Raise SystemExit if exchanges do not fit the ranks, or --divisible the lengths of packed documents."""
+    for exchange in options.exchange:
+        if not is_exchange(exchange):
+            stop(
+                f"--exchange is {exchange!r}; it must be {', '.join(EXCHANGES)}, all-to-all, or as all-to-all:2+direct"
+            )
+        try:
+            head_groups(exchange, ranks)
+        except ValueError as error:
+            stop(str(error))
     if not options.divisible:
         return
-    twice = 2 * int(os.environ["WORLD_SIZE"])
+    twice = 2 * ranks
     for name, sizes in (("--tokens", options.tokens), ("--mean-length", options.mean_length)):
         for size in sizes:
             if size % twice:
@@ -141,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return 0. Raises SystemExit of 2 if it cannot start or finish."""
     options = parsed(arguments)
     check_place(options.device)
-    check_lengths(options)
+    check_sizes(options, int(os.environ["WORLD_SIZE"]))
 
     def measure(ranks: RankGroup) -> list[str]:
         bench = Bench(ranks, options, BenchRecord(ranks, options.json))

@@ -46,7 +46,7 @@ class Section:
         """Return the columns that identify a row."""
         load = self.workload
         row: dict[str, Any] = {"section": self.name, "tokens": load.tokens, "world": load.world}
-        row |= {"kv_heads": load.shape.kv} | self.size
+        row |= {"kv_heads": load.shape.kv, "dims": load.shape.dims} | self.size
         return row | ({} if exchange is None else {"exchange": exchange}) | {"method": method}
 
 

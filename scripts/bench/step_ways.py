@@ -5,26 +5,31 @@ Each way has its layout, its batch and a context for its steps. Patches of libra
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import baselines, peers, published
+from bench import baselines, fused, peers, published
 from bench.step_models import ModelShape
-from bench.workload import PATTERNS, Attend, AttentionShape, Workload
+from bench.workload import PATTERNS, Attend, AttentionShape, Unsupported, Workload
 from ring import Layout
 from ring.comm.transport import SoloTransport
+from ring.compute.kernel_limits import fa4_missing
 from ring.nn import Batch, ContextParallel, next_tokens, shard_batch
 from ring.nn.rotary import THETA, cached_angles
 
 DTYPE = "bfloat16"  # of parameters and activations; ring-flash-attn and cuDNN need 16 bits
 OURS, UNCHECKED, ALONE = "ours", "ours-unchecked", "one-gpu"
-PEERS = {"llama": ("all-to-all", "zigzag", "context-parallel"), "longnet": ("published",)}  # by kind of model
+ON_FA4 = "-on-fa4"  # ends the name of a way whose kernel is FlashAttention-4
+PEERS = {  # by kind of model
+    "llama": ("all-to-all", "zigzag", "context-parallel", f"all-to-all{ON_FA4}", f"zigzag{ON_FA4}"),
+    "longnet": ("published", f"published{ON_FA4}"),
+}
 MEANING = {
     OURS: "ring_attention, with consensus of the ranks before each call",
     UNCHECKED: "the same with check=False",
@@ -34,11 +39,12 @@ MEANING = {
     "published": "LongNet's published method, with inexact gradients of queries and keys",
     ALONE: "the whole sequence on every GPU, llama by torch's attention, longnet by ours; its ms / GPUs is the ceiling",
 }
+MEANING |= {f"{name}{ON_FA4}": f"{name}, on FlashAttention-4" for name in ("all-to-all", "zigzag", "published", ALONE)}
 
 
 def names_of(kind: str) -> tuple[str, ...]:
     """Return the ways of a kind of model, with the baseline first."""
-    return ALONE, OURS, UNCHECKED, *PEERS[kind]
+    return ALONE, *((f"{ALONE}{ON_FA4}",) if kind == "llama" else ()), OURS, UNCHECKED, *PEERS[kind]
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,10 @@ class StepProblem:
 
 def way_of(name: str, problem: StepProblem) -> Way:
     """Make a way by name. Raises Unsupported if it cannot take the problem or cannot run."""
+    return _on_fa4(name, problem) if name.endswith(ON_FA4) else _way_of(name, problem)
+
+
+def _way_of(name: str, problem: StepProblem) -> Way:
     workload = problem.workload
     if name in (OURS, UNCHECKED):
         batch = problem.batch(workload.layout, check=name == OURS)
@@ -119,6 +129,24 @@ def way_of(name: str, problem: StepProblem) -> Way:
         return _context_parallel(problem)
     attend = published.longnet(workload, problem.rank)
     return Way(name, problem.batch(workload.layout), attend, exact=False)
+
+
+def _on_fa4(name: str, problem: StepProblem) -> Way:
+    if problem.device.type != "cuda" or (reason := fa4_missing()) is not None:
+        raise Unsupported("it needs a GPU" if problem.device.type != "cuda" else str(reason))
+    way = _way_of(name.removesuffix(ON_FA4), problem)
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        with fused.kernel("fa4"), way.inside():
+            yield
+
+    attend = _fused_attend(problem.workload) if way.alone else way.attend
+    return replace(way, name=name, attend=torch.compiler.disable(attend), inside=inside, whole=False)
+
+
+def _fused_attend(workload: Workload) -> Attend:
+    return lambda q, k, v: fused.attention(q, k, v, workload.scale, True)[0]
 
 
 def ring_attend(context: ContextParallel, workload: Workload) -> Attend:

@@ -57,20 +57,29 @@ def document_lengths(total: int, mean: int, multiple: int = 1) -> tuple[int, ...
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Heads, batch and dtype. query, kv: numbers of heads; dim: of each head. The constructor raises ValueError."""
+    """Heads, batch and dtype. query, kv: numbers of heads; dim: of each head; value_dim: of a head's values, None: dim.
+    The constructor raises ValueError."""
 
     query: int = 32
     kv: int = 8
     dim: int = 128
     batch: int = 1
     dtype: str = "bfloat16"
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         for field in ("query", "kv", "dim", "batch"):
             validators.at_least(field, getattr(self, field), 1)
         if self.query % self.kv:
             raise ValueError(f"query heads are {self.query}; they must be a multiple of the key/value heads, {self.kv}")
+        if self.value_dim is not None:
+            validators.at_least("value_dim", self.value_dim, 1)
         validators.choice("dtype", self.dtype, DTYPES)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Head dims of keys and of values."""
+        return self.dim, self.dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True)
@@ -142,7 +151,9 @@ class Workload:
         """Argument of `reference.cost`, whose counts take O(tokens) time: seconds for a million tokens."""
         positions = [self.layout.positions(rank).numpy() for rank in range(self.world)]
         shape, itemsize = self.shape, self.dtype.itemsize
-        return cost.Setting(self.pattern, positions, shape.batch, shape.query, shape.kv, shape.dim, itemsize)
+        return cost.Setting(
+            self.pattern, positions, shape.batch, shape.query, shape.kv, shape.dim, itemsize, shape.value_dim
+        )
 
     @cached_property
     def flops(self) -> tuple[int, int]:
@@ -167,16 +178,16 @@ class Workload:
         return int(forward.max()), int(max(forward.max(), backward.max()))
 
     def draw(self, device: torch.device, seed: int, tokens: int | None = None) -> Inputs:
-        """Draw q, k, v, dout, (B, tokens, H or Hk, D), by default of one rank; q, k, v require gradients."""
+        """Draw q, k, v, dout, (B, tokens, H or Hk, D or Dv), by default of one rank; q, k, v require gradients."""
         generator = torch.Generator(device).manual_seed(seed)
-        shape = self.shape
+        shape, (dim, value_dim) = self.shape, self.shape.dims
 
-        def normal(heads: int) -> Tensor:
-            size = (shape.batch, tokens or self.tokens, heads, shape.dim)
+        def normal(heads: int, dim: int) -> Tensor:
+            size = (shape.batch, tokens or self.tokens, heads, dim)
             return torch.randn(size, generator=generator, device=device, dtype=self.dtype)
 
-        q, k, v = (normal(heads).requires_grad_() for heads in (shape.query, shape.kv, shape.kv))
-        return q, k, v, normal(shape.query)
+        q, k, v = normal(shape.query, dim), normal(shape.kv, dim), normal(shape.kv, value_dim)
+        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), normal(shape.query, value_dim)
 
 
 @dataclass(frozen=True)
