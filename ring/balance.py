@@ -31,7 +31,7 @@ from reference.pattern import Branch, Pattern
 
 Ints = np.ndarray  # int64
 CHUNK = 64  # tokens of an indivisible chunk in step 3
-ENOUGH, ENOUGH_TOKENS = 1.05, 1.25  # maximum over mean that is accepted, of work and of tokens
+ENOUGH, ENOUGH_TOKENS = 1.05, 1.05  # maximum over mean that is accepted, of work and of tokens
 PARTS = (1, 2, 4, 8, 16)  # step 2 divides documents longer than 1 / part of a rank's share
 EXCHANGES = 200  # at most, in step 3
 

@@ -31,7 +31,9 @@ _NUMBER, _CHECK = 8, 8  # bytes of a round's number, and of the checksum that sh
 _SLOT = _NUMBER + PAYLOAD + _CHECK
 _GAVE_UP = b"gave up".ljust(PAYLOAD)
 _SPINS = 300  # reads before the first pause: about 0.1 ms
-_SOON, _PAUSE, _LATE_PAUSE = 0.002, 1e-5, 1e-3  # seconds; pauses are short during the first, then long
+# Seconds. A rank only yields during the first: the kernel makes the shortest pause 0.06 ms, after which this rank would
+# come late to the others, which would pause in turn, for every call.
+_SOON, _PAUSE = 0.002, 1e-3
 _LOOK = 0.2  # seconds between checks that the other processes are alive, or have not given up
 _STORE_PAUSES, _STORE_SHARE = (2e-4, 0.25), 0.05  # seconds, first and longest; share of the time waited so far
 
@@ -172,10 +174,14 @@ class SharedPage:
             if now - last_look > _LOOK:
                 last_look = now
                 if self._process_has_ended(rank):
-                    # Others may just be late.
+                    # Others may just be late, and this one may have come before it ended.
                     ended = [other for other in self._missing(number) if self._process_has_ended(other)]
-                    self._give_up(number, ended, "its process has ended")
-            time.sleep(_PAUSE if now - began < _SOON else _LATE_PAUSE)
+                    if ended:
+                        self._give_up(number, ended, "its process has ended")
+            if now - began < _SOON:
+                os.sched_yield()
+            else:
+                time.sleep(_PAUSE)
         theirs = self._page[begin : begin + _SLOT]
         if theirs[_NUMBER : _NUMBER + PAYLOAD] == _GAVE_UP:
             raise MissingRanks((), "another rank has given up")

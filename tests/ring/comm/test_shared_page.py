@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from contextlib import nullcontext
@@ -103,6 +104,23 @@ def _one_ends_and_one_is_slow(name: str) -> tuple[int, ...] | None:
 
 def test_a_rank_whose_process_has_ended_is_named_without_the_slow_ones(ranks: Ranks) -> None:
     assert ranks(3).run(_one_ends_and_one_is_slow, "ended") == [(1,), None, ()], "rank 2 learns it from rank 0"
+
+
+def test_a_rank_that_comes_and_then_ends_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 2 * 2 * shared_page._SLOT
+    file = shared_page._new_file(size)
+    assert file is not None
+    own, other = (SharedPage(os.dup(file), size, rank, 2, timedelta(seconds=60)) for rank in range(2))
+    os.close(file)
+
+    def comes_and_ends(rank: int) -> bool:
+        begin = other._begin(1, 1)
+        other._page[begin : begin + shared_page._SLOT] = shared_page._slot_of(1, answer(7))
+        return True
+
+    monkeypatch.setattr(own, "_process_has_ended", comes_and_ends)
+    monkeypatch.setattr(shared_page, "_LOOK", 0.0)
+    assert own.all_equal(answer(7), 1)
 
 
 def test_a_machine_is_told_by_its_boot_and_its_processes() -> None:
