@@ -31,14 +31,14 @@ from ring.comm.transport import SomeRanks, Transport
 from ring.compute import kernel_choice, kernel_counts, kernels
 from ring.compute.accumulator import Accumulator, OutputMerge, Sum, TensorSum, lse_view
 from ring.compute.gpu import graph_replay
-from ring.compute.math_kernel import SavedRows
+from ring.compute.math_kernel import Into, SavedRows
 from ring.consensus import CallSetting
 from ring.default_bucket import default_bucket, default_local_bucket
 from ring.lowering import KernelCall, Program, Programs
 from ring.plan.head_groups import head_groups
 from ring.plan.plan import EXCHANGES, MAX_BYTES, Plan, plan_of
 from ring.precision import accumulator_dtype
-from ring.strided_view import GradientSum, StridedView
+from ring.strided_view import StridedView
 from ring.validation import Call
 
 _NO_GUARD = nullcontext()
@@ -206,7 +206,7 @@ def _backward(
     dlse = sinks.pop(0) if through_lse else None
     sums = sum_class_for(q)
     dq, dk, dv = sums(q), sums(k), sums(v)
-    rows = _QueryRows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq)
+    rows = _QueryRows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq, (dk, dv))
     with guard:
         exchange = Exchange(run.programs.plan, run.transport, k, v)
         for arrival, calls in zip(exchange.round_trips(dk, dv), program.arrivals, strict=True):
@@ -236,14 +236,15 @@ def _backward_by_head(
 
 @dataclass(eq=False)
 class _QueryRows:
-    """The local query rows in backward."""
+    """The local query rows in backward, and the sums of the gradients of own keys and values."""
 
     q: StridedView
     dout: StridedView
     out: StridedView
     lse: StridedView
     dlse: torch.Tensor | None
-    dq: GradientSum
+    dq: TensorSum
+    own: tuple[TensorSum, TensorSum]
 
     @cached_property
     def delta(self) -> StridedView:
@@ -291,10 +292,22 @@ def _add_gradients(run: Execution, call: KernelCall, arrival: Arrival, rows: _Qu
     else:
         lse = rows.lse.view(*queries).squeeze(-1)
         saved = SavedRows(dout, out, lse, rows.delta.view(*queries).squeeze(-1) if call.kernel == "math" else None)
-    dq, dk, dv = kernels.backward(call.kernel, query, key, value, saved, tile, run.programs.scoring)
+    into = _in_place(call, rows) if call.queries_in_place or call.keys_in_place else None
+    dq, dk, dv = kernels.backward(call.kernel, query, key, value, saved, tile, run.programs.scoring, into)
     rows.dq.add(*queries, dq)
     arrival.key_grad.add(*keys, dk)
     arrival.value_grad.add(*keys, dv)
+
+
+def _in_place(call: KernelCall, rows: _QueryRows) -> Into:
+    """Return the memory of the gradients that a call writes in place."""
+    tile, (dk, dv) = call.tile, rows.own
+    keys = tile.key_rows, tile.key_heads
+    return (
+        rows.dq.place(tile.query_rows, tile.query_heads) if call.queries_in_place else None,
+        dk.place(*keys) if call.keys_in_place else None,
+        dv.place(*keys) if call.keys_in_place else None,
+    )
 
 
 def select_transport(q: torch.Tensor, transport: Transport, exchange: str) -> Transport:

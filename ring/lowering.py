@@ -18,7 +18,7 @@ head. The math kernel computes so few keys.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -26,17 +26,22 @@ import torch
 
 from ring.compute import kernel_choice, kernels
 from ring.compute.kernel_choice import KernelSetting
+from ring.plan.cover import area, cover
 from ring.plan.plan import Plan
 from ring.plan.tile import Tile
 
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
-    """A tile and its kernel: "math", "flash", "cudnn" or "fa4". batched: it takes tiles of `StridedView.batched`."""
+    """A tile and its kernel: "math", "flash", "cudnn" or "fa4". batched: it takes tiles of `StridedView.batched`.
+    queries_in_place, keys_in_place: it writes the gradients of its queries, or own keys, in place (`ring.plan.cover`).
+    """
 
     kernel: str
     tile: Tile
     batched: bool
+    queries_in_place: bool = False
+    keys_in_place: bool = False
 
     def __str__(self) -> str:
         rows, keys, heads = self.tile.query_rows, self.tile.key_rows, self.tile.query_heads
@@ -84,10 +89,25 @@ class Programs:
         key = dlse, q.is_cuda and torch.are_deterministic_algorithms_enabled()  # on CPUs every kernel is repeatable
         if key not in self._backward:
             value_dim = self._setting.dims[1]
-            self._backward[key] = self._lower(
-                q, lambda name, tile: kernels.portions(name, tile, q, value_dim), True, *key
-            )
+            program = self._lower(q, lambda name, tile: kernels.portions(name, tile, q, value_dim), True, *key)
+            self._backward[key] = self._in_place(program, q)
         return self._backward[key]
+
+    def _in_place(self, program: Program, q: torch.Tensor) -> Program:
+        """Mark the calls that write gradients in place, as only FlashAttention-4 can."""
+        calls = [call for calls in program.arrivals for call in calls]
+        tiles = [call.tile if call.kernel == "fa4" and call.tile.sequences is None else None for call in calls]
+        if not any(tiles):
+            return program
+        own = tiles[: len(program.arrivals[0])]
+        queries = [None if tile is None else area(tile.query_rows, tile.query_heads) for tile in tiles]
+        keys = [None if tile is None else area(tile.key_rows, tile.key_heads) for tile in own]
+        of_queries = cover(queries, q.shape[1], q.shape[2])
+        of_keys = cover(keys, self.plan.tokens, q.shape[2] // self._setting.share)
+        marked = (
+            replace(call, queries_in_place=i in of_queries, keys_in_place=i in of_keys) for i, call in enumerate(calls)
+        )
+        return Program(tuple(tuple(next(marked) for _ in arrival) for arrival in program.arrivals))
 
     def _lower(self, q: torch.Tensor, portions: Callable[[str, Tile], list[Tile]], *how: bool) -> Program:
         def calls(tile: Tile) -> list[KernelCall]:

@@ -78,6 +78,13 @@ class StridedView:
             return batched(self.view(rows, heads))
         return x.as_strided(place.sizes, place.strides, self._begin + place.offset)
 
+    def place(self, rows: Rows, heads: Heads) -> torch.Tensor | None:
+        """Return a regular tile to write, (F B, groups per_group, L, D), in 16-byte words; None if there is no view."""
+        place = _place(rows, heads, self._batch, self._dim, self._strides, self._whole.itemsize, True)
+        if place is None or (self._whole.data_ptr() + self._skip + place.skip) % 16:
+            return None
+        return self._whole.as_strided(place.sizes, place.strides, self._begin + place.offset)
+
     def put(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
         """Write a tile."""
         if rows.index is None and heads.ids is None:

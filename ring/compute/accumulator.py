@@ -48,6 +48,10 @@ class TensorSum(GradientSum, Protocol):
 
     def __init__(self, like: torch.Tensor) -> None: ...
 
+    def place(self, rows: Rows, heads: Heads) -> torch.Tensor | None:
+        """Return memory of the sum for a summand that is then added, (F B, heads, L, D); None: there is none."""
+        ...
+
     @staticmethod
     def results(sums: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
         """Return each sum in `dtype`. sums: all of this class."""
@@ -138,6 +142,10 @@ class Sum:
         if not self._begun:
             self._begin()
         return self._tensor
+
+    def place(self, rows: Rows, heads: Heads) -> torch.Tensor | None:
+        """Return None: this sum has another type than its summands."""
+        return None
 
     def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
         """Add a summand, (F, B, groups, per_group, L, D)."""

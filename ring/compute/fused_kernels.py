@@ -14,7 +14,7 @@ import torch
 from ring.compute import kernel_counts, math_kernel
 from ring.compute.gpu import fa4_kernel, varlen_kernel
 from ring.compute.gpu.varlen_kernel import no_dropout
-from ring.compute.math_kernel import SavedRows, Tensors3
+from ring.compute.math_kernel import Into, SavedRows, Tensors3
 from ring.compute.scores import Scores
 from ring.plan.tile import Mask, Tile
 from ring.precision import accumulator_dtype
@@ -35,11 +35,13 @@ def forward(
 
 
 def backward(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scoring: Scores
-) -> Tensors3:
-    """Return the tile's summands of dq, dk, dv, shaped like q, k, v."""
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scoring: Scores,
+    into: Into | None = None,
+) -> Tensors3:  # fmt: skip
+    """Return the tile's summands of dq, dk, dv, shaped like q, k, v. into: memory for them, for "fa4" alone."""
     if name == "fa4":
-        return fa4_kernel.backward(q, k, v, saved, tile, scoring)
+        return fa4_kernel.backward(q, k, v, saved, tile, scoring, into or (None, None, None))
+    assert into is None
     if q.device.type == "cpu":
         return _cpu_backward(q, k, v, saved, tile, scoring.scale)
     if tile.sequences is not None:

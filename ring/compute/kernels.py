@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from ring.compute import fused_kernels, kernel_counts, math_kernel
-from ring.compute.math_kernel import SavedRows, Tensors3
+from ring.compute.math_kernel import Into, SavedRows, Tensors3
 from ring.compute.scores import Scores
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
@@ -31,13 +31,14 @@ def forward(
 
 
 def backward(
-    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scoring: Scores
-) -> Tensors3:
-    """Return the tile's summands of dq, dk, dv, shaped like q, k, v."""
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scoring: Scores,
+    into: Into | None = None,
+) -> Tensors3:  # fmt: skip
+    """Return the tile's summands of dq, dk, dv, shaped like q, k, v. into: memory for them, for "fa4" alone."""
     kernel_counts.count(name)
     if name == "math":
         return math_kernel.backward(q, k, v, saved, tile, scoring)
-    return fused_kernels.backward(name, q, k, v, saved, tile, scoring)
+    return fused_kernels.backward(name, q, k, v, saved, tile, scoring, into)
 
 
 def portions(name: str, tile: Tile, q: torch.Tensor, value_dim: int) -> list[Tile]:

@@ -23,6 +23,7 @@ from ring.plan.tile import Mask, Tile
 from ring.precision import accumulator_dtype
 
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Into = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 _MIN_ROWS = 8  # least query rows of a block
 

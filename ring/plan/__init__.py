@@ -12,6 +12,7 @@ The modules, in order; each imports only those before it:
     schedule      the messages of every stage and their slots in the buffers, for each of the three exchanges
     rows          rows or slots as strided views, folded over segments
     tile          one kernel call
+    cover         tiles whose results need no merge
     diagonal      fewer calls for heads whose grids are shifted against each other
     tiling        the kernel calls that compute all range pairs of a rank
     plan          all of it for one rank, step by step, ready to execute

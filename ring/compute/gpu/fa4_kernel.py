@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ring.compute.gpu.varlen_kernel import by_head, by_token, edges_of
-from ring.compute.math_kernel import SavedRows, Tensors3
+from ring.compute.math_kernel import Into, SavedRows, Tensors3
 from ring.compute.scores import Scores
 from ring.plan.tile import Mask, Tile
 from ring.strided_view import tile_shape
@@ -59,10 +59,10 @@ def forward(
 
 
 def backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scoring: Scores
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scoring: Scores, into: Into
 ) -> Tensors3:
     """Return the tile's summands of dq, dk, dv, shaped like q, k, v. In a fixed order under
-    `torch.use_deterministic_algorithms`."""
+    `torch.use_deterministic_algorithms`. into: memory for them, (B, H, L, D), of a tile of one length; None: new."""
     query, key, value, out, dout = _operands(tile, q, k, v, saved.out, saved.dout)
     lse, dlse = (_by_row(tile, x) for x in (saved.lse, saved.dlse))
     repeatable = torch.are_deterministic_algorithms_enabled()
@@ -71,7 +71,9 @@ def backward(
         ("backward", repeatable, dlse is None, *_kind(tile, q, k, v, scoring)),
         lambda: differentiate(
             query, key, value, out, dout, lse, softmax_scale=scoring.scale, softcap=scoring.softcap or 0.0,
-            causal=tile.mask is Mask.CAUSAL, deterministic=repeatable, dlse=dlse, **_lengths(tile, q),
+            causal=tile.mask is Mask.CAUSAL, deterministic=repeatable, dlse=dlse,
+            **{name: x.transpose(1, 2) for name, x in zip(("dq", "dk", "dv"), into, strict=True) if x is not None},
+            **_lengths(tile, q),
         ),
     )[:3]  # fmt: skip
     dq, dk, dv = (_heads_first(x, tile, q.shape[0]) for x in grads)

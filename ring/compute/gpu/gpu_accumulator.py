@@ -5,7 +5,8 @@ have together. Here they stay pending as the kernels returned them, in 16 bits a
 of `ring.compute.gpu.merge_kernel` computes the output. The same pass sums gradients.
 
 A partial result that covers everything, as a branch without dilation returns, becomes the output: only rows that other
-results cover as well are rewritten. The reference, `ring.compute.accumulator`, takes listed heads.
+results cover as well are rewritten. So do several that kernels write in place (`ring.plan.cover`). The reference,
+`ring.compute.accumulator`, takes listed heads.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ring.compute.gpu.merge_kernel import Job, run
 from ring.compute.gpu.partial_results import Part, as_output, takes_part, whole
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
+from ring.strided_view import StridedView
 
 # Merge partial results when they hold this many times the bytes of an fp32 accumulator.
 MAX_PENDING = 2.0
@@ -33,14 +35,25 @@ class _PendingParts:
         self._like, self._weighted = like, weighted
         self._sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         self._parts: list[Part] = []
+        self._output: torch.Tensor | None = None  # memory of the result, in which the first parts are
+        self._in_place = 0  # number of these
         self._bytes = 0
         self._plain: Accumulator | Sum | None = None
         self.created: torch.cuda.Event | None = None  # in a graph capture
         if torch.cuda.is_current_stream_capturing():
             self.created = torch.cuda.current_stream().record_event()
 
+    def place(self, rows: Rows, heads: Heads) -> torch.Tensor | None:
+        if self._output is None:
+            self._output = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
+        return StridedView(self._output).place(rows, heads)
+
     def add(self, part: Part) -> None:
-        self._parts.append(part)
+        if self._output is not None and _share_memory(part.out, self._output):
+            self._parts.insert(self._in_place, part)
+            self._in_place += 1
+        else:
+            self._parts.append(part)
         self._bytes += part.out.nbytes
         if self._bytes > MAX_PENDING * 4 * self._like.numel():
             self.materialize()
@@ -64,20 +77,32 @@ class _PendingParts:
         like = self._like
         batch, tokens, heads, _ = like.shape
         lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=like.device) if self._weighted else None
+        in_place = sum(
+            part.rows.folds * part.rows.length * part.heads.groups * part.heads.per_group
+            for part in self._parts[: self._in_place]
+        )
+        if self._output is not None and self._output.dtype == dtype and in_place == tokens * heads:
+            return self._job(self._output, lse, self._sinks, self._in_place)
         for number, part in enumerate(self._parts):
             out = as_output(part, like, dtype)
             if out is not None:
                 self._parts.insert(0, self._parts.pop(number))
-                return self._job(out, lse, self._sinks)
+                return self._job(out, lse, self._sinks, 1)
         return self._job(torch.empty(like.shape, dtype=dtype, device=like.device), lse, self._sinks)
 
-    def _job(self, out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None) -> Job:
+    def _job(
+        self, out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None, in_place: int = 0
+    ) -> Job:
         """Return a job that combines all parts and the plain accumulator, and forget the parts. `out` may be the plain
-        accumulator or the first part: a program reads its rows before it writes them.
+        accumulator or have the first parts: a program reads its rows before it writes them.
         """
         parts, plain = self._parts, self._plain
-        self._parts, self._bytes = [], 0
-        return Job(parts if plain is None else [*parts, whole(plain)], out, lse, self._like.dtype, sinks)
+        self._parts, self._output, self._in_place, self._bytes = [], None, 0, 0
+        return Job(parts if plain is None else [*parts, whole(plain)], out, lse, self._like.dtype, sinks, in_place)
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 class CombinedAccumulator:
@@ -107,6 +132,12 @@ class CombinedSum:
 
     def __init__(self, like: torch.Tensor) -> None:
         self._pending = _PendingParts(like, weighted=False)
+
+    def place(self, rows: Rows, heads: Heads) -> torch.Tensor | None:
+        """Return memory of the sum for a summand that is then added, (F B, heads, L, D); None if there is no such view.
+        Summands in it must not overlap.
+        """
+        return self._pending.place(rows, heads)
 
     def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
         """Add a summand, (F, B, groups, per_group, L, D)."""

@@ -71,12 +71,12 @@ def _combine(  # type: ignore[no-untyped-def]
     entries, first, out, lse, twin, sinks,
     out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, apart, twin_entries,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr,
-    WEIGHTED: tl.constexpr, WIDE: tl.constexpr, BASED: tl.constexpr, LISTED: tl.constexpr, SINKS: tl.constexpr,
+    WEIGHTED: tl.constexpr, WIDE: tl.constexpr, BASES: tl.constexpr, LISTED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge every `apart`-th row of one head and batch. WEIGHTED: average by lse; else sum. KIND: the 16-bit type.
-    WIDE: 0: no part is fp32; 1: all are; 2: some are. BASED: rows of the first part alone are in `out` already. twin: a
-    second output like `out`, with entries `twin_entries` further on. LISTED: some parts list their rows. SINKS: every
-    row begins with output 0 and the head's number of `sinks` as lse.
+    WIDE: 0: no part is fp32; 1: all are; 2: some are. BASES: rows that only a head's first parts hold, so many, are in
+    `out` already. twin: a second output like `out`, with entries `twin_entries` further on. LISTED: some parts list
+    their rows. SINKS: every row begins with output 0 and the head's number of `sinks` as lse.
     """
     if tl.program_id(2) == 1:
         out = twin
@@ -91,9 +91,9 @@ def _combine(  # type: ignore[no-untyped-def]
     inside = column < DIM
     begins, ends = tl.load(first + head), tl.load(first + head + 1)
     changed = row < tokens
-    if BASED:
+    if BASES:
         others = 0
-        for number in range(begins + 1, ends):
+        for number in range(begins + BASES, ends):
             others += _may_hold(entries + number * _FIELDS, begin, ROWS * apart).to(tl.int32)
         changed &= others > 0
     total = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -164,7 +164,8 @@ def _combine(  # type: ignore[no-untyped-def]
 @dataclass(frozen=True, eq=False)
 class Job:
     """A pass over an output: its parts, out (B, N, H, D), lse (B, H, N) if weighted, the 16-bit type, and lse of one
-    more part, of output 0, for each head: fp32 (H,), or None.
+    more part, of output 0, for each head: fp32 (H,), or None. in_place: number of parts, the first, that `out` holds
+    before the pass. They cover it once, with as many parts for every head (`ring.plan.cover`).
     """
 
     parts: list[Part]
@@ -172,15 +173,18 @@ class Job:
     lse: torch.Tensor | None
     kind: torch.dtype
     sinks: torch.Tensor | None = None
+    in_place: int = 0
 
     @property
-    def based(self) -> bool:
-        """True if `out` holds the first part before the pass."""
-        return bool(self.parts) and self.parts[0].out.data_ptr() == self.out.data_ptr()
+    def bases(self) -> int:
+        """Number of a head's parts in place."""
+        return (
+            sum(part.heads.groups * part.heads.per_group for part in self.parts[: self.in_place]) // self.out.shape[2]
+        )
 
     @property
     def done(self) -> bool:
-        return not self.out.numel() or (self.based and len(self.parts) == 1 and self.lse is None)
+        return not self.out.numel() or (0 < self.in_place == len(self.parts) and self.lse is None)
 
     def geometry(self) -> tuple[object, ...]:
         """Return a key that is equal for jobs that differ only in addresses and values of their tensors."""
@@ -198,7 +202,7 @@ class Job:
         )
         where = out.device, out.shape, out.stride(), out.dtype, out.data_ptr() % 16
         sinks = None if self.sinks is None else self.sinks.data_ptr() % 16
-        return where, None if lse is None else lse.stride(), self.kind, self.based, sinks, parts
+        return where, None if lse is None else lse.stride(), self.kind, self.in_place, sinks, parts
 
     def addresses(self) -> list[int]:
         """Return the address of each part, followed by that of its lse if the job is weighted."""
@@ -237,7 +241,7 @@ class _Launch:
             "KIND": _KINDS.get(job.kind, tl.bfloat16),
             "ALIGNED": dim % 8 == 0 and all(is_aligned(x) for x in (out, *(part.out for part in parts))),
             "WEIGHTED": lse is not None, "WIDE": 0 if not fp32 else 1 if fp32 == len(parts) else 2,
-            "BASED": job.based and job.sinks is None, "LISTED": bool(self.places), "SINKS": job.sinks is not None,
+            "BASES": job.bases if job.sinks is None else 0, "LISTED": bool(self.places), "SINKS": job.sinks is not None,
         }  # fmt: skip
         # One launch can write two outputs of equal form.
         self.form = out.shape, out.stride(), out.dtype, self.numbers, self.constants

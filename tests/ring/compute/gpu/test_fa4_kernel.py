@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import ring.execute
 from reference import Pattern
-from ring import Layout, count_kernels
+from ring import Layout, count_kernels, lowering
+from ring.caching.bounded_cache import BoundedCache
+from ring.compute import kernels
 from ring.compute.gpu import fa4_kernel
 from ring.compute.kernel_limits import HOPPER, fa4_missing, takes_dims
 from ring.compute.scores import Scores
@@ -104,6 +108,42 @@ def test_bits_repeat_where_they_must() -> None:
         assert all(torch.equal(x, y) for _ in range(5) for x, y in zip(first, grads(), strict=True))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("batch, kv_heads", [(1, 8), (2, 8), (1, 2)])
+def test_gradients_written_in_place_are_those_that_are_merged(
+    batch: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several calls by rows, since the bucket is 256, and by heads, since the workspace is small."""
+    pattern, layout = Pattern.longnet((256, 1024), (1, 4), 8, causal=True), Layout.contiguous(1024, 1)
+    q, k, v, dout = (
+        torch.randn(batch, 1024, heads, 128, device="cuda").bfloat16() for heads in (8, kv_heads, kv_heads, 8)
+    )
+    from ring.compute.gpu.gpu_accumulator import CombinedSum  # not at the top: torch for CPUs has no Triton
+
+    monkeypatch.setattr(kernels, "MAX_WORKSPACE", 2**20)
+    taken: list[bool] = []
+    place = CombinedSum.place
+
+    def counted(*args: Any) -> torch.Tensor | None:
+        taken.append((memory := place(*args)) is not None)
+        return memory
+
+    monkeypatch.setattr(CombinedSum, "place", counted)
+
+    def grads() -> tuple[torch.Tensor, ...]:
+        monkeypatch.setattr(ring.execute, "_programs", BoundedCache(8))
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(plain(*leaves, pattern, layout, kernel="fa4", bucket=256), leaves, dout)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        in_place, count = grads(), len(taken)
+        monkeypatch.setattr(lowering, "cover", lambda *_: frozenset())
+        assert all(torch.equal(x, y) for x, y in zip(in_place, grads(), strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(taken) == count > 8 and (all(taken) or batch > 1), "with a batch some folds are no view"
 
 
 def test_a_compilation_is_logged(caplog: pytest.LogCaptureFixture) -> None:
