@@ -16,7 +16,7 @@ from ring.comm.group import transport_over
 from ring.comm.transport import Transport
 from ring.consensus import agree, agree_backward
 from ring.dispatcher_op import as_one_operator
-from ring.execute import Execution, HeadExecution, backward, execution_of, forward, select_transport
+from ring.execute import Execution, backward, execution_of, forward, select_transport
 from ring.layout import Layout
 from ring.torch_compile import traced
 from ring.validation import Call, wants_gradients
@@ -119,7 +119,7 @@ def ring_attention(
         setting = agree(call, numbered, transport, check)
         # Selecting symmetric memory is collective: only after consensus do all ranks have GPU tensors.
         if transport is not group:
-            transport = select_transport(q, transport, exchange)
+            transport = select_transport(q, transport)
         execution = execution_of(call, setting, numbered, transport, check)
         out, lse = _RingAttention.apply(q, k, v, sinks, execution)
     return (out, lse) if return_lse else out
@@ -189,7 +189,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-        execution: Execution | HeadExecution,
+        execution: Execution,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         with _without_autocast(q):
             out, lse = as_one_operator(partial(forward, execution), q, k, v, sinks)

@@ -10,33 +10,32 @@ accumulator per query row. The backward of a partial uses its own q, k, v and th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import ClassVar, Literal
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ring import all_to_all
-from ring.all_to_all import HeadPrograms, head_programs
+from ring.all_to_all import HeadProgram, HeadPrograms, bucket_of, head_programs, programs_of
 from ring.caching.bounded_cache import BoundedCache
 from ring.comm import buffer_meter
 from ring.comm.call_order import NumberedCall
 from ring.comm.exchange import Arrival, Exchange
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import can_be_captured, transport_of
-from ring.comm.transport import SomeRanks, Transport
-from ring.compute import kernel_choice, kernel_counts, kernels
+from ring.comm.transport import Transport
+from ring.compute import kernel_counts, kernels
 from ring.compute.accumulator import Accumulator, OutputMerge, Sum, TensorSum, lse_view
 from ring.compute.gpu import graph_replay
 from ring.compute.math_kernel import Into, SavedRows
+from ring.compute.scores import Scores
 from ring.consensus import CallSetting
-from ring.default_bucket import default_bucket, default_local_bucket
 from ring.lowering import KernelCall, Program, Programs
 from ring.plan.head_groups import head_groups
-from ring.plan.plan import EXCHANGES, MAX_BYTES, Plan, plan_of
+from ring.plan.plan import MAX_BYTES
 from ring.precision import accumulator_dtype
 from ring.strided_view import StridedView
 from ring.validation import Call
@@ -53,45 +52,18 @@ _programs: BoundedCache[CallSetting, Programs | HeadPrograms] = BoundedCache(128
 class Execution:
     """The state that forward and backward of one call share."""
 
-    by_head: ClassVar[Literal[False]] = False
-    programs: Programs
+    programs: Programs | HeadPrograms
     transport: Transport
     numbered: NumberedCall
     check: bool
-
-
-@dataclass(eq=False)
-class HeadExecution:
-    """The same for an exchange by heads. dividing, alike: ranks that divide the heads, and that have the same."""
-
-    by_head: ClassVar[Literal[True]] = True
-    programs: HeadPrograms
-    transport: Transport
-    numbered: NumberedCall
-    dividing: Transport
-    alike: Transport
-    check: bool
-
-    def of_block(self, programs: Programs) -> Execution:
-        """Return the execution of one block of heads."""
-        return Execution(programs, self.alike, self.numbered, self.check)
 
 
 def execution_of(
     call: Call, setting: CallSetting, numbered: NumberedCall, transport: Transport, check: bool
-) -> Execution | HeadExecution:
+) -> Execution:
     """Return the execution of a validated call. Its programs are cached on its setting, which determines them."""
     programs = _programs.get_or_make(setting, lambda: _programs_of(call, transport), lambda programs: programs.nbytes)
-    if programs.by_head is False:
-        return Execution(programs, transport, numbered, check)
-    rank, groups = transport.rank, programs.groups
-    dividing, alike = (_among(transport, ranks) for ranks in (groups.dividing(rank), groups.alike(rank)))
-    return HeadExecution(programs, transport, numbered, dividing, alike, check)
-
-
-def _among(transport: Transport, ranks: Sequence[int]) -> Transport:
-    """Return the transport of some ranks of a group."""
-    return transport if len(ranks) == transport.world_size else SomeRanks(transport, ranks)
+    return Execution(programs, transport, numbered, check)
 
 
 @_disable_current_modes()  # selective checkpointing wants the same operators in a recomputation, which finds a plan
@@ -100,43 +72,30 @@ def _programs_of(call: Call, transport: Transport) -> Programs | HeadPrograms:
     if groups is not None and groups.degree > 1:
         return head_programs(call, groups, transport.rank)
     exchange = call.exchange if groups is None else groups.between
-    kernels_of = kernel_choice.setting_of(call.kernel, call.q, call.k, call.v, call.scoring)
-    varlen = kernel_choice.max_varlen_tokens(kernels_of)
-    return Programs(_plan(call, exchange, transport.rank, varlen), call.q, kernels_of)
-
-
-def _plan(call: Call, exchange: str, rank: int, varlen: int) -> Plan:
-    pattern, layout, keys, q = call.pattern, call.layout, call.key_layout, call.q
-    heads, kv_heads, bucket, own = q.shape[2], call.k.shape[2], call.bucket, None
-    if bucket is None:
-        bucket = default_bucket(layout, heads, kv_heads, q.dtype, q.device.type, keys)
-        own = default_local_bucket(q, heads, call.v.shape[3], bucket)
-    return plan_of(pattern, layout, rank, heads, kv_heads, exchange, bucket, own, varlen, key_layout=keys)
+    return programs_of(call, exchange, transport.rank, bucket_of(call), call.layout, call.key_layout)
 
 
 def forward(
-    run: Execution | HeadExecution, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    run: Execution, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse): out like q with the head dim of v, lse (B, H, N) in the accumulator's dtype."""
-    if run.by_head is True:
-        with run.numbered.calls.guard(run.numbered.forward):
-            return all_to_all.forward(run.programs, run.dividing, partial(_forward_of_block, run), q, k, v, sinks)
     batch, tokens, heads, _ = q.shape
-    program = run.programs.forward
-    guard = _NO_GUARD if run.transport.world_size == 1 else run.numbered.calls.guard(run.numbered.forward)
-    if not (q.is_cuda and _is_replayed(run, program, q)):
-        return _forward(run, program, guard, q, k, v, sinks)
+    programs, transport = run.programs, run.transport
+    guard = _NO_GUARD if transport.world_size == 1 else run.numbered.calls.guard(run.numbered.forward)
+    compute: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _forward_by_head if programs.by_head else _forward
+    if not (q.is_cuda and _is_replayed(transport, programs.forward, q)):
+        return compute(programs, transport, guard, q, k, v, sinks)
     results = (((batch, tokens, heads, v.shape[3]), q.dtype), ((batch, heads, tokens), accumulator_dtype(q.dtype)))
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-    compute = partial(_forward, run, program, _NO_GUARD)
+    key = _graph_key(transport, programs.forward, inputs)
     with guard:
-        out, lse = graph_replay.replayed(_graph_key(run, program, inputs), inputs, results, compute)
+        out, lse = graph_replay.replayed(key, inputs, results, partial(compute, programs, transport, _NO_GUARD))
     return out, lse
 
 
 def _forward(
-    run: Execution,
-    program: Program,
+    programs: Programs,
+    transport: Transport,
     guard: AbstractContextManager[object],
     q: torch.Tensor,
     k: torch.Tensor,
@@ -144,10 +103,10 @@ def _forward(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     like = q if q.shape[3] == v.shape[3] else _output_like(q, v)
-    accumulator, queries, scoring = accumulator_for(like, sinks), StridedView(q), run.programs.scoring
+    accumulator, queries, scoring = accumulator_for(like, sinks), StridedView(q), programs.scoring
     with guard:
-        exchange = Exchange(run.programs.plan, run.transport, k, v)
-        for arrival, calls in zip(exchange.arrivals(), program.arrivals, strict=True):
+        exchange = Exchange(programs.plan, transport, k, v)
+        for arrival, calls in zip(exchange.arrivals(), programs.forward.arrivals, strict=True):
             for call in calls:
                 tile, view = call.tile, StridedView.batched if call.batched else StridedView.view
                 query = view(queries, tile.query_rows, tile.query_heads)
@@ -158,15 +117,19 @@ def _forward(
     return accumulator.result(q.dtype)
 
 
-def _forward_of_block(
-    run: HeadExecution, programs: Programs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    sinks: torch.Tensor | None,
+def _forward_by_head(
+    programs: HeadPrograms, transport: Transport, guard: AbstractContextManager[object],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return _forward(run.of_block(programs), programs.forward, _NO_GUARD, q, k, v, sinks)
+    def compute(stage: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _forward(*programs.block(transport, stage), _NO_GUARD, *tensors)
+
+    with guard:
+        return all_to_all.forward(programs, transport, compute, q, k, v, sinks)
 
 
 def backward(
-    run: Execution | HeadExecution,
+    run: Execution,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -177,22 +140,26 @@ def backward(
     sinks: torch.Tensor | None,
 ) -> Sequence[torch.Tensor]:
     """Return (dq, dk, dv), like q, k, v, and with sinks their gradient: the sum over the own rows."""
-    if run.by_head is True:
-        return _backward_by_head(run, q, k, v, out, lse, dout, dlse, sinks)
-    program = run.programs.backward(q, dlse is not None)
+    programs, transport = run.programs, run.transport
+    guard = _NO_GUARD if transport.world_size == 1 else run.numbered.calls.guard(run.numbered.current_backward)
+    compute: Callable[..., list[torch.Tensor]] = _backward_by_head if programs.by_head else _backward
+    if programs.by_head is True and programs.returns_lse and dlse is None:
+        dlse = torch.zeros_like(lse)  # other ranks may have one, so all send it
     through_lse, given_sinks = dlse is not None, () if sinks is None else (sinks,)
     tensors = (q, k, v, out, lse, dout, *(() if dlse is None else (dlse,)), *given_sinks)
-    guard = _NO_GUARD if run.transport.world_size == 1 else run.numbered.calls.guard(run.numbered.current_backward)
-    if not (q.is_cuda and _is_replayed(run, program, q)):
-        return _backward(run, program, guard, through_lse, *tensors)
+    program = programs.backward(q, through_lse)
+    if not (q.is_cuda and _is_replayed(transport, program, q)):
+        return compute(programs, transport, program, guard, through_lse, *tensors)
     results = tuple((x.shape, x.dtype) for x in (q, k, v, *given_sinks))
-    compute = partial(_backward, run, program, _NO_GUARD, through_lse)
+    key = _graph_key(transport, program, tensors)
+    compute = partial(compute, programs, transport, program, _NO_GUARD, through_lse)
     with guard:
-        return graph_replay.replayed(_graph_key(run, program, tensors), tensors, results, compute)
+        return graph_replay.replayed(key, tensors, results, compute)
 
 
 def _backward(
-    run: Execution,
+    programs: Programs,
+    transport: Transport,
     program: Program,
     guard: AbstractContextManager[object],
     through_lse: bool,
@@ -208,10 +175,10 @@ def _backward(
     dq, dk, dv = sums(q), sums(k), sums(v)
     rows = _QueryRows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq, (dk, dv))
     with guard:
-        exchange = Exchange(run.programs.plan, run.transport, k, v)
+        exchange = Exchange(programs.plan, transport, k, v)
         for arrival, calls in zip(exchange.round_trips(dk, dv), program.arrivals, strict=True):
             for call in calls:
-                _add_gradients(run, call, arrival, rows)
+                _add_gradients(programs.scoring, call, arrival, rows)
         grads = sums.results([dq], q.dtype)  # while the last gradients of keys are in flight
         dsinks = [_sink_gradient(sinks[0], lse, rows.delta)] if sinks else []
         exchange.last_returned(dk, dv)
@@ -221,17 +188,19 @@ def _backward(
 
 
 def _backward_by_head(
-    run: HeadExecution, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    dout: torch.Tensor, dlse: torch.Tensor | None, sinks: torch.Tensor | None,
+    programs: HeadPrograms, transport: Transport, program: HeadProgram, guard: AbstractContextManager[object],
+    through_lse: bool, *tensors: torch.Tensor,
 ) -> list[torch.Tensor]:  # fmt: skip
-    def compute(programs: Programs, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        through_lse = run.programs.returns_lse
-        program = programs.backward(q, through_lse)
-        return _backward(run.of_block(programs), program, _NO_GUARD, through_lse, *tensors, wide=run.programs.sums_keys)
+    (*shards, out, lse, dout), sinks = tensors[:6], [*tensors[6:]]
+    dlse = sinks.pop(0) if through_lse else None
 
-    with run.numbered.calls.guard(run.numbered.current_backward):
-        grads = all_to_all.backward(run.programs, run.dividing, compute, (q, k, v, out, lse, dout), dlse)
-    return grads if sinks is None else [*grads, _sink_gradient(sinks, lse, _delta(dout, out, dlse))]
+    def compute(stage: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        block = *programs.block(transport, stage), program.stages[stage]
+        return _backward(*block, _NO_GUARD, through_lse, *tensors, wide=programs.sums_keys)
+
+    with guard:
+        grads = all_to_all.backward(programs, transport, compute, (*shards, out, lse, dout), dlse)
+    return grads + [_sink_gradient(x, lse, _delta(dout, out, dlse)) for x in sinks]
 
 
 @dataclass(eq=False)
@@ -279,7 +248,7 @@ def _sink_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: StridedView) -
     return grad.masked_fill_(sinks == -torch.inf, 0.0).to(sinks.dtype)  # lse may be -inf too
 
 
-def _add_gradients(run: Execution, call: KernelCall, arrival: Arrival, rows: _QueryRows) -> None:
+def _add_gradients(scoring: Scores, call: KernelCall, arrival: Arrival, rows: _QueryRows) -> None:
     """Add the gradients of one kernel call to the sums of its rows and keys."""
     assert arrival.key_grad is not None and arrival.value_grad is not None
     tile, view = call.tile, StridedView.batched if call.batched else StridedView.view
@@ -293,7 +262,7 @@ def _add_gradients(run: Execution, call: KernelCall, arrival: Arrival, rows: _Qu
         lse = rows.lse.view(*queries).squeeze(-1)
         saved = SavedRows(dout, out, lse, rows.delta.view(*queries).squeeze(-1) if call.kernel == "math" else None)
     into = _in_place(call, rows) if call.queries_in_place or call.keys_in_place else None
-    dq, dk, dv = kernels.backward(call.kernel, query, key, value, saved, tile, run.programs.scoring, into)
+    dq, dk, dv = kernels.backward(call.kernel, query, key, value, saved, tile, scoring, into)
     rows.dq.add(*queries, dq)
     arrival.key_grad.add(*keys, dk)
     arrival.value_grad.add(*keys, dv)
@@ -310,25 +279,25 @@ def _in_place(call: KernelCall, rows: _QueryRows) -> Into:
     )
 
 
-def select_transport(q: torch.Tensor, transport: Transport, exchange: str) -> Transport:
+def select_transport(q: torch.Tensor, transport: Transport) -> Transport:
     """Return the fastest transport over the same group for tensors like q. On GPUs the first call is collective."""
-    if q.is_cuda and isinstance(transport, ProcessGroupTransport) and exchange in EXCHANGES:
+    if q.is_cuda and isinstance(transport, ProcessGroupTransport):
         return transport_of(transport.group)
     return transport
 
 
-def _graph_key(run: Execution, program: Program, tensors: Sequence[torch.Tensor]) -> Hashable:
+def _graph_key(transport: Transport, program: Program | HeadProgram, tensors: Sequence[torch.Tensor]) -> Hashable:
     """The key of a captured graph: everything but the tensors. Transports of one rank are interchangeable. A backward
     takes sinks only where their gradient is wanted.
     """
-    return program, run.transport if run.transport.world_size > 1 else None, len(tensors)
+    return program, transport if transport.world_size > 1 else None, len(tensors)
 
 
-def _is_replayed(run: Execution, program: Program, q: torch.Tensor) -> bool:
+def _is_replayed(transport: Transport, program: Program | HeadProgram, q: torch.Tensor) -> bool:
     """Return True if a graph may replay this GPU call: it is short, uses only fused kernels and no NCCL messages, and
     no capture, `count_kernels` or `measure` is active.
     """
-    if not (program.batched and q.nbytes <= graph_replay.MOST_BYTES and can_be_captured(run.transport)):
+    if not (program.batched and q.nbytes <= graph_replay.MOST_BYTES and can_be_captured(transport)):
         return False
     return not (kernel_counts.counting() or buffer_meter.measuring() or torch.cuda.is_current_stream_capturing())
 

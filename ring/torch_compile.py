@@ -148,7 +148,7 @@ def attention_forward(
             bucket, kernel_name, scale, softcap, sinks, return_lse, differentiated, sinks_differentiated,
         )  # fmt: skip
         setting = agree(call, numbered, transport, check)
-        execution = execution_of(call, setting, numbered, select_transport(q, transport, exchange), check)
+        execution = execution_of(call, setting, numbered, select_transport(q, transport), check)
         out, lse = forward(execution, q, k, v, sinks)
     return out.contiguous(), lse, torch.tensor([numbered.number], device="cpu")
 
@@ -178,9 +178,7 @@ def attention_backward(
             bucket, kernel_name, scale, softcap, sinks, return_lse, differentiated=True,
             sinks_differentiated=sinks_differentiated,
         )  # fmt: skip
-        execution = execution_of(
-            call, setting_of(call, transport), numbered, select_transport(q, transport, exchange), check
-        )
+        execution = execution_of(call, setting_of(call, transport), numbered, select_transport(q, transport), check)
         agree_backward(numbered, execution.transport, check)
         grads = backward(execution, q, k, v, out, lse, dout, dlse, sinks if sinks_differentiated else None)
     dq, dk, dv, *dsinks = (grad.contiguous() for grad in grads)

@@ -50,7 +50,7 @@ class Exchange:
 
     @cached_property
     def _slot(self) -> Slot:
-        return Slot(self.k.shape[0], self.k.shape[3], self.v.shape[3])
+        return slot_of(self.k, self.v)
 
     def arrivals(self) -> Iterator[Arrival]:
         """Yield the arrivals of a forward: the local keys, then the received ones."""
@@ -72,7 +72,7 @@ class Exchange:
             yield from self._round_trips(dk, dv)
 
     def _round_trips(self, dk: GradientSum, dv: GradientSum) -> Iterator[Arrival]:
-        plan, sizes, kind = self.plan, self.plan.sizes, self._gradient_dtype
+        plan, sizes, kind = self.plan, self.plan.sizes, _gradient_dtype(self.plan, self.k)
         grads = [self._allocate(f"gradients {i}", sizes.receive, kind) for i in range(sizes.receive_buffers)]
         returned = self._allocate("returned gradients", sizes.returned, kind)
         due: tuple[Step, Pending] | None = None
@@ -159,12 +159,6 @@ class Exchange:
             key.put(gather.slots, gather.columns, k.view(gather.rows, gather.heads))
             value.put(gather.slots, gather.columns, v.view(gather.rows, gather.heads))
 
-    @property
-    def _gradient_dtype(self) -> torch.dtype:
-        """Dtype of gradients that return to their owner."""
-        complete = self.plan.exchange == "direct" and self.k.is_cuda
-        return self.k.dtype if complete else accumulator_dtype(self.k.dtype)
-
     def _allocate(self, name: str, slots: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate a buffer, (slots, numbers of a slot)."""
         buffer = self.transport.empty(name, (slots, self._slot.numbers), dtype, self.k.device)
@@ -173,35 +167,44 @@ class Exchange:
         buffer_meter.count(self.transport, size)
         return buffer
 
-    def _outgoing(self, direction: str) -> list[Outgoing]:
-        """List all messages of a call and their send buffers, as `_numbered_arrivals` and `_return` post them."""
-        plan, sizes, dtype = self.plan, self.plan.sizes, self.k.dtype
-        outgoing = []
-        for number, step in enumerate(plan.steps, start=1):
-            source, slots = "send buffer", sizes.send
-            if step.relayed:
-                source, slots = f"receive buffer {number % sizes.receive_buffers}", sizes.receive
-            label = f"keys and values {number}"
-            outgoing += [self._sent(source, slots, dtype, label, transfer) for transfer in step.sends]
-            if direction == "backward":
-                source, slots = f"gradients {(number - 1) % sizes.receive_buffers}", sizes.receive
-                kind, label = self._gradient_dtype, f"gradients {number}"
-                outgoing += [self._sent(source, slots, kind, label, transfer) for transfer in step.return_sends]
-        return outgoing
-
-    def _sent(self, buffer: str, slots: int, dtype: torch.dtype, label: str, transfer: Transfer) -> Outgoing:
-        slot = self._slot.numbers * dtype.itemsize  # bytes
-        return Outgoing(buffer, slots * slot, label, transfer.peer, transfer.start * slot, transfer.stop * slot)
-
     @contextmanager
     def _buffers(self, direction: str) -> Iterator[None]:
         key = (self.plan.setting, direction, self.k.dtype, self._slot)
-        self.transport.prepare(key, lambda: self._outgoing(direction))
+        self.transport.prepare(key, lambda: outgoing(self.plan, direction, self.k, self.v))
         try:
             yield
         finally:
             buffer_meter.count(self.transport, -self._allocated)
             self._allocated = 0
+
+
+def slot_of(k: torch.Tensor, v: torch.Tensor) -> Slot:
+    """Return the slot of keys and values, (B, tokens, heads, D)."""
+    return Slot(k.shape[0], k.shape[3], v.shape[3])
+
+
+def outgoing(plan: Plan, direction: str, k: torch.Tensor, v: torch.Tensor) -> list[Outgoing]:
+    """List all messages of a call and their send buffers, as `Exchange` posts them. k, v: of any tokens and heads."""
+    sizes, numbers, kind, messages = plan.sizes, slot_of(k, v).numbers, _gradient_dtype(plan, k), []
+
+    def sent(buffer: str, slots: int, dtype: torch.dtype, label: str, transfers: Sequence[Transfer]) -> list[Outgoing]:
+        slot = numbers * dtype.itemsize  # bytes
+        return [Outgoing(buffer, slots * slot, label, x.peer, x.start * slot, x.stop * slot) for x in transfers]
+
+    for number, step in enumerate(plan.steps, start=1):
+        source, slots = "send buffer", sizes.send
+        if step.relayed:
+            source, slots = f"receive buffer {number % sizes.receive_buffers}", sizes.receive
+        messages += sent(source, slots, k.dtype, f"keys and values {number}", step.sends)
+        if direction == "backward":
+            source = f"gradients {(number - 1) % sizes.receive_buffers}"
+            messages += sent(source, sizes.receive, kind, f"gradients {number}", step.return_sends)
+    return messages
+
+
+def _gradient_dtype(plan: Plan, k: torch.Tensor) -> torch.dtype:
+    """Return the dtype of gradients that return to their owner."""
+    return k.dtype if plan.exchange == "direct" and k.is_cuda else accumulator_dtype(k.dtype)
 
 
 def _packs_in_one_pass(k: torch.Tensor, send_buffer: torch.Tensor) -> bool:

@@ -11,18 +11,21 @@ heads, in the order of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from ring.comm import buffer_meter
-from ring.comm.transport import Message, Pending, Transport
+from ring.comm.transport import Message, Outgoing, Pending, Transport
 from ring.plan.head_shares import HeadBlock
 
 Compute = Callable[[int, list[torch.Tensor]], Sequence[torch.Tensor]]
+Given = Sequence[tuple["Rows", torch.Tensor]]
+Empty = Callable[[str, Sequence[int], torch.dtype, torch.device], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,27 +41,31 @@ class Rows:
 
 
 class HeadExchange:
-    """The messages of one call. stages: the block of every rank, stage by stage."""
+    """The messages of one call. ranks: those of the transport's group that divide the heads. stages: the block of each
+    of them, stage by stage.
+    """
 
-    def __init__(self, transport: Transport, stages: Sequence[Sequence[HeadBlock]]) -> None:
-        self._transport, self._stages = transport, stages
+    def __init__(self, transport: Transport, ranks: Sequence[int], stages: Sequence[Sequence[HeadBlock]]) -> None:
+        self._transport, self._ranks, self._stages = transport, ranks, stages
+        self._place = ranks.index(transport.rank)
         self._allocated = 0
 
     def run(
-        self, given: Sequence[tuple[Rows, torch.Tensor]], wanted: Sequence[tuple[Rows, torch.Tensor]], compute: Compute
+        self, key: Hashable, given: Given, wanted: Given, compute: Compute, within: Callable[[], list[Outgoing]]
     ) -> None:
         """Compute all stages, and write the results of the own rows to the tensors wanted.
 
         Args:
+            key: the kind of call, the same on every rank of the transport's group.
             given: tensors of the own rows, (B, own rows, heads, D).
             wanted: the same for results. Those of key/value heads, which several ranks may compute, are added.
             compute: computes a stage, given its number and (B, rows, heads of the block, D) of each tensor given;
                 returns the same of each tensor wanted. Not called in a stage without heads.
+            within: lists the messages that `compute` sends in all stages.
         """
+        self._transport.prepare(key, lambda: [*self._outgoing(given, wanted), *within()])
         with self._counted():
-            sides = min(2, len(self._stages))
-            inward = [[self._carrier(rows, x) for rows, x in given] for _ in range(sides)]
-            outward = [self._carrier(rows, x) for rows, x in wanted]
+            inward, outward = self._carriers(given, wanted, self._allocate)
             pending, returning = self._scatter(inward[0], given, 0), None
             for stage in range(len(self._stages)):
                 following = None
@@ -66,7 +73,7 @@ class HeadExchange:
                     following = self._scatter(inward[(stage + 1) % 2], given, stage + 1)
                 pending.wait()
                 results: Sequence[torch.Tensor] = ()
-                if self._stages[stage][self._transport.rank].queries:
+                if self._stages[stage][self._place].queries:
                     results = compute(stage, [carrier.by_head(stage) for carrier in inward[stage % 2]])
                 if returning is not None:
                     self._collect(outward, wanted, stage - 1, returning)
@@ -76,7 +83,7 @@ class HeadExchange:
             assert returning is not None
             self._collect(outward, wanted, len(self._stages) - 1, returning)
 
-    def _scatter(self, carriers: Sequence[_Carrier], given: Sequence[tuple[Rows, torch.Tensor]], stage: int) -> Pending:
+    def _scatter(self, carriers: Sequence[_Carrier], given: Given, stage: int) -> Pending:
         sends, receives = [], []
         for carrier, (_, x) in zip(carriers, given, strict=True):
             for heads, part in carrier.by_owner(stage):
@@ -92,28 +99,45 @@ class HeadExchange:
         receives = [message for carrier in carriers for message in carrier.messages(stage, at_owner=True)]
         return self._transport.post(sends, receives)
 
-    def _collect(
-        self, carriers: Sequence[_Carrier], wanted: Sequence[tuple[Rows, torch.Tensor]], stage: int, pending: Pending
-    ) -> None:
+    def _collect(self, carriers: Sequence[_Carrier], wanted: Given, stage: int, pending: Pending) -> None:
         pending.wait()
         for carrier, (rows, result) in zip(carriers, wanted, strict=True):
             for heads, part in carrier.by_owner(stage):
                 own = result[:, :, heads.start : heads.stop]
                 own.add_(part) if rows.of_keys else own.copy_(part)
 
-    def _carrier(self, rows: Rows, x: torch.Tensor) -> _Carrier:
+    def _outgoing(self, given: Given, wanted: Given) -> list[Outgoing]:
+        """List all messages between ranks that divide the heads, as `_scatter` and `_return` post them."""
+        inward, outward = self._carriers(given, wanted, _without_memory)
+        outgoing = []
+        for stage in range(len(self._stages)):
+            for carriers, at_owner in ((inward[stage % 2], True), (outward, False)):
+                outgoing += [message for carrier in carriers for message in carrier.announced(stage, at_owner)]
+        return outgoing
+
+    def _carriers(self, given: Given, wanted: Given, empty: Empty) -> tuple[list[list[_Carrier]], list[_Carrier]]:
+        """Allocate the buffers of the tensors given, for one stage or by turns for two, and of those wanted."""
+        sides = range(min(2, len(self._stages)))
+        inward = [[self._carrier(rows, x, f" {side}", empty) for rows, x in given] for side in sides]
+        return inward, [self._carrier(rows, x, "", empty) for rows, x in wanted]
+
+    def _carrier(self, rows: Rows, x: torch.Tensor, side: str, empty: Empty) -> _Carrier:
         """Allocate both buffers of a tensor."""
-        rank, kind = self._transport.rank, (x.shape[0], x.shape[3])
+        place, kind = self._place, (x.shape[0], x.shape[3])
         widths = [[len(rows.heads(block)) for block in stage] for stage in self._stages]
-        at_owner = rows.counts[rank] * max(sum(stage) - stage[rank] for stage in widths)
-        at_head = sum(rows.counts) * max(stage[rank] for stage in widths)
+        at_owner = rows.counts[place] * max(sum(stage) - stage[place] for stage in widths)
+        at_head = sum(rows.counts) * max(stage[place] for stage in widths)
         buffers = []
-        for side, slots in (("by owner", at_owner), ("by head", at_head)):
-            buffer = self._transport.empty(f"{rows.label} {side}", (slots, kind[0] * kind[1]), x.dtype, x.device)
-            self._allocated += buffer.nbytes
-            buffer_meter.count(self._transport, buffer.nbytes)
-            buffers.append(buffer)
-        return _Carrier(rows, rank, self._stages, kind, *buffers)
+        for end, slots in (("owner", at_owner), ("head", at_head)):
+            name = f"{rows.label} by {end}{side}"
+            buffers.append(_Buffer(name, empty(name, (slots, kind[0] * kind[1]), x.dtype, x.device)))
+        return _Carrier(rows, self._ranks, place, self._stages, kind, *buffers)
+
+    def _allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        buffer = self._transport.empty(name, shape, dtype, device)
+        self._allocated += buffer.nbytes
+        buffer_meter.count(self._transport, buffer.nbytes)
+        return buffer
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -124,55 +148,72 @@ class HeadExchange:
             self._allocated = 0
 
 
+class _Buffer(NamedTuple):
+    """A buffer, (slots, numbers of a slot), and its name."""
+
+    name: str
+    memory: torch.Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class _Carrier:
-    """Both buffers of a tensor, (slots, numbers of a slot). kind: batch and head dim."""
+    """Both buffers of a tensor. place: of the own rank in ranks. kind: batch and head dim."""
 
     rows: Rows
-    rank: int
+    ranks: Sequence[int]
+    place: int
     stages: Sequence[Sequence[HeadBlock]]
     kind: tuple[int, int]
-    of_owner: torch.Tensor
-    of_head: torch.Tensor
+    of_owner: _Buffer
+    of_head: _Buffer
 
     def by_head(self, stage: int) -> torch.Tensor:
         """All rows of the own heads, (B, rows, heads, D): a view."""
-        return self._view(self.of_head, 0, sum(self.rows.counts), len(self._heads(stage, self.rank)))
+        return self._view(self.of_head, 0, sum(self.rows.counts), len(self._heads(stage, self.place)))
 
     def by_owner(self, stage: int) -> Iterator[tuple[range, torch.Tensor]]:
         """Iterate over the heads of every rank and the own rows of them, (B, own rows, heads, D): views."""
-        own = self.rows.counts[self.rank]
+        own = self.rows.counts[self.place]
         for peer, start, _ in self._at_owner(stage):
             heads = self._heads(stage, peer)
             yield heads, self._view(self.of_owner, start, own, len(heads))
-        before = sum(self.rows.counts[: self.rank])
-        yield self._heads(stage, self.rank), self.by_head(stage)[:, before : before + own]
+        before = sum(self.rows.counts[: self.place])
+        yield self._heads(stage, self.place), self.by_head(stage)[:, before : before + own]
 
     def messages(self, stage: int, at_owner: bool) -> list[Message]:
         """Messages with the other ranks, from or to the buffer by owner, or by head."""
         buffer, parts = (self.of_owner, self._at_owner) if at_owner else (self.of_head, self._at_head)
-        label = f"{self.rows.label} {stage + 1}"
-        return [Message(peer, buffer, label, start, stop) for peer, start, stop in parts(stage) if start < stop]
+        ranks, label = self.ranks, f"{self.rows.label} {stage + 1}"
+        return [Message(ranks[peer], buffer.memory, label, *span) for peer, *span in parts(stage) if span[0] < span[1]]
+
+    def announced(self, stage: int, at_owner: bool) -> list[Outgoing]:
+        """List the messages, if they are sent."""
+        buffer = self.of_owner if at_owner else self.of_head
+        return [message.announced(buffer.name) for message in self.messages(stage, at_owner)]
 
     def _at_owner(self, stage: int) -> Iterator[tuple[int, int, int]]:
         """Iterate over (peer, first slot, end)."""
-        own = self.rows.counts[self.rank]
-        peers = [peer for peer in range(len(self.rows.counts)) if peer != self.rank]
+        own = self.rows.counts[self.place]
+        peers = [peer for peer in range(len(self.rows.counts)) if peer != self.place]
         edges = accumulate((own * len(self._heads(stage, peer)) for peer in peers), initial=0)
         yield from _spans(peers, list(edges))
 
     def _at_head(self, stage: int) -> Iterator[tuple[int, int, int]]:
         """Iterate over (peer, first slot, end)."""
-        width = len(self._heads(stage, self.rank))
+        width = len(self._heads(stage, self.place))
         edges = list(accumulate((count * width for count in self.rows.counts), initial=0))
-        yield from (span for span in _spans(range(len(self.rows.counts)), edges) if span[0] != self.rank)
+        yield from (span for span in _spans(range(len(self.rows.counts)), edges) if span[0] != self.place)
 
     def _heads(self, stage: int, rank: int) -> range:
         return self.rows.heads(self.stages[stage][rank])
 
-    def _view(self, buffer: torch.Tensor, start: int, rows: int, heads: int) -> torch.Tensor:
+    def _view(self, buffer: _Buffer, start: int, rows: int, heads: int) -> torch.Tensor:
         batch, dim = self.kind
-        return buffer[start : start + rows * heads].view(rows, heads, batch, dim).permute(2, 0, 1, 3)
+        return buffer.memory[start : start + rows * heads].view(rows, heads, batch, dim).permute(2, 0, 1, 3)
+
+
+def _without_memory(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def _spans(peers: Sequence[int], edges: Sequence[int]) -> Iterator[tuple[int, int, int]]:

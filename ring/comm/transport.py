@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -60,6 +60,11 @@ class Message:
     def bytes(self) -> int:
         return self.buffer.nbytes if self.stop is None else (self.stop - self.start) * self._entry
 
+    def announced(self, buffer: str) -> Outgoing:
+        """Announce it. buffer: name of its buffer."""
+        start = self.start * self._entry
+        return Outgoing(buffer, self.buffer.nbytes, self.label, self.peer, start, start + self.bytes)
+
     @property
     def address(self) -> int:
         return self.buffer.data_ptr() + self.start * self._entry
@@ -80,6 +85,9 @@ class Outgoing:
     peer: int
     start: int
     stop: int
+
+
+M = TypeVar("M", Message, Outgoing)
 
 
 class Pending(Protocol):
@@ -197,20 +205,32 @@ class SoloTransport(LocalBuffers):
         return [payload]
 
 
-class SomeRanks(LocalBuffers):
-    """Some ranks of a group, seen from one of them. Their messages go through the group's transport; they agree on
-    nothing by themselves.
+class SomeRanks(Transport):
+    """Some ranks of a group, seen from one of them, in a part of a call that the group's transport has prepared. Their
+    messages go through that transport; they agree on nothing by themselves.
+
+    part: the end of names of buffers and labels, which recur in other parts.
     """
 
-    def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
-        self.whole, self._ranks = whole, ranks
+    def __init__(self, whole: Transport, ranks: Sequence[int], part: str) -> None:
+        self.whole, self._ranks, self._part = whole, ranks, part
         self.rank, self.world_size, self.calls = ranks.index(whole.rank), len(ranks), whole.calls
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        return self.whole.post(self._renumbered(sends), self._renumbered(receives))
+    def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
+        """Do nothing: some ranks may have no messages in this part."""
 
-    def _renumbered(self, messages: Sequence[Message]) -> list[Message]:
-        return [replace(message, peer=self._ranks[message.peer]) for message in messages]
+    def of_whole(self, outgoing: Sequence[Outgoing]) -> list[Outgoing]:
+        """Translate announced messages to those of the group's transport."""
+        return [replace(message, buffer=message.buffer + self._part) for message in self._translated(outgoing)]
+
+    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.whole.empty(name + self._part, shape, dtype, device)
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        return self.whole.post(self._translated(sends), self._translated(receives))
+
+    def _translated(self, messages: Sequence[M]) -> list[M]:
+        return [replace(m, peer=self._ranks[m.peer], label=m.label + self._part) for m in messages]
 
     def all_equal(self, payload: bytes) -> bool:
         raise NotImplementedError

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import ring.all_to_all
 import ring.execute
 import ring.lowering
 from ring import Layout, Pattern, ring_attention
@@ -41,7 +42,7 @@ def test_a_program_is_made_once_for_a_setting(lse: bool, monkeypatch: pytest.Mon
             made.append(self)
             super().__init__(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ring.execute, "Programs", Counted)
+    monkeypatch.setattr(ring.all_to_all, "Programs", Counted)
     monkeypatch.setattr(ring.execute, "_programs", BoundedCache(8))
     for dtype, strided in ((torch.float64, False), (torch.float64, True), (torch.float32, False)):
         q, k, v, dout, dlse = inputs(dtype=dtype)

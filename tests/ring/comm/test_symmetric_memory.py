@@ -1,9 +1,11 @@
-"""Rule for symmetric memory that captured CUDA graphs keep alive, on a machine without GPUs."""
+"""Symmetric memory on a machine without GPUs: addresses of messages, and what captured CUDA graphs keep alive."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,11 @@ from ring.caching import graph_keepalive
 from ring.caching.bounded_cache import BoundedCache
 from ring.caching.graph_keepalive import keep_alive_for_one_graph
 from ring.comm import symmetric_memory
-from ring.comm.symmetric_memory import SymmetricTransport, _Route
+from ring.comm.copy_batch import Flags
+from ring.comm.symmetric_memory import SymmetricTransport, _Route, _SharedMemory
+from ring.comm.transport import Message, Pending, all_gather_json
+from tests.ring.test_all_to_all import CASES, check, layout_of, patterns
+from verification.run.simulation.simulated_transport import SimulatedTransport
 
 KINDS = 3  # of calls of which a transport here knows the routes
 
@@ -92,3 +98,55 @@ def test_no_route_is_made_while_a_graph_is_captured(transport: OnNoGPU) -> None:
     with pytest.raises(RuntimeError, match="must have run before .* and fewer than 1024 other kinds of calls since"):
         prepared(transport, 0)
     assert transport.made == made and 0 not in transport._routes
+
+
+class InOneProcess(SymmetricTransport):
+    """Symmetric memory of a simulated rank. The simulation carries the messages; `sent` has their addresses, and
+    `copied` those from which the receivers would copy.
+    """
+
+    sent: Counter[tuple[int, ...]]
+    copied: Counter[tuple[int, ...]]
+
+    def __init__(self, inner: SimulatedTransport) -> None:
+        self._inner, self._routes, self._pools, self.by_nccl = inner, BoundedCache(64), [], False
+        self.rank, self.world_size, self.calls = inner.rank, inner.world_size, inner.calls
+        self._batches: dict[object, Sequence[tuple[int, ...]]] = {}
+        self.all_equal, self.all_gather = inner.all_equal, inner.all_gather  # type: ignore[method-assign]
+        self._streams = SimpleNamespace(side=SimpleNamespace(device=None))  # type: ignore[assignment]
+
+    def _pool(self, size: int) -> _SharedMemory | None:
+        if size and (not self._pools or self._pools[-1].own.numel() < size):
+            own = torch.empty(size, dtype=torch.uint8)
+            begins = all_gather_json(own.data_ptr(), self)
+            self._pools.append(_SharedMemory(own, begins, Flags(self.rank, begins), None))
+        return self._pools[-1] if size else None
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        route, copies = self._route, []
+        assert route is not None
+        if route.pool is not None and (sends or receives):
+            peers = self._nearest_first(receives)
+            found = [(peer, self._producer(route, route.pool, peer, receives).copies) for peer in peers]
+            copies = [(self.rank, peer, copy.source, copy.size) for peer, some in found for copy in some]
+            label = (*receives, *sends)[0].label  # by which a batch is found again
+            assert self._batches.setdefault((route, label), copies) == copies
+        self.sent.update((m.peer, self.rank, m.address, m.bytes) for m in sends)
+        self.copied.update(copies)
+        return self._inner.post(sends, receives)
+
+
+@pytest.mark.parametrize("order", ("zigzag", "uneven"))
+@pytest.mark.parametrize(
+    "exchange", ("direct", "all-to-all", "all-to-all:2+ring", "ring+all-to-all:2", "all-to-all:2+gather")
+)
+def test_receivers_copy_from_where_messages_lie(exchange: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of an exchange within an exchange, of which some ranks may have none."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for heads, bucket, name in CASES:
+        monkeypatch.setattr(InOneProcess, "sent", Counter(), raising=False)
+        monkeypatch.setattr(InOneProcess, "copied", Counter(), raising=False)
+        pattern, layout = patterns(heads[0])[name], layout_of(order, 21, 4)
+        check(pattern, heads, layout, wrap=InOneProcess, bucket=bucket, exchange=exchange)
+        assert InOneProcess.sent == InOneProcess.copied != Counter()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from reference.pattern import Branch, Pattern
-from ring import attention, consensus, execute
+from ring import all_to_all, attention, consensus, execute
 from ring.comm.call_order import Calls
 from ring.compute.accumulator import Accumulator
 from tests.support.plain_case import plain
@@ -66,8 +66,8 @@ def keeps_one_output(real: Any, args: Any, options: Any, kept: dict[Any, Tensor]
 
 def forgets_the_pattern() -> None:
     """A plan is kept for a layout and a rank, whatever the pattern."""
-    real, kept = execute.plan_of, dict[Any, Any]()
-    execute.plan_of = lambda pattern, *others, **keys: kept.setdefault(others[:2], real(pattern, *others, **keys))
+    real, kept = all_to_all.plan_of, dict[Any, Any]()
+    all_to_all.plan_of = lambda pattern, *others, **keys: kept.setdefault(others[:2], real(pattern, *others, **keys))
 
 
 def ignores_sinks_after_the_first_call() -> None:

@@ -167,19 +167,20 @@ def test_a_stream_of_its_own_has_graphs_of_its_own(graphs: dict[Any, Any]) -> No
     assert all(equal(one, exact) for one in found)
 
 
-def _replays(replaying: list[bool], exchange: str) -> tuple[int, int]:
+def replays(replaying: list[bool], exchange: str, bucket: int | None = None) -> tuple[int, int]:
     """Graphs, and calls whose result differs in some bit from the plain one. replaying: by rank, whether it may."""
     rank, world, tokens, wrong = dist.get_rank(), dist.get_world_size(), 512, 0
     zigzag, contiguous = Layout.zigzag(tokens * world, world), Layout.contiguous(tokens * world, world)
     longnet = Pattern.longnet([256, 512, 1024], [1, 2, 4], heads=8, causal=True)
+    settings = {"exchange": exchange, "bucket": bucket}
     with captured_anew(rank) as graphs:
         for _ in range(WARMUP_CALLS + 3):
             for pattern, layout, kv_heads in ((Pattern.dense(True), zigzag, 2), (longnet, contiguous, 8)):
                 tensors = drawn(tokens, kv_heads)
                 with nullcontext() if replaying[rank] else patch.object(graph_replay, "MOST_BYTES", 0):
-                    found = called(tensors, pattern, layout, exchange=exchange)
+                    found = called(tensors, pattern, layout, **settings)
                 with count_kernels():
-                    wrong += not equal(found, called(tensors, pattern, layout, exchange=exchange))
+                    wrong += not equal(found, called(tensors, pattern, layout, **settings))
         return len(graphs), wrong
 
 
@@ -189,5 +190,5 @@ def _replays(replaying: list[bool], exchange: str) -> tuple[int, int]:
 def test_ranks_replay_each_for_itself(exchange: str, ranks: Ranks) -> None:
     """Messages of a graph meet those of plain calls."""
     for replaying in ([True, True], [True, False], [False, True]):
-        found = ranks(2, "nccl").run(_replays, replaying, exchange, timeout=120.0)
+        found = ranks(2, "nccl").run(replays, replaying, exchange, timeout=120.0)
         assert found == [(4 * replays_here, 0) for replays_here in replaying]
