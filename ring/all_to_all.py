@@ -181,7 +181,8 @@ def backward(
     given.append((Rows("gradients of output", queries, False), dout))
     if dlse is not None:
         given.append((Rows("gradients of lse", queries, False), _as_rows(dlse)))
-    work = accumulator_dtype(q.dtype) if programs.sums_keys else q.dtype
+    summed = programs.sums_keys
+    work = accumulator_dtype(q.dtype) if summed else q.dtype
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=work), torch.zeros_like(v, dtype=work)
 
     def stage(number: int, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -189,8 +190,8 @@ def backward(
         return compute(number, q, k, v, out, _as_lse(lse), dout, *map(_as_lse, dlse))
 
     wanted = [
-        (Rows("gradients of queries", queries, False), dq), (Rows("gradients of keys", keys, True), dk),
-        (Rows("gradients of values", keys, True), dv),
+        (Rows("gradients of queries", queries, False), dq), (Rows("gradients of keys", keys, True, summed), dk),
+        (Rows("gradients of values", keys, True, summed), dv),
     ]  # fmt: skip
     _exchange(programs, transport, "backward", given, wanted, stage)
     return [dq, dk.to(k.dtype), dv.to(v.dtype)]

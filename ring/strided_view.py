@@ -88,7 +88,7 @@ class StridedView:
     def put(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
         """Write a tile."""
         if rows.index is None and heads.ids is None:
-            _copy(self.view(rows, heads), tile)
+            copy(self.view(rows, heads), tile)
         else:
             self.x[:, *self._index(rows, heads)] = tile.permute(1, 0, 4, 2, 3, 5).to(self.x.dtype)
 
@@ -131,8 +131,8 @@ def tile_shape(rows: Rows, heads: Heads, x: torch.Tensor) -> tuple[int, ...]:
     return rows.folds, x.shape[0] // rows.folds, heads.groups, heads.per_group, rows.length, x.shape[3]
 
 
-def _copy(to: torch.Tensor, tile: torch.Tensor) -> None:
-    """Copy a tile, on GPUs by words of 16 bytes where possible: by elements it took more than twice as long."""
+def copy(to: torch.Tensor, tile: torch.Tensor) -> None:
+    """Copy a tensor, on GPUs by words of 16 bytes where possible: by elements it took more than twice as long."""
     if to.is_cuda and to.dtype == tile.dtype and _is_aligned(to) and _is_aligned(tile):
         to, tile = to.view(_WORD), tile.view(_WORD)
     to.copy_(tile)

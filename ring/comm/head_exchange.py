@@ -22,6 +22,7 @@ import torch
 from ring.comm import buffer_meter
 from ring.comm.transport import Message, Outgoing, Pending, Transport
 from ring.plan.head_shares import HeadBlock
+from ring.strided_view import copy
 
 Compute = Callable[[int, list[torch.Tensor]], Sequence[torch.Tensor]]
 Given = Sequence[tuple["Rows", torch.Tensor]]
@@ -30,11 +31,14 @@ Empty = Callable[[str, Sequence[int], torch.dtype, torch.device], torch.Tensor]
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor to exchange, by its label. counts: rows of each rank; of_keys: it has key/value heads."""
+    """A tensor to exchange, by its label. counts: rows of each rank; of_keys: it has key/value heads; summed: several
+    blocks may have results of a head.
+    """
 
     label: str
     counts: tuple[int, ...]
     of_keys: bool
+    summed: bool = False
 
     def heads(self, block: HeadBlock) -> range:
         return block.keys if self.of_keys else block.queries
@@ -58,7 +62,7 @@ class HeadExchange:
         Args:
             key: the kind of call, the same on every rank of the transport's group.
             given: tensors of the own rows, (B, own rows, heads, D).
-            wanted: the same for results. Those of key/value heads, which several ranks may compute, are added.
+            wanted: the same for results. Summed ones are added to them.
             compute: computes a stage, given its number and (B, rows, heads of the block, D) of each tensor given;
                 returns the same of each tensor wanted. Not called in a stage without heads.
             within: lists the messages that `compute` sends in all stages.
@@ -87,14 +91,14 @@ class HeadExchange:
         sends, receives = [], []
         for carrier, (_, x) in zip(carriers, given, strict=True):
             for heads, part in carrier.by_owner(stage):
-                part.copy_(x[:, :, heads.start : heads.stop])
+                copy(part, x[:, :, heads.start : heads.stop])
             sends += carrier.messages(stage, at_owner=True)
             receives += carrier.messages(stage, at_owner=False)
         return self._transport.post(sends, receives)
 
     def _return(self, carriers: Sequence[_Carrier], results: Sequence[torch.Tensor], stage: int) -> Pending:
         for carrier, result in zip(carriers, results, strict=False):  # no results in a stage without heads
-            carrier.by_head(stage).copy_(result)
+            copy(carrier.by_head(stage), result)
         sends = [message for carrier in carriers for message in carrier.messages(stage, at_owner=False)]
         receives = [message for carrier in carriers for message in carrier.messages(stage, at_owner=True)]
         return self._transport.post(sends, receives)
@@ -104,7 +108,7 @@ class HeadExchange:
         for carrier, (rows, result) in zip(carriers, wanted, strict=True):
             for heads, part in carrier.by_owner(stage):
                 own = result[:, :, heads.start : heads.stop]
-                own.add_(part) if rows.of_keys else own.copy_(part)
+                own.add_(part) if rows.summed else copy(own, part)
 
     def _outgoing(self, given: Given, wanted: Given) -> list[Outgoing]:
         """List all messages between ranks that divide the heads, as `_scatter` and `_return` post them."""
