@@ -1,0 +1,119 @@
+"""Pictures of patterns: shares of pairs beside the definition, and SVG that any reader parses."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reference import Branch, Pattern
+from reference.mask_picture import Grid, density
+from reference.pattern import multiplicity
+from reference.svg import SHADES, Field, cell_tokens, fields
+from tests.support.drawn_patterns import branches, patterns
+
+
+def blocks(mask: np.ndarray, size: int) -> np.ndarray:
+    """Mean of each block of `size` rows and columns; the last ones may be smaller."""
+    n = len(mask)
+    cuts = range(0, n, size)
+    return np.array([[mask[i : i + size, j : j + size].mean() for j in cuts] for i in cuts]).reshape(len(cuts), -1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_cells_have_the_mean_of_the_definition(data: st.DataObject) -> None:
+    """Up to 256 rows a cell all are counted: 40 tokens have cells of 1, 500 of 8."""
+    n, causal = data.draw(st.integers(1, 40) | st.integers(90, 200) | st.integers(200, 500)), data.draw(st.booleans())
+    branch = data.draw(branches(1, longest=n))
+    lengths = data.draw(st.none() | st.lists(st.integers(0, n), max_size=4))
+    documents = None if lengths is None else (*(cut := sorted(lengths))[:1], *np.diff([*cut, n]).tolist())
+    if documents is not None and not lengths:
+        documents = (n,)
+    pattern, at = Pattern((branch,), causal, documents), torch.arange(n)
+    (offset,) = branch.offsets(1)
+    assert offset is not None
+    found = density(Grid(branch.segment_length, branch.dilation_rate, offset, branch.window), n, causal, pattern.packed)
+    assert np.allclose(found, blocks(multiplicity(pattern, at, at, 1)[0].numpy(), cell_tokens(n)), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("rate", [1, 2, 4, 16])
+def test_sampled_rows_are_as_many_of_a_grid_as_all_are(rate: int) -> None:
+    """Runs of 16 rows have 16 / rate of them, and whole cells below the diagonal see every rate-th key."""
+    found = density(Grid(2**18, rate, rate // 2, None), 2**20, True)
+    cells = np.arange(len(found))
+    same, below = cells[:, None] // (len(found) // 4) == cells // (len(found) // 4), cells[:, None] > cells
+    assert (found[same & below] == 1 / rate**2).all() and (found[~same | (cells[:, None] < cells)] == 0).all()
+    assert np.allclose(found.diagonal(), 0.5 / rate**2, rtol=0.2)
+
+
+def texts(svg: str) -> list[str]:
+    return [x.text or "" for x in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+LONGNET = Pattern.longnet([2048, 8192, 32768], [1, 4, 12], heads=12, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sizes", "said"),
+    [
+        (Pattern.dense(causal=True), {}, ["1 head", "32 tokens, causal", "1"]),
+        (Pattern.longnet([8, 16], [1, 2], heads=1), {}, ["32 tokens", "2 or more"]),
+        (LONGNET, {}, ["12 heads, mean", "head 0", "head 2", "64 Ki"]),
+        (LONGNET, {"tokens": 2**40}, ["1 Ti", "less than 1/32"]),
+        (Pattern.longnet([8], [2], heads=8), {}, ["heads 0, 2, 4, ...", "heads 1, 3, 5, ..."]),
+        (Pattern.dense(), {"heads": 3}, ["3 heads"]),
+        (Pattern.dense(window=63), {}, ["256"]),
+        (Pattern.dense(window=2**70), {}, ["1 Ti"]),
+        (Pattern((Branch(2**80, 2**75, 2**74),)), {"tokens": 100}, ["100 tokens; a cell has 2 rows and keys"]),
+        (Pattern.dense(documents=(100, 0, 30)), {}, ["130 tokens, 3 documents; a cell has 2 rows and keys"]),
+        (Pattern.dense(documents=()), {}, ["0 tokens, 0 documents"]),
+        (Pattern((Branch(heads=range(1, 3)),)), {}, ["3 heads, mean", "head 0", "heads 1, 2"]),
+    ],
+)
+def test_pictures_say_what_they_show(pattern: Pattern, sizes: dict[str, int], said: list[str]) -> None:
+    picture = pattern.picture(**sizes)
+    assert set(said) <= set(texts(picture.svg)), texts(picture.svg)
+    assert len(picture.svg) < 60_000 and repr(picture) == "Picture()"
+    assert sizes or pattern._repr_html_() == picture._repr_html_() == picture.svg
+
+
+@settings(max_examples=50, deadline=None)
+@given(patterns(3, packed=True))
+def test_every_pattern_has_a_picture(pattern: Pattern) -> None:
+    assert texts(pattern.picture().svg)
+
+
+def test_the_mean_counts_every_head() -> None:
+    """Two of three heads see everything: 2/3."""
+    svg = Pattern((Branch(heads=range(1, 3)),)).picture(1).svg
+    assert re.findall(r'<path fill="(#\w+)"', svg) == [SHADES[3][1]] * 2 and "5/8 to 3/2" in texts(svg)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sizes", "said"),
+    [
+        (Pattern.dense(), {"tokens": -1}, "tokens must be an integer >= 0, got -1"),
+        (Pattern.dense(), {"tokens": 2**40 + 1}, "tokens must be at most 2**40"),
+        (Pattern.dense(documents=(3, 4)), {"tokens": 8}, "documents must add up to the 8 tokens"),
+        (LONGNET, {"heads": 3}, "pattern must be one for the 3 query heads"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(pattern: Pattern, sizes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        pattern.picture(**sizes)
+
+
+def test_cells_and_lines_are_where_they_belong() -> None:
+    values = np.array([[0.0, 1, 1], [2, 0, 1 / 32]])
+    svg = fields([Field("<&>", values, (1,), (1,))], (30, 20), ("a", "b"), "3", ["note"]).svg
+    paths = dict(re.findall(r'<path fill="(#\w+)" d="([^"]+)"', svg))
+    assert list(paths.values()) == ["M2 1h1v1h-1z", "M1 0h2v1h-2z", "M0 1h1v1h-1z"]
+    assert "M30.0 22v20M20 32.0h30" in svg and "<&>" in texts(svg)
+    assert texts(svg)[-4:] == ["note", "1/32 to 1/8", "5/8 to 3/2", "more than 3/2"]
