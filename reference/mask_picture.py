@@ -1,7 +1,8 @@
 """Draws a mask of any size: cells of some tokens, shaded by how many branches see a pair of theirs on average.
 
-A row of a grid sees every r-th key between two ends, so its keys in every cell are counted exactly. All rows of a cell
-are counted or, of more than 256, 16 runs of 16, each at random in its sixteenth of the cell.
+A row of a grid sees every r-th key between two ends, so its keys in every cell are counted exactly. All rows of cells
+of up to 128 are counted. In larger cells 128 places are drawn. Each counts the grid's row at or before it, divided by
+the number of places at which that row would be counted: the mean is exact, and no row of many places is missed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from reference.documents import Documents
 from reference.svg import Field, Picture, cell_tokens, document_lines, fields, tokens_text
 
-_RUN = 16  # rows; as many runs of a cell are counted
+_PLACES = 128  # in a cell at which rows are counted
 _PANELS = 3  # of single heads
 
 
@@ -32,39 +33,41 @@ def density(grid: Grid, n: int, causal: bool, documents: Documents | None = None
     """Return the share of pairs that a grid sees, by cell: (cells, cells), rows are queries."""
     size = cell_tokens(n)
     edges = np.minimum(np.arange(-(-n // size) + 1) * size, n)
-    rows, counted = _rows(edges)
+    sizes, places = np.diff(edges), _places(edges)
     ends = np.array([n] if documents is None else np.cumsum(documents), np.int64)
-    document = np.searchsorted(ends, rows, side="right")
-    begin, end = np.append(0, ends)[document], ends[document]
+    document = np.searchsorted(ends, places, side="right")
+    begin = np.append(0, ends)[document]
     w = n if grid.segment is None else min(grid.segment, n)
-    rate, offset, window = (
-        min(grid.rate, 2 * n + 1),
-        min(grid.offset, n),
-        n if grid.window is None else min(grid.window, n),
-    )
-    begin += (rows - begin) // max(w, 1) * w
-    first, last = begin + offset, np.minimum(begin + w, end) - 1
-    selected = (rows >= first) & ((rows - first) % rate == 0)
-    rows, first, last = (x[selected, None] for x in (rows, first, last))
-    last = rows if causal else np.minimum(last, rows + window)
-    until = np.clip(
-        edges, np.maximum(first, rows - window), last + 1
-    )  # of the keys that a row sees, those before an edge
-    keys = np.zeros((len(counted),) * 2, np.int64)
-    np.add.at(keys, rows[:, 0] // size, np.diff((until - first + rate - 1) // rate))
-    return keys / (counted[:, None] * np.diff(edges))
+    begin += (places - begin) // max(w, 1) * w
+    end: np.ndarray = np.minimum(begin + w, ends[document])
+    first: np.ndarray = begin + min(grid.offset, n)
+    rate = min(grid.rate, 2 * n + 1)
+    rows: np.ndarray = (
+        first + np.maximum(places - first, 0) // rate * rate
+    )  # the last one up to a place, or else the first
+    if size <= _PLACES:
+        chosen, weight = rows == places, np.ones(n)
+    else:
+        own = np.minimum(rows + rate, end) - np.where(rows == first, begin, rows)  # places of a row
+        chosen, weight = first < end, (sizes / np.bincount(places // size))[places // size] / own
+    rows, first, end, weight = (x[chosen, None] for x in (rows, first, end, weight))
+    window = n if grid.window is None else min(grid.window, n)
+    end = rows + 1 if causal else np.minimum(end, rows + window + 1)
+    until = np.clip(edges, np.maximum(first, rows - window), end)  # of the keys that a row sees, those before an edge
+    keys = np.cumsum(weight * np.diff((until - first + rate - 1) // rate), axis=0)
+    before = np.append(np.zeros_like(keys, shape=(1, len(sizes))), keys, axis=0)[np.searchsorted(rows[:, 0], edges)]
+    return np.diff(before, axis=0) / sizes[:, None] / sizes
 
 
-def _rows(edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows to count in every cell, in ascending order, and their number in each."""
+def _places(edges: np.ndarray) -> np.ndarray:
+    """Return all positions of a cell or, of more, one at random in each of `_PLACES` equal parts."""
+    if len(edges) > 1 and edges[1] <= _PLACES:
+        return np.arange(edges[-1])
     parts, draw = [], np.random.default_rng(0).integers
     for begin, end in pairwise(edges.tolist()):
-        if end - begin <= _RUN**2:
-            parts.append(np.arange(begin, end))
-        else:
-            cuts = begin + np.arange(_RUN + 1) * (end - begin) // _RUN
-            parts.append((draw(cuts[:-1], cuts[1:] - _RUN + 1)[:, None] + np.arange(_RUN)).reshape(-1))
-    return np.concatenate(parts) if parts else np.empty(0, np.int64), np.array([len(part) for part in parts], np.int64)
+        cuts = begin + np.arange(min(end - begin, _PLACES) + 1) * (end - begin) // min(end - begin, _PLACES)
+        parts.append(draw(cuts[:-1], cuts[1:]))
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 def mask_picture(heads: Sequence[tuple[Grid, ...]], n: int, causal: bool, documents: Documents | None) -> Picture:
@@ -90,7 +93,7 @@ def mask_picture(heads: Sequence[tuple[Grid, ...]], n: int, causal: bool, docume
     edges = document_lines(documents, size)
     note = f"{tokens_text(n)} tokens{', causal' * causal}{'' if documents is None else f', {len(documents)} documents'}"
     if size > 1:
-        sampled = f", of which {_RUN**2} rows are counted" if size > _RUN**2 else ""
+        sampled = f", counted at {_PLACES} rows" if size > _PLACES else ""
         note += f"; a cell has {tokens_text(size)} rows and keys{sampled}"
     return fields(
         [Field(title, values, edges, edges) for title, values in panels.items()],

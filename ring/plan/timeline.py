@@ -59,7 +59,7 @@ def seconds_picture(
             for kind, x in zip(("kernels", "messages"), spent, strict=True)
         ]
         rows.append(Lane(name, *bars))
-    ticks = [(total * i / 4, f"{1e3 * total * i / 4:.4g} ms") for i in range(5)]
+    ticks = [(total * i / 4, f"{1e3 * total * i / 4:.3g} ms") for i in range(5)]
     return lanes(rows, total, ticks, title, [f"{len(ends)} stages"])
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference import Branch, Pattern
+from reference import Branch, Pattern, mask_picture
 from reference.mask_picture import Grid, density
 from reference.pattern import multiplicity
 from reference.svg import SHADES, Field, cell_tokens, fields
@@ -26,31 +26,54 @@ def blocks(mask: np.ndarray, size: int) -> np.ndarray:
     return np.array([[mask[i : i + size, j : j + size].mean() for j in cuts] for i in cuts]).reshape(len(cuts), -1)
 
 
+@pytest.mark.parametrize("drawn", [False, True])
 @settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_cells_have_the_mean_of_the_definition(data: st.DataObject) -> None:
-    """Up to 256 rows a cell all are counted: 40 tokens have cells of 1, 500 of 8."""
+@given(data=st.data())
+def test_cells_have_the_mean_of_the_definition(drawn: bool, data: st.DataObject) -> None:
+    """Up to 128 rows a cell all are counted: 40 tokens have cells of 1, 500 of 8. If all places are drawn, the rows at
+    them add up to each row once, in the cell of the row."""
     n, causal = data.draw(st.integers(1, 40) | st.integers(90, 200) | st.integers(200, 500)), data.draw(st.booleans())
     branch = data.draw(branches(1, longest=n))
-    lengths = data.draw(st.none() | st.lists(st.integers(0, n), max_size=4))
-    documents = None if lengths is None else (*(cut := sorted(lengths))[:1], *np.diff([*cut, n]).tolist())
-    if documents is not None and not lengths:
-        documents = (n,)
+    cuts = data.draw(st.none() | st.lists(st.integers(0, n), max_size=4).map(sorted))
+    documents = None if cuts is None else tuple(np.diff([0, *cuts, n]).tolist())
     pattern, at = Pattern((branch,), causal, documents), torch.arange(n)
     (offset,) = branch.offsets(1)
     assert offset is not None
-    found = density(Grid(branch.segment_length, branch.dilation_rate, offset, branch.window), n, causal, pattern.packed)
-    assert np.allclose(found, blocks(multiplicity(pattern, at, at, 1)[0].numpy(), cell_tokens(n)), rtol=1e-12, atol=0)
+    grid = Grid(branch.segment_length, branch.dilation_rate, offset, branch.window)
+    with pytest.MonkeyPatch.context() as patch:
+        if drawn:
+            patch.setattr(mask_picture, "_PLACES", 0)
+            patch.setattr(mask_picture, "_places", lambda edges: np.arange(edges[-1]))
+        found = density(grid, n, causal, pattern.packed)
+    exact = blocks(multiplicity(pattern, at, at, 1)[0].numpy(), cell_tokens(n))
+    assert np.allclose(found, exact, rtol=1e-12, atol=1e-14) and ((found > 0) == (exact > 0)).all()
 
 
-@pytest.mark.parametrize("rate", [1, 2, 4, 16])
-def test_sampled_rows_are_as_many_of_a_grid_as_all_are(rate: int) -> None:
-    """Runs of 16 rows have 16 / rate of them, and whole cells below the diagonal see every rate-th key."""
-    found = density(Grid(2**18, rate, rate // 2, None), 2**20, True)
-    cells = np.arange(len(found))
-    same, below = cells[:, None] // (len(found) // 4) == cells // (len(found) // 4), cells[:, None] > cells
-    assert (found[same & below] == 1 / rate**2).all() and (found[~same | (cells[:, None] < cells)] == 0).all()
-    assert np.allclose(found.diagonal(), 0.5 / rate**2, rtol=0.2)
+@pytest.mark.parametrize("rate", [1, 3, 4, 64, 500, 2**15])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_sampled_cells_miss_no_row(rate: int, offset: int) -> None:
+    """Cells of 2^14 tokens in segments of 2^18. A cell's share of rows is off by those that cross its edges: a place in
+    128 at each, and a row. Of a rate beyond the cells' size, every other cell has a row."""
+    found = density(Grid(2**18, rate, offset % rate, None), 2**20, True)
+    cells = np.arange(64)
+    same, below = cells[:, None] // 16 == cells // 16, cells[:, None] > cells
+    assert (found[~same | (cells[:, None] < cells)] == 0).all()
+    if rate < 2**14:
+        assert np.allclose(found[same & below], 1 / rate**2, rtol=2 / 128 + 2 * rate / 2**14)
+        assert np.allclose(found.diagonal(), 0.5 / rate**2, rtol=0.1 + 2 * rate / 2**14)
+    else:
+        seen = (cells[:, None] % 2 == 0) & (cells % 2 == 0)
+        assert ((found > 0) == (same & (below | np.eye(64, dtype=bool)) & seen)).all()
+
+
+def test_sampled_cells_have_the_mean_of_all_rows() -> None:
+    """Documents, a window and a rate that divide nothing: the sum over all cells beside the work of every row."""
+    lengths, grid = (20001, 5, 3000, 99), Grid(1777, 7, 3, 901)
+    n, at, pattern = sum(lengths), torch.arange(sum(lengths)), Pattern((Branch(1777, 7, 3, None, 901),), True, lengths)
+    found = density(grid, n, True, pattern.packed)
+    sizes = np.minimum(np.full(len(found), cell_tokens(n)), n - np.arange(len(found)) * cell_tokens(n))
+    exact = sum(int(multiplicity(pattern, rows, at[max(0, int(rows[0]) - 901) :], 1).sum()) for rows in at.split(99))
+    assert np.isclose((found * sizes[:, None] * sizes).sum(), exact, rtol=0.02)
 
 
 def texts(svg: str) -> list[str]:

@@ -68,4 +68,4 @@ def test_a_stage_ends_when_its_kernels_and_its_messages_have() -> None:
         for bar in lane
     ]
     assert bars(svg) == [(left + begin * unit, width * unit, tip) for begin, width, tip in expected]
-    assert ">8000 ms<" in svg
+    assert ">8e+03 ms<" in svg
