@@ -28,7 +28,7 @@ from dataclasses import replace
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import COLOURS, binary, binary_ticks, power_law, style, sum_of
+from figures import COLOURS, binary, binary_ticks, legend_below, power_law, style, sum_of
 from simulated_ranks import PLAIN, errors
 
 from ring import Branch, Pattern
@@ -132,8 +132,7 @@ right.set(title="Sent by the busiest rank", xlabel="sequence length n (tokens)",
 for axes in (left, middle, right):
     binary_ticks(axes.xaxis)
 right.set_ylim(0)
-handles = left.get_legend_handles_labels()
-figure.legend(*handles, loc="outside lower center", ncols=len(handles[0]), fontsize=8)
+legend_below(figure, left)
 plt.show()
 print(f"memory of a rank, bytes = A n/p + B n + C: {fit}")
 for ranks in WORLDS:
@@ -171,7 +170,7 @@ for axes, dtype in zip(panels[0], CHECKED_TYPES, strict=True):
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(WORLDS, [str(ranks) for ranks in WORLDS])
     axes.minorticks_off()
-figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names), fontsize=8)
+legend_below(figure, panels[0, 0])
 plt.show()
 
 # %% [markdown]

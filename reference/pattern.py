@@ -297,7 +297,8 @@ class Pattern:
         """Draw the mask: queries down, keys across, in cells of several tokens if it is large.
 
         Args:
-            tokens: of the sequence, 0 to 2^40; None: those of the documents, else twice the longest segment or reach.
+            tokens: of the sequence, 0 to 2^40; None: those of the documents, else twice the longest segment
+                or, without one, four windows or 16 dilation rates.
             heads: number of query heads; None: the fewest that the pattern fits.
 
         Returns:
@@ -307,7 +308,7 @@ class Pattern:
             ValueError: tokens or heads are out of range, or do not fit the pattern.
         """
         if tokens is None:
-            reaches = [b.segment_length or (2 * b.window + 2 if b.window is not None else 0) for b in self.branches]
+            reaches = [b.segment_length or max(2 * (b.window or 0) + 2, 8 * b.dilation_rate) for b in self.branches]
             tokens = self.packed.tokens if self.packed is not None else min(2 * max(*reaches, 16), 2**40)
         if _integer("tokens", tokens, 0) > 2**40:
             raise ValueError(f"tokens must be at most 2**40, got {tokens!r}")

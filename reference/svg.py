@@ -95,7 +95,7 @@ def fields(
     if not names:
         turned = f"translate({margin - 8} {_TOP + height // 2}) rotate(-90)"
         parts.append(f'<g transform="{turned}">{_text(0, 0, axis[0], "middle")}</g>')
-    whole = all((panel.values == panel.values.round()).all() for panel in panels)
+    whole = all((panel.values == np.round(panel.values)).all() for panel in panels)
     names_of_shades = _WHOLE if whole else {shade: name for shade, (_, _, name) in enumerate(SHADES, 1)}
     legend = [(SHADES[shade - 1][1], names_of_shades[shade]) for shade in sorted(present)]
     return _page(parts, (margin, margin + len(panels) * (width + _GAP)), _TOP + height + 34, notes, legend)

@@ -93,6 +93,7 @@ LONGNET = Pattern.longnet([2048, 8192, 32768], [1, 4, 12], heads=12, causal=True
         (Pattern.longnet([8], [2], heads=8), {}, ["heads 0, 2, 4, ...", "heads 1, 3, 5, ..."]),
         (Pattern.dense(), {"heads": 3}, ["3 heads"]),
         (Pattern.dense(window=63), {}, ["256"]),
+        (Pattern((Branch(None, 64),)), {}, ["1 Ki"]),
         (Pattern.dense(window=2**70), {}, ["1 Ti"]),
         (Pattern((Branch(2**80, 2**75, 2**74),)), {"tokens": 100}, ["100 tokens; a cell has 2 rows and keys"]),
         (Pattern.dense(documents=(100, 0, 30)), {}, ["130 tokens, 3 documents; a cell has 2 rows and keys"]),
