@@ -31,7 +31,7 @@ import torch
 from figures import COLOURS, binary, binary_ticks, legend_below, power_law, style, sum_of
 from simulated_ranks import PLAIN, errors
 
-from ring import Branch, Pattern
+from ring import Pattern
 from ring.balance import work
 from ring.estimate import Rates, estimate, timeline
 from ring.estimate.estimates import layout_of
@@ -41,8 +41,8 @@ style()
 
 # %% tags=["parameters"]
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
-PATTERN = Pattern((Branch(2048), Branch(16384, 4, tuple(h % 4 for h in range(HEADS))), Branch(None, 64)), causal=True)
-# Or what `to_dict()` of a Pattern returns: branches of any segment, dilation rate, offset, heads, window; documents.
+SEGMENTS, DILATIONS, CAUSAL = [2048, 16384, None], [1, 4, 64], True  # the branches of LongNet's kind of pattern
+PATTERN = None  # or any other Pattern, or what its `to_dict()` returns: with windows, documents, branches of some heads
 TOKENS = 2**18  # of the sequence; with documents, theirs
 RANKS = 8
 ORDER = "contiguous"  # or "zigzag", "striped", "hilbert", "balanced", "zigzag by document"
@@ -52,7 +52,8 @@ LINK_RATE, LATENCY = 200e9, 1e-5  # bytes/s that a rank sends and receives; seco
 CHECKED_TOKENS, CHECKED_TYPES = 192, ("float32", "bfloat16")  # of the calls whose rounding errors are measured
 
 # %%
-pattern = PATTERN if isinstance(PATTERN, Pattern) else Pattern.from_dict(PATTERN)
+longnet = Pattern.longnet(SEGMENTS, DILATIONS, HEADS, CAUSAL)
+pattern = longnet if PATTERN is None else PATTERN if isinstance(PATTERN, Pattern) else Pattern.from_dict(PATTERN)
 pattern.validate(HEADS)
 tokens = TOKENS if pattern.documents is None else sum(pattern.documents)
 rates = Rates(FORWARD_RATE, BACKWARD_RATE, LINK_RATE, LATENCY)
@@ -62,7 +63,7 @@ WORLDS = (1, 2, 4, 8)
 # %% [markdown]
 # ## The picture
 #
-# Queries go down, keys across. A patterned cell is a mean over its tokens and, in the first field, over all heads.
+# Queries go down, keys across. A cell is a mean over its tokens and, in the first field, over all heads.
 
 # %%
 pattern.picture(tokens, HEADS)

@@ -12,6 +12,10 @@ from ring import Branch, Pattern
 CELLS = jupytext.read(Path(__file__).parents[2] / "notebooks" / "00_your_own_pattern.py").cells
 SMALL = {"CHECKED_TOKENS": 40, "HEAD_DIM": 4, "CHECKED_TYPES": ("float32",)}
 PARAMETERS: dict[str, dict[str, Any]] = {
+    "other branches and heads": {
+        "SEGMENTS": [16, 64], "DILATIONS": [1, 3], "HEADS": 3, "KV_HEADS": 3, "CAUSAL": False, "TOKENS": 512,
+        "ORDER": "striped", "RANKS": 1,
+    },
     "documents": {
         "PATTERN": Pattern.dense(documents=(9, 0, 50, 1, 40), window=5).to_dict(), "TOKENS": 1, "HEADS": 3,
         "KV_HEADS": 1, "EXCHANGE": "direct", "ORDER": "zigzag by document",
