@@ -27,27 +27,25 @@
 # A pattern is one or more branches: a pair that $c$ branches see counts $c$ times under one softmax
 # ([LongNet](https://arxiv.org/abs/2307.02486)). `reference/pattern.py` is that definition; `reference/oracle.py`
 # computes attention by it, densely, in fp64. All numbers below come from these two.
-#
-# With `NOTEBOOKS_LONG=1` in the environment, sequences are longer.
 
 # %%
 import itertools
 import math
-import os
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import BLUE, COLOURS, ORANGE, VERMILLION, binary, binary_ticks, power_law, style, who_sees_whom
+from figures import BLUE, COLOURS, ORANGE, VERMILLION, binary, binary_ticks, power_law, style
+from IPython.display import display
 
 from reference import Branch, Pattern, attention, gradients
 from reference.closed_forms import segment_pairs
 from reference.cost import Setting, flops
 from reference.pattern import multiplicity
+from reference.svg import Field, fields
 from verification.case import Case
 from verification.peers.adapters import dilated_attention_pytorch as fkodom
 
-LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
 style()
 
 
@@ -63,19 +61,21 @@ def seen(pattern: Pattern, n: int, heads: int = 1) -> np.ndarray:
 # %%
 N = 16
 BRANCHES = [Branch(4), Branch(8, 2), Branch(8, 2, 1), Branch(16, 4), Branch(None, 3, 2), Branch(None)]
-figure, grid = plt.subplots(2, 3, figsize=(9.5, 6.6))
-for axes, branch in zip(grid.flat, BRANCHES, strict=True):
+panels = []
+for branch in BRANCHES:
     w, r, o = branch.segment_length, branch.dilation_rate, branch.offset
     mask = seen(Pattern((branch,), causal=True), N)[0]
-    who_sees_whom(axes, mask, title=f"w = {w or 'n'}, r = {r}, offset = {o}: {mask.sum()} pairs", legend=False)
+    panels.append(Field(f"w = {w or 'n'}, r = {r}, offset = {o}: {mask.sum()} pairs", mask))
     w = w or N
     for i, j in itertools.product(range(N), repeat=2):  # the formula above
         selected = [p % w >= o and (p % w - o) % r == 0 for p in (i, j)]
         assert mask[i, j] == (i // w == j // w and all(selected) and j <= i)
-figure.suptitle("Causal, n = 16, blue: seen. w makes blocks, r keeps every r-th row and column, the offset shifts")
-plt.show()
+for row in (panels[:3], panels[3:]):
+    display(fields(row, (230, 230), ("query", "key"), str(N), ["causal; branches that see a pair:"]))
 
 # %% [markdown]
+# w makes blocks, r keeps every r-th row and column, the offset shifts.
+#
 # Selected rows and selected keys are the same positions. So a row sees at least itself, or nothing at all, and a single
 # branch leaves $1 - 1/r$ of the rows without an output. If $r$ divides $w$ and $w$ divides $n$, the pairs of a branch
 # form $n/w$ triangles of $g = w/r$ rows: $\frac{n}{w} \cdot \frac{g (g+1)}{2}$, about $n w / 2 r^2$.
@@ -98,10 +98,7 @@ for w, r in ((16, 1), (16, 2), (16, 4), (64, 4), (64, 16)):
 # %%
 mixture = Pattern.longnet([8, 16, 32], [1, 2, 4], heads=1, causal=True)
 count = seen(mixture, 32)[0]
-figure, axes = plt.subplots(figsize=(5.2, 5.2))
-who_sees_whom(axes, count, [f"by {c} branch{'es' * (c > 1)}" for c in (1, 2, 3)],
-              title="w = 8, 16, 32 with r = 1, 2, 4: near keys are seen densely, far ones sparsely")  # fmt: skip
-plt.show()
+display(mixture.picture(32))
 apart = np.subtract.outer(np.arange(32), np.arange(32))
 near, far = ((count > 0)[range_].mean() for range_ in ((apart >= 0) & (apart < 8), apart >= 8))
 print(f"of the pairs less than 8 apart {near:.0%} are seen, of those farther apart {far:.0%}")
@@ -213,7 +210,7 @@ assert 2 * octaves[peak] <= 2048 and (np.diff(every[peak:]) < 0).all() and every
 # quadratic. The fit is by least squares in logarithms, with the 95 % confidence interval of the exponent.
 
 # %%
-lengths = [2**e for e in range(15, 20 if LONG else 18)]
+lengths = [2**e for e in range(15, 21)]
 sparse = [pairs(longnet, n) for n in lengths]
 full = [HEADS * n * (n + 1) // 2 for n in lengths]
 laws = {"LongNet": power_law(lengths, sparse), "dense": power_law(lengths, full)}
@@ -240,15 +237,12 @@ assert abs(laws["LongNet"].exponent - 1) < 1e-9 and abs(laws["dense"].exponent -
 
 # %%
 by_head = seen(Pattern.longnet([16], [4], heads=4), 16, heads=4)
-figure, panels = plt.subplots(1, 3, figsize=(9.5, 3.9))
 one = seen(Pattern.longnet([16], [4], heads=4, offsets="fkodom"), 16, heads=4)
-which = np.where(by_head.any(0), by_head.argmax(0) + 1, 0)
-heads = [f"head {h}" for h in range(4)]
-who_sees_whom(panels[0], one.any(0), ["heads 0 to 3"], title="One offset for all 4 heads")
-who_sees_whom(panels[1], which, heads, title="Offset h mod 4")
 few = seen(Pattern.longnet([16], [8], heads=4), 16, heads=4)
-who_sees_whom(panels[2], np.where(few.any(0), few.argmax(0) + 1, 0), heads, title="Offset h mod 8, 4 heads")
-plt.show()
+rules = {"One offset for all 4 heads": one, "Offset h mod 4": by_head, "Offset h mod 8, 4 heads": few}
+panels = [Field(title, mask.mean(0)) for title, mask in rules.items()]
+display(fields(panels, (230, 230), ("query", "key"), "16", ["share of the heads that see a pair:"]))
+display(Pattern.longnet([16], [4], heads=4).picture(16))
 assert by_head.sum(0).max() == 1  # no pair is seen by two heads
 rows_seen = [mask.any(0).any(1).mean() for mask in (one, by_head, few)]
 print("rows that some head of this branch selects:", *(f"{share:.0%}" for share in rows_seen))
@@ -272,17 +266,17 @@ for branch in longnet.branches:
 
 # %%
 EDGES = {
-    "n = 14, w = 6, r = 2: a short tail": (14, Branch(6, 2)),
-    "n = 14, w = 6, r = 4, offset 3: past the tail": (14, Branch(6, 4, 3)),
-    "n = 14, w = 3, r = 5: r > w": (14, Branch(3, 5)),
-    "n = 14, w = 3, r = 5, offset 4: nothing at all": (14, Branch(3, 5, 4)),
+    "w = 6, r = 2: a short tail": (14, Branch(6, 2)),
+    "w = 6, r = 4, offset 3: past the tail": (14, Branch(6, 4, 3)),
+    "w = 3, r = 5: r > w": (14, Branch(3, 5)),
+    "w = 3, r = 5, offset 4: nothing at all": (14, Branch(3, 5, 4)),
 }
-figure, grid = plt.subplots(2, 2, figsize=(7.6, 7))
-for axes, (title, (n, branch)) in zip(grid.flat, EDGES.items(), strict=True):
+panels = []
+for title, (n, branch) in EDGES.items():
     pattern = Pattern((branch,), causal=True)
     mask = seen(pattern, n)[0]
     cuts = range(branch.segment_length, n, branch.segment_length)
-    who_sees_whom(axes, mask, title=title, cuts=cuts, legend=False)
+    panels.append(Field(title, mask, cuts, cuts))
     q, k, v, dout = torch.randn(4, 1, n, 1, 4, dtype=torch.float64, generator=generator)
     out, lse = attention(q, k, v, pattern)
     dead = torch.from_numpy(~mask.any(1))
@@ -291,7 +285,7 @@ for axes, (title, (n, branch)) in zip(grid.flat, EDGES.items(), strict=True):
     )
     for gradient in gradients(q, k, v, pattern, dout):
         assert (gradient[0, dead] == 0).all() and torch.isfinite(gradient).all()
-plt.show()
+display(fields(panels, (230, 230), ("query", "key"), "14", ["causal, n = 14; lines: where segments begin"]))
 dead_rows = [int((~seen(Pattern((b,)), n)[0].any(1)).sum()) for n, b in EDGES.values()]
 print("rows that see nothing:", dead_rows)
 assert dead_rows == [7, 12, 9, 14]

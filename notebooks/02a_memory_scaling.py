@@ -46,12 +46,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from figures import (
-    BLACK,
     BLUE,
     GREEN,
     VERMILLION,
     binary,
     binary_ticks,
+    legend_below,
     power_law,
     style,
     sum_of,
@@ -69,7 +69,14 @@ from verification.run.simulation.simulation import Simulation
 
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
 COLOUR = {"ring": BLUE, "direct": VERMILLION, "gather": GREEN}
-MARK = {"ring": "o", "direct": "s", "gather": "^"}
+# ring and direct nearly coincide: a wide line and hollow marks, with a thin line and small marks on them.
+LINE = {
+    "ring": dict(linewidth=4, alpha=0.35), "direct": dict(linewidth=1.2, linestyle="--"), "gather": dict(linewidth=1.2),
+}  # fmt: skip
+MARK = {
+    "ring": dict(marker="o", markersize=8, fillstyle="none"), "direct": dict(marker="s", markersize=3),
+    "gather": dict(marker="^"),
+}  # fmt: skip
 MIB = 2**20
 torch.set_num_threads(1)
 style()
@@ -166,30 +173,20 @@ for n in sorted({key[2] for key in beyond}):
 figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8))
 for exchange, colour in COLOUR.items():
     lengths = sorted(n for e, p, n in peaks if e == exchange and p == 4)
-    left.loglog(
-        lengths,
-        [peaks[exchange, 4, n] / MIB for n in lengths],
-        MARK[exchange],
-        color=colour,
-        label=f"{exchange}, measured",
-    )
-    left.loglog(lengths, [expected[exchange, 4, n] / MIB for n in lengths], "-", color=colour, alpha=0.6)
-    right.loglog(
-        WORLDS,
-        [peaks[exchange, p, AT] / MIB for p in WORLDS],
-        MARK[exchange],
-        color=colour,
-        label=f"{exchange}, measured",
-    )
-    right.loglog(WORLDS, [expected[exchange, p, AT] / MIB for p in WORLDS], "-", color=colour, alpha=0.6)
+    mark, line = MARK[exchange], LINE[exchange]
+    left.loglog([], [], color=colour, **mark | line, label=f"{exchange}: marks measured, line closed form")
+    for axes, at, keys in (
+        (left, lengths, [(exchange, 4, n) for n in lengths]), (right, WORLDS, [(exchange, p, AT) for p in WORLDS])
+    ):  # fmt: skip
+        axes.loglog(at, [expected[key] / MIB for key in keys], color=colour, **line)
+        axes.loglog(at, [peaks[key] / MIB for key in keys], color=colour, linestyle="", **mark)
 left.set(title="4 processes: memory is linear in n", xlabel="sequence length n (tokens)", ylabel="peak per rank (MiB)")
 right.set(title=f"n = {binary(AT)}: ring and direct fall as 1/p, gather does not", xlabel="ranks p")
 right.set_xticks(WORLDS, [str(p) for p in WORLDS])
 right.minorticks_off()
 right.set_ylim(1, 100)
 binary_ticks(left.xaxis)
-left.plot([], [], "-", color=BLACK, alpha=0.6, label="closed form")
-left.legend()
+legend_below(figure, left)
 plt.show()
 
 # %% [markdown]
@@ -323,22 +320,22 @@ for world in MANY:
 figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.6))
 for exchange, colour in COLOUR.items():
     boxes = [closed_form(problem(TOKENS, w, exchange))[2].max() / 1024 for w in MANY[1:]]  # as measured, to the byte
-    right.loglog(MANY[1:], boxes, MARK[exchange] + "-", color=colour, label=exchange)
+    right.loglog(MANY[1:], boxes, color=colour, label=f"{exchange}: marks measured, line closed form",
+                 **MARK[exchange] | LINE[exchange])  # fmt: skip
     if exchange != "gather":
-        left.loglog(COUNTED, [live[exchange, w] / MIB for w in COUNTED], MARK[exchange], color=colour, label=exchange)
         terms = [closed_form(problem(TOKENS, w, exchange))[0].max() / MIB for w in MANY]
-        left.loglog(MANY, terms, "-", color=colour, alpha=0.6)
+        left.loglog(MANY, terms, color=colour, **LINE[exchange])
+        left.loglog(COUNTED, [live[exchange, w] / MIB for w in COUNTED], color=colour, linestyle="", **MARK[exchange])
 left.set(
     title=f"n = {binary(TOKENS)}, simulated: 1/p up to {COUNTED[-1]} ranks",
     xlabel="ranks p",
     ylabel="peak per rank (MiB)",
 )
 right.set(title="Buffers are small and bounded, except for gather", xlabel="ranks p", ylabel="buffers per rank (KiB)")
-left.plot([], [], "-", color=BLACK, alpha=0.6, label="closed form")
 for axes in (left, right):
     axes.set_xticks(MANY, [str(w) for w in MANY])
     axes.minorticks_off()
-    axes.legend(loc="best")
+legend_below(figure, right)
 plt.show()
 
 for exchange in ("ring", "direct"):

@@ -30,7 +30,8 @@ from functools import cache
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import BLACK, BLUE, COLOURS, GREEN, VERMILLION, binary, style
+from figures import BLACK, BLUE, COLOURS, GREEN, VERMILLION, binary, legend_below, style
+from matplotlib.colors import LogNorm
 
 from reference import Pattern, closed_forms, cost
 from reference import shards as definitions
@@ -113,7 +114,7 @@ for axes, kind in zip(both, ("dense", "LongNet"), strict=True):
 both[0].plot([], [], "_", color=BLACK, label="the busiest rank")
 both[0].set_title("Dense: the layout matters, and direct sends least")
 both[1].set_title("LongNet: contiguous shards send little")
-figure.legend(*both[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+legend_below(figure, both[0])
 plt.show()
 
 # By closed form, for the whole group.
@@ -140,7 +141,7 @@ assert less > 5 and more > 1
 # ### From rank to rank
 #
 # The same bytes as matrices. With `direct`, the owner of a row sends it to each rank that needs it; with `ring`, a rank
-# sends to the next rank only, so rows for a distant rank pass through all ranks in between.
+# sends to the next rank only, so rows for a distant rank pass through all ranks in between. White: nothing is sent.
 
 # %%
 shown = [
@@ -150,11 +151,14 @@ shown = [
     ("LongNet", "contiguous", "direct"),
 ]
 figure, row = plt.subplots(1, 4, figsize=(11, 3.0))
+norm = LogNorm(
+    min(total[key][total[key] > 0].min() for key in shown) / MIB, max(total[key].max() for key in shown) / MIB
+)
 for axes, key in zip(row, shown, strict=True):
-    image = axes.imshow(total[key] / MIB, cmap="cividis", vmin=0)
+    image = axes.imshow(np.ma.masked_equal(total[key] / MIB, 0), cmap="cividis", norm=norm)  # nothing sent: white
     axes.set(title=f"{key[0]}, {key[1]},\n{key[2]}", xlabel="to rank", ylabel="from rank" if axes is row[0] else None)
     axes.grid(False)
-    figure.colorbar(image, ax=axes, shrink=0.7, label="MiB" if axes is row[-1] else None)
+figure.colorbar(image, ax=row, shrink=0.7, label="MiB", format="%g", ticks=[0.5, 1, 2, 4, 8, 16, 32])
 plt.show()
 for kind, order, exchange in shown:
     matrix = total[kind, order, exchange]
@@ -173,12 +177,17 @@ for kind, order, exchange in shown:
 
 # %%
 figure, both = plt.subplots(1, 2, figsize=(9.5, 3.3))
-WIDE = {"contiguous": "o-", "zigzag": "s--", "striped": "^:"}
+# Orders may coincide: the first is the widest line.
+WIDE = {
+    "contiguous": dict(linewidth=6, alpha=0.35),
+    "zigzag": dict(linewidth=3, alpha=0.7),
+    "striped": dict(linewidth=1),
+}
 for axes, kind in zip(both, ("dense", "LongNet"), strict=True):
     for order, colour in ORDERS.items():
         one = setting(kind, TOKENS, RANKS, order)
         fullest = one.in_flight[:, 1:].max(0) * item / MIB
-        axes.plot(range(1, RANKS), fullest, WIDE[order], color=colour, label=order)
+        axes.plot(range(1, RANKS), fullest, "o-", color=colour, label=order, **WIDE[order])
         assert one.in_flight[:, 1:].sum() * item == total[kind, order, "ring"].sum()
         if kind == "dense":
             assert (one.in_flight[:, 1:].max(0) == TOKENS // RANKS * 8).all(), "a whole shard at every hop"
@@ -190,7 +199,7 @@ for axes, kind in zip(both, ("dense", "LongNet"), strict=True):
         ylabel="MiB",
     )
     axes.set_ylim(0)
-    axes.legend()
+legend_below(figure, both[0])
 plt.show()
 
 # %% [markdown]
@@ -269,7 +278,7 @@ for axes, kind in zip(both, ("dense", "LongNet"), strict=True):
     for order, colour in ORDERS.items():
         for p in MANY:
             imbalance[kind, order, p] = cost.flops(setting(kind, TOKENS, p, order)).imbalance
-        axes.plot(MANY, [imbalance[kind, order, p] for p in MANY], "o-", color=colour, label=order)
+        axes.plot(MANY, [imbalance[kind, order, p] for p in MANY], "o-", color=colour, label=order, **WIDE[order])
     axes.set(
         xscale="log",
         xlabel="ranks p",
@@ -279,7 +288,7 @@ for axes, kind in zip(both, ("dense", "LongNet"), strict=True):
     axes.set_xticks(MANY, [str(p) for p in MANY])
     axes.minorticks_off()
     axes.set_ylim(0.95, 2.05)
-    axes.legend()
+legend_below(figure, both[0])
 plt.show()
 for p in MANY:
     local = TOKENS // p

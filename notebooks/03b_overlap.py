@@ -146,7 +146,7 @@ for tokens, needs in dense_rows:
     )
 
 # %%
-figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8))
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2))
 rates = np.geomspace(1, 1000, 50)
 left.loglog(rates, predicted / (rates * 1e9), color=BLUE, label="forward, kernel rate of the record")
 for tokens, needs in dense_rows:
@@ -165,20 +165,18 @@ left.set(
 binary_ticks(left.yaxis)
 left.legend(fontsize=8)
 graphs = [(row, verdict) for row, _, verdict in hidden if row["graph"] and row["record"].startswith("h200x4")]
-labels = [f"{r['section']}\n{binary(r['tokens'])}\n{r['pass'].replace('forward+backward', 'both')}" for r, _ in graphs]
+labels = [f"{r['section']} {binary(r['tokens'])}, {r['pass'].replace('forward+backward', 'both')}" for r, _ in graphs]
 at = np.arange(len(graphs))
-right.bar(
-    at - 0.2,
-    [r["exposed_ms"] / r["ms"] * 100 for r, _ in graphs],
-    0.38,
-    color=BLUE,
-    label="recorded: what messages add",
-)
+added = [r["exposed_ms"] / r["ms"] * 100 for r, _ in graphs]
+right.barh(at - 0.2, added, 0.38, color=BLUE, label="recorded: what messages add")
 worst = [max(0.0, r["sent_bytes"] / rate * 1e3) / r["ms"] * 100 for r, _ in graphs]
-right.bar(at + 0.2, worst, 0.38, color=ORANGE, label="if nothing were hidden" + ("" if measured_links else ", at most"))
-right.set_xticks(at, labels, fontsize=7)
-right.set(title="Time that messages add, and could add at most", ylabel="% of the call's time")
-right.legend(fontsize=8)
+right.barh(
+    at + 0.2, worst, 0.38, color=ORANGE, label="if nothing were hidden" + ("" if measured_links else ", at most")
+)
+right.set_yticks(at, labels)
+right.invert_yaxis()
+right.set(title="Time that messages add, and could add at most", xlabel="% of the call's time")
+right.legend(fontsize=8, loc="lower right")
 plt.show()
 spread = max(
     1 - silent["ms"] / kernels["ms"]

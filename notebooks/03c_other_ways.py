@@ -41,9 +41,7 @@ methods = {
     "torch context_parallel": [row for row in chosen if row["method"].startswith("torch context_parallel")],
 }
 efficiency = {
-    method: {
-        tokens: max(row["efficiency"] for row in rows if row["tokens"] == tokens) for tokens in (512, 2048, 8192)
-    }
+    method: {tokens: max(row["efficiency"] for row in rows if row["tokens"] == tokens) for tokens in (512, 2048, 8192)}
     for method, rows in methods.items()
 }
 figure, axes = plt.subplots(figsize=(7.2, 3.2))

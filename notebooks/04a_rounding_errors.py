@@ -27,7 +27,7 @@ from dataclasses import replace
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import BLACK, BLUE, GREEN, VERMILLION, binary_ticks, power_law, style
+from figures import BLACK, BLUE, GREEN, VERMILLION, binary_ticks, legend_below, power_law, style
 from simulated_ranks import PLAIN, errors, results
 
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
@@ -54,7 +54,7 @@ for axes, name in zip(both, ("out", "dk"), strict=True):
     binary_ticks(axes.xaxis)
 both[0].set_title("Errors hardly grow with n; worst-case bounds do")
 both[1].set_title("Gradients of keys: sums over n rows")
-both[0].legend(fontsize=7, ncols=2)
+legend_below(figure, both[0])
 plt.show()
 
 for name in ("out", "lse", "dk"):
@@ -103,7 +103,7 @@ axes.set(
 )
 axes.set_xticks(WORLDS, [str(p) for p in WORLDS])
 axes.minorticks_off()
-axes.legend(fontsize=7)
+legend_below(figure, axes)
 plt.show()
 for dtype in ("float32", "bfloat16"):
     for name in ("out", "lse", "dq", "dk", "dv"):
@@ -144,7 +144,7 @@ for axes, name in zip(both, ("lse", "out"), strict=True):
     axes.set(xlabel="factor on the queries", ylabel=f"largest error of {name}")
 both[0].set_title("lse: in proportion to the scores, fp32 for both types")
 both[1].set_title("out: in 16 bits the last rounding dominates")
-both[0].legend(fontsize=7)
+legend_below(figure, both[0])
 plt.show()
 large = [f for f in FACTORS if f >= 4]
 fit = power_law(large, [by_factor["float32", f]["lse"][0] for f in large])

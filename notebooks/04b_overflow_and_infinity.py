@@ -24,7 +24,7 @@ from dataclasses import replace
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import BLACK, BLUE, GREEN, VERMILLION, binary_ticks, style
+from figures import BLACK, BLUE, GREEN, VERMILLION, binary_ticks, legend_below, style
 from simulated_ranks import PLAIN, errors
 
 import ring
@@ -70,7 +70,7 @@ left.set(
     ylabel="rows that are infinite (%)",
 )
 left.plot([], [], ":", color=BLACK, label="65504 exp(-deviation² / 2)")
-left.legend(fontsize=7)
+left.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 binary_ticks(left.xaxis)
 for sigma in SIGMAS:
     where = LARGEST["float16"] * np.exp(-(sigma**2) / 2)
@@ -92,7 +92,15 @@ for size in sizes:
     exact, exact_lse = attention(q, k, v.half(), Pattern.dense())
     ours.append(float((lse - exact_lse).abs().max() / exact_lse.abs().max()))
     assert out.isfinite().all() and lse.isfinite().all() and ours[-1] < 1e-5
-right.plot([s * s for s in sizes], [x * 100 for x in naive], "o-", color=VERMILLION, label="products kept in fp16")
+right.plot(
+    [s * s for s in sizes],
+    [x * 100 for x in naive],
+    "o-",
+    color=VERMILLION,
+    markersize=8,
+    fillstyle="none",
+    label="products kept in fp16",
+)
 right.plot([s * s for s in sizes], [0 for _ in sizes], "s-", color=BLUE, label="ring: scores in fp32")
 right.set(
     title="Products beyond 65504 turn whole rows into NaN",
@@ -100,7 +108,7 @@ right.set(
     ylabel="rows with NaN (%)",
     xscale="log",
 )
-right.legend(fontsize=7)
+right.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 plt.show()
 assert naive[0] == 0 and naive[-1] > 0.9
 long_half = errors(replace(PLAIN, tokens=2048, dtype="float16", heads=1, kv_heads=1, score_scale=3.0))
@@ -137,7 +145,7 @@ axes.set(
     xlabel="n",
     ylabel="their sum (exactly 1)",
 )
-axes.legend()
+legend_below(figure, axes)
 plt.show()
 
 # %% [markdown]

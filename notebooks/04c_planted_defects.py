@@ -31,7 +31,7 @@ from unittest.mock import patch
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import BLACK, BLUE, GREEN, ORANGE, VERMILLION, power_law, style
+from figures import BLACK, BLUE, GREEN, ORANGE, VERMILLION, legend_below, power_law, style
 from simulated_ranks import PLAIN, results
 
 import ring.compute.accumulator
@@ -90,17 +90,20 @@ for defect in DEFECTS:
             shows[defect].append(p)
         if defect == "none":
             largest["bound", p] = {name: float(expected.bound[name].max()) for name in QUANTITIES}
-figure, both = plt.subplots(1, 2, figsize=(9.5, 3.6))
+WIDE = {"none": dict(linewidth=6, alpha=0.35), "accumulator in 16 bits": dict(linewidth=3, alpha=0.7)}  # they coincide
+figure, both = plt.subplots(1, 2, figsize=(9.5, 3.8))
 for axes, name in zip(both, ("out", "dq"), strict=True):
     for defect, colour in PAINT.items():
-        axes.loglog(FEW, [largest[defect, p][name] for p in FEW], "o-", color=colour, label=defect)
+        axes.loglog(
+            FEW, [largest[defect, p][name] for p in FEW], "o-", color=colour, label=defect, **WIDE.get(defect, {})
+        )
     axes.loglog(FEW, [largest["bound", p][name] for p in FEW], "--", color=BLACK, label="largest bound")
     axes.set(xlabel="ranks p", ylabel=f"largest error of {name}")
     axes.set_xticks(FEW, [str(p) for p in FEW])
     axes.minorticks_off()
 both[0].set_title("bf16: a plain average is wrong in forward")
 both[1].set_title("The lse of the partial result is wrong in backward only")
-both[1].legend(fontsize=7)
+legend_below(figure, both[0])
 plt.show()
 
 assert largest["plain average", 2]["out"] > 10 * largest["none", 2]["out"]
@@ -170,7 +173,7 @@ axes.set(
     xlabel="row (dotted: where shards begin)",
     ylabel="largest error of the row",
 )
-axes.legend(fontsize=7, loc="center right")
+legend_below(figure, axes)
 plt.show()
 for defect in ("plain average", "lse of the partial"):
     assert pictures[defect][:64].max() < 1e-5 and np.median(pictures[defect][64:]) > 1e-3

@@ -38,11 +38,13 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import BLUE, GREEN, ORANGE, SKY, VERMILLION, seeded_defects, style, who_sees_whom
+from figures import BLUE, GREEN, ORANGE, SKY, VERMILLION, legend_below, seeded_defects, style
+from IPython.display import display
 from rich.console import Console
 
 from reference import Pattern, attention
 from reference.pattern import multiplicity
+from reference.svg import Field, fields
 from verification.case import Case
 from verification.check.laws import LAWS
 from verification.experiments import EXAMPLES, law_experiment
@@ -171,15 +173,13 @@ positions = torch.arange(12)
 right = multiplicity(smallest.pattern, positions, positions, 1)[0].numpy()
 row = positions.numpy() % 3  # of four ranks with three tokens each
 wrong = (row[:, None] % 2 == 0) & (row[None, :] % 2 == 0)
-figure, (left, right_) = plt.subplots(1, 2, figsize=(7.2, 3.6))
-who_sees_whom(left, right, title="Defined: every 2nd position", cuts=(3, 6, 9), legend=False)
-who_sees_whom(right_, wrong, title="Defect: every 2nd row of each shard", cuts=(3, 6, 9), legend=False)
-plt.show()
+masks = {"Defined: every 2nd position": right, "Defect: every 2nd row of each shard": wrong}
+panels = [Field(title, mask, (3, 6, 9), (3, 6, 9)) for title, mask in masks.items()]
+display(fields(panels, (240, 240), ("query", "key"), "12", ["lines: the cuts between four ranks"]))
 assert (right[:3, :3] == wrong[:3, :3]).all() and (right[3:6, 3:6] != wrong[3:6, 3:6]).any()
 
 # %% [markdown]
-# Blue: the key is seen. The lines are the cuts between four ranks. Among the tokens of rank 0 both patterns agree;
-# among those of rank 1 they do not.
+# Blue: the key is seen. Among the tokens of rank 0 both patterns agree; among those of rank 1 they do not.
 #
 # **Save and replay.** The Case is all that is needed: a JSON file, from which any process makes the same tensors. With
 # the defect it fails again, both on simulated ranks and on real processes that gloo connects; without the defect it
@@ -267,7 +267,7 @@ for axes, part in zip(sides, (names[half:], names[:half]), strict=True):
         )
     axes.set(xscale="log", xlabel="share of Cases (%)", xlim=(0.1, 100), ylim=(-0.6, len(part) - 0.4))
     axes.set_yticks(range(len(part)), part, fontsize=7)
-figure.legend(*sides[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+legend_below(figure, sides[0])
 figure.suptitle("The 60 rarest features: some need several ranks", fontsize=10)
 plt.show()
 

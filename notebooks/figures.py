@@ -1,4 +1,4 @@
-"""What the notebooks share: the style of figures, pictures of patterns, fits, and the records of earlier runs.
+"""What the notebooks share: the style of figures, fits, and the records of earlier runs.
 
 Nothing here computes attention or writes to disk: a notebook keeps its own figures.
 """
@@ -16,8 +16,7 @@ import numpy as np
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis
-from matplotlib.colors import ListedColormap
-from matplotlib.patches import Patch
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
@@ -56,47 +55,10 @@ def style() -> None:
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def who_sees_whom(
-    axes: Axes,
-    mask: ArrayLike,
-    labels: Sequence[str] = ("seen",),
-    *,
-    title: str = "",
-    cuts: Sequence[int] = (),
-    legend: bool = True,
-) -> None:
-    """One square for each pair of a query (row) and a key (column) that see each other.
-
-    mask:   (Nq, Nk), bool, or integers: 0 where the key is not seen, else 1 + the index of the pair's label.
-    labels: the name of each kind of pair in the legend, at most `len(COLOURS)` of them.
-    cuts:   positions before which a line is drawn across both axes, as between shards.
-    Raises ValueError for a mask of another shape or type, or with values that have no label.
-    """
-    kinds = np.asarray(mask)
-    if kinds.ndim != 2 or kinds.dtype.kind not in "bui":
-        raise ValueError(f"mask must be (Nq, Nk) of bool or integers, got {kinds.shape} of {kinds.dtype}")
-    if not 0 < len(labels) <= len(COLOURS):
-        raise ValueError(f"there are {len(COLOURS)} colours, and at least one label is needed; got {list(labels)}")
-    kinds = kinds.astype(np.int64)
-    if kinds.size and not 0 <= kinds.min() <= kinds.max() <= len(labels):
-        raise ValueError(f"mask must lie in 0 to {len(labels)}, got {kinds.min()} to {kinds.max()}")
-    axes.imshow(
-        kinds,
-        cmap=ListedColormap(("white", *COLOURS[: len(labels)])),
-        vmin=0,
-        vmax=len(labels),
-        interpolation="nearest",
-    )
-    for cut in cuts:
-        axes.axhline(cut - 0.5, color=BLACK, linewidth=0.8)
-        axes.axvline(cut - 0.5, color=BLACK, linewidth=0.8)
-    axes.grid(False)
-    for spine in axes.spines.values():
-        spine.set_visible(True)
-    axes.set(xlabel="key position (tokens)", ylabel="query position (tokens)", title=title)
-    if legend:
-        handles = [Patch(color=colour, label=label) for colour, label in zip(COLOURS, labels, strict=False)]
-        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, handlelength=1)
+def legend_below(figure: Figure, axes: Axes) -> None:
+    """Puts the legend of `axes` under the whole figure, in one line."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
 
 
 def efficiency_bars(axes: Axes, efficiency: Mapping[str, Mapping[int, float]], *, title: str = "") -> None:

@@ -9,6 +9,7 @@
     remote_rows         rows that each rank needs from the others
     cost, closed_forms  bytes, buffers and FLOPs of an exchange among ranks: exact counts, formulas for regular cases
     call_limits         the most keys and rows of one kernel call
+    svg, mask_picture   pictures as SVG text; that of a mask, which Jupyter shows for a pattern
     validators          validators of fields
 
 `pattern`, `oracle`, `fast_oracle` and `bounds` are independent of ranks. README.md has more.

@@ -24,6 +24,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from reference.documents import Documents, begins, check_tokens, checked_documents
+from reference.mask_picture import Grid, mask_picture
+from reference.svg import Picture
 from reference.validators import is_integer
 
 
@@ -282,6 +284,49 @@ class Pattern:
             ValueError: the documents do not add up to it.
         """
         check_tokens(self.packed, tokens)
+
+    @property
+    def fewest_heads(self) -> int:
+        """Least number of query heads that the pattern fits."""
+        return max(
+            b.heads.stop if b.heads is not None else len(b.offset) if isinstance(b.offset, tuple) else 1
+            for b in self.branches
+        )
+
+    def picture(self, tokens: int | None = None, heads: int | None = None) -> Picture:
+        """Draw the mask: queries down, keys across, in cells of several tokens if it is large.
+
+        Args:
+            tokens: of the sequence, 0 to 2^40; None: those of the documents, else twice the longest segment
+                or, without one, four windows or 16 dilation rates.
+            heads: number of query heads; None: the fewest that the pattern fits.
+
+        Returns:
+            The mean over all heads and, if heads differ, the first three that do.
+
+        Raises:
+            ValueError: tokens or heads are out of range, or do not fit the pattern.
+        """
+        if tokens is None:
+            reaches = [b.segment_length or max(2 * (b.window or 0) + 2, 8 * b.dilation_rate) for b in self.branches]
+            tokens = self.packed.tokens if self.packed is not None else min(2 * max(*reaches, 16), 2**40)
+        if _integer("tokens", tokens, 0) > 2**40:
+            raise ValueError(f"tokens must be at most 2**40, got {tokens!r}")
+        self.validate_tokens(tokens)
+        heads = self.fewest_heads if heads is None else heads
+        offsets = [(b, b.offsets(heads)) for b in self.branches]
+        grids = [
+            tuple(
+                Grid(b.segment_length, b.dilation_rate, offset, b.window)
+                for b, of_head in offsets
+                if (offset := of_head[head]) is not None
+            )
+            for head in range(heads)
+        ]
+        return mask_picture(grids, tokens, self.causal, self.packed)
+
+    def _repr_html_(self) -> str:
+        return self.picture().svg
 
     def of_heads(self, heads: range) -> "Pattern":
         """Return the pattern of some query heads, numbered from 0. One that serves none of them selects nothing.

@@ -6,6 +6,7 @@ Each returns the value, or raises a ValueError that names the field, the value a
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection
 from typing import Any, TypeGuard, TypeVar
 
@@ -48,23 +49,28 @@ def optional(validate: Callable[..., T], name: str, value: object, *arguments: A
         raise ValueError(f"{error}, or None") from None
 
 
+def _is_number(value: object) -> TypeGuard[float]:
+    """Return True for a float, or an int that one can hold."""
+    return isinstance(value, float) or (is_integer(value) and abs(value) <= sys.float_info.max)
+
+
 def number(name: str, value: object, most: float) -> float:
     """Validate an int or float of size at most `most`: not NaN and, for a finite `most`, not infinite."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= most:
+    if not _is_number(value) or not abs(value) <= most:
         raise ValueError(f"{name} is {value!r}; it must be a number of size at most {most}")
     return float(value)
 
 
 def real(name: str, value: object) -> float:
     """Validate a finite int or float >= 0."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+    if not _is_number(value) or not 0 <= value < math.inf:
         raise ValueError(f"{name} is {value!r}; it must be a finite number of at least 0")
     return float(value)
 
 
 def positive(name: str, value: object) -> float:
     """Validate a finite int or float > 0."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not _is_number(value) or not 0 < value < math.inf:
         raise ValueError(f"{name} is {value!r}; it must be a finite number above 0")
     return float(value)
 

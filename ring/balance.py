@@ -31,7 +31,7 @@ from reference.pattern import Branch, Pattern
 
 Ints = np.ndarray  # int64
 CHUNK = 64  # tokens of an indivisible chunk in step 3
-ENOUGH, ENOUGH_TOKENS = 1.05, 1.05  # maximum over mean that is accepted, of work and of tokens
+ENOUGH, ENOUGH_TOKENS = 1.05, 1.2  # maximum over mean that is accepted, of work and of tokens
 PARTS = (1, 2, 4, 8, 16)  # step 2 divides documents longer than 1 / part of a rank's share
 EXCHANGES = 200  # at most, in step 3
 
@@ -65,7 +65,7 @@ def work(pattern: Pattern, n: int, heads: int | None = None) -> Ints:
     Raises ValueError if the pattern does not fit that number.
     """
     within, length = _places_in_documents(pattern, n)
-    heads, total = _fewest_heads(pattern) if heads is None else heads, np.zeros(n, np.int64)
+    heads, total = pattern.fewest_heads if heads is None else heads, np.zeros(n, np.int64)
     for branch in pattern.branches:
         for offset, count in _offsets(branch, heads).items():
             total += count * _keys_seen(branch, offset, pattern.causal, within, length)
@@ -108,14 +108,6 @@ def _places_in_documents(pattern: Pattern, n: int) -> tuple[Ints, Ints]:
     lengths = np.array(pattern.documents, np.int64)
     begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.arange(n) - begins, np.repeat(lengths, lengths)
-
-
-def _fewest_heads(pattern: Pattern) -> int:
-    """Minimum number of query heads that the pattern fits."""
-    return max(
-        branch.heads.stop if branch.heads is not None else len(branch.offset) if isinstance(branch.offset, tuple) else 1
-        for branch in pattern.branches
-    )
 
 
 def _offsets(branch: Branch, heads: int) -> dict[int, int]:

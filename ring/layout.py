@@ -30,7 +30,9 @@ import torch
 
 from reference.documents import check_tokens, checked_documents
 from reference.pattern import Pattern
+from reference.svg import Picture
 from ring.balance import owners, zigzag_owners
+from ring.layout_picture import layout_picture
 
 MAX_TOKENS = 2**40  # plans count rows, slots and products of rates in 64 bits
 # An explicit order with at most this many runs per rank is stored as runs: a plan iterates over them.
@@ -287,6 +289,25 @@ class Layout:
         order = torch.from_numpy(self.order).to(shards[0].device)
         gathered = torch.cat(list(shards), dim)
         return torch.empty_like(gathered).index_copy_(dim, order, gathered)
+
+    def picture(self, documents: Sequence[int] | None = None) -> Picture:
+        """Draw the positions that each rank holds, in cells of several tokens if they are many.
+
+        Args:
+            documents: lengths of consecutive documents, to draw lines between them.
+
+        Returns:
+            A row for each rank, or for several if they are many.
+
+        Raises:
+            ValueError: the lengths do not add up to n.
+        """
+        lengths = checked_documents(documents)
+        check_tokens(lengths, self.n)
+        return layout_picture(self.cuts, self.runs, self.listed, lengths)
+
+    def _repr_html_(self) -> str:
+        return self.picture().svg
 
     @cached_property
     def order(self) -> np.ndarray:

@@ -18,8 +18,8 @@ PACKAGES = ("reference", "ring", "verification")
 ROAD = (
     "reference",
     "ring.whole_file",
-    "ring.caching", "ring.precision", "ring.balance", "ring.layout", "ring.plan", "ring.strided_view", "ring.comm",
-    "ring.compute",
+    "ring.caching", "ring.precision", "ring.balance", "ring.layout_picture", "ring.layout", "ring.plan",
+    "ring.strided_view", "ring.comm", "ring.compute",
     "ring.lowering", "ring.default_bucket", "ring.validation", "ring.estimate",
     "ring.consensus", "ring.all_to_all", "ring.execute", "ring.dispatcher_op", "ring.torch_compile", "ring.attention",
     "ring.nn", "ring",
@@ -83,8 +83,8 @@ def test_no_import_runs_in_a_circle() -> None:
         pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
 
 
-def test_the_ring_takes_patterns_alone_from_the_reference() -> None:
-    shared = {"reference.pattern", "reference.documents"}
+def test_the_ring_takes_patterns_and_pictures_alone_from_the_reference() -> None:
+    shared = {"reference.pattern", "reference.documents", "reference.svg"}
     for module in files():
         if module.startswith("ring") and not module.startswith("ring.estimate"):  # which prints the reference's costs
             assert all(other.startswith("ring") or other in shared for other in imports(module)), module

@@ -1,6 +1,7 @@
-"""Predictions for a call of `ring_attention`: `estimate`, and the command `python -m ring.estimate`."""
+"""Predictions for a call of `ring_attention`: `estimate`, `timeline`, and the command `python -m ring.estimate`."""
 
 from ring.estimate.estimates import Estimate, Estimates, estimate
 from ring.estimate.stages import Rates
+from ring.estimate.timeline import timeline
 
-__all__ = ["Estimate", "Estimates", "Rates", "estimate"]
+__all__ = ["Estimate", "Estimates", "Rates", "estimate", "timeline"]

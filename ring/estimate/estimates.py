@@ -17,7 +17,7 @@ from reference import cost, validators
 from reference.pattern import Pattern, check_pattern
 from ring.default_bucket import default_bucket
 from ring.estimate.counting import MAX_TOKENS, Counted
-from ring.estimate.stages import EXCHANGES, Rates, stages_of, times
+from ring.estimate.stages import EXCHANGES, Rates, Seconds, Stage, seconds, stages_of
 from ring.layout import Layout
 from ring.validation import DTYPES
 
@@ -191,6 +191,16 @@ class Call:
         """True if gradients of keys travel in the working dtype."""
         return self.exchange == "direct" and self.device == "cuda"
 
+    @property
+    def operations(self) -> tuple[int, int]:
+        """Operations of a pair in all batch entries, forward and backward."""
+        of_keys, of_values = (2 * self.batch * dim for dim in (self.head_dim, self.value_dim))
+        return of_keys + of_values, 3 * of_keys + 2 * of_values
+
+    def seconds(self, setting: Counted, stages: list[Stage], rates: Rates) -> tuple[Seconds, Seconds]:
+        """Return the times of the stages, forward and backward."""
+        return seconds(setting, stages, self.operations, setting.slot_bytes(self.narrow), rates)
+
     def memory(self, setting: Counted, bucket: int) -> dict[str, np.ndarray]:
         """Return the terms of the memory of each rank, (p,) each, by their names in `Estimate`."""
         held, buffers = cost.resident(setting), cost.buffers(setting, self.exchange, bucket, self.narrow)
@@ -245,8 +255,8 @@ def estimate(
     """
     kv_heads, value_dim = heads if kv_heads is None else kv_heads, head_dim if value_dim is None else value_dim
     call = Call(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, exchange, bucket, device)
-    if rates is not None and not isinstance(rates, Rates):
-        raise ValueError(f"rates is {rates!r}; it must be Rates(forward=, backward=, link=, latency=) or None")
+    if rates is not None:
+        check_rates(rates)
     if memory is not None:
         validators.integer("memory", memory, 1)
         if layout is not None or pattern.documents is not None:
@@ -260,7 +270,7 @@ def estimate(
     else:
         if tokens is not None or ranks is not None or order is not None:
             raise ValueError("tokens, ranks and order must be None for a given layout, which has them")
-        layouts, order = iter([_checked(layout, key_layout, pattern)]), "given"
+        layouts, order = iter([checked_layouts(layout, key_layout, pattern)]), "given"
     return Estimates(_row(call, order, *each, rates, memory) for each in layouts)
 
 
@@ -292,7 +302,14 @@ def layout_of(pattern: Pattern, n: int, p: int, order: str) -> Layout:
     return make.get(order, Layout.hilbert)(n, p)
 
 
-def _checked(layout: Layout, key_layout: Layout | None, pattern: Pattern) -> tuple[Layout, Layout]:
+def check_rates(rates: object) -> None:
+    """Raise ValueError unless these are Rates."""
+    if not isinstance(rates, Rates):
+        raise ValueError(f"rates is {rates!r}; it must be Rates(forward=, backward=, link=, latency=) or None")
+
+
+def checked_layouts(layout: Layout, key_layout: Layout | None, pattern: Pattern) -> tuple[Layout, Layout]:
+    """Return the layouts of queries and keys. Raises ValueError unless they fit each other and the pattern."""
     keys = layout if key_layout is None else key_layout
     for name, x in (("layout", layout), ("key_layout", keys)):
         if not isinstance(x, Layout):
@@ -311,17 +328,15 @@ def _row(call: Call, order: str, layout: Layout, keys: Layout, rates: Rates | No
     terms = {name: int(term.max()) for name, term in call.memory(setting, bucket).items()}
     out = [np.zeros(setting.world, np.int64)] + [stage.keys.out for stage in stages]
     returned = out + [stage.gradients.out for stage in stages]
-    of_keys, of_values = (2 * call.batch * dim for dim in setting.dims)
-    operations = of_keys + of_values, 3 * of_keys + 2 * of_values
-    seconds = ({}, {}) if rates is None else times(setting, stages, operations, setting.slot_bytes(call.narrow), rates)
+    spent = ({}, {}) if rates is None else tuple(x.on_the_slowest() for x in call.seconds(setting, stages, rates))
     pairs = setting.pairs
     passes = {
         name: Pass(
             terms[f"{name}_buffers"], terms[f"{name}_memory"], int(traffic.sum(1).max()),
-            int(np.sum(messages, axis=0).max()), max(pairs) * each, **spent,
+            int(np.sum(messages, axis=0).max()), max(pairs) * each, **times,
         )
-        for name, traffic, messages, each, spent in zip(
-            ("forward", "backward"), (sent.forward, sent.backward), (out, returned), operations, seconds, strict=True
+        for name, traffic, messages, each, times in zip(
+            ("forward", "backward"), (sent.forward, sent.backward), (out, returned), call.operations, spent, strict=True
         )
     }  # fmt: skip
     most = None if memory is None else longest(call, setting.world, order, memory)

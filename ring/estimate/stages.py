@@ -167,10 +167,26 @@ def _chunks(spans: Ints, widths: Ints, most: int) -> Iterator[tuple[Ints, Ints]]
         begin = end
 
 
-def times(
+class Seconds(NamedTuple):
+    """Kernels and messages of each stage, (stages + 1, p), and messages after the last, (p,)."""
+
+    computing: np.ndarray
+    messages: np.ndarray
+    last: np.ndarray
+
+    def on_the_slowest(self) -> dict[str, float]:
+        """Return the times of the rank that takes longest, by their names in `Pass`."""
+        exposed = np.maximum(self.messages - self.computing, 0).sum(0) + self.last
+        computing, messaging = self.computing.sum(0), self.messages.sum(0) + self.last
+        total = computing + exposed
+        found = {"seconds": total, "computing": computing, "messaging": messaging, "exposed": exposed}
+        return {name: float(x[total.argmax()]) for name, x in found.items()}
+
+
+def seconds(
     setting: Counted, stages: list[Stage], operations: tuple[int, int], sizes: tuple[int, int], rates: Rates
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the times of forward and of backward, on the rank that takes longest, by their names in `Pass`.
+) -> tuple[Seconds, Seconds]:
+    """Return the times of forward and of backward.
 
     operations: of a pair, forward and backward; sizes: bytes of a slot and of its gradient.
     """
@@ -183,13 +199,6 @@ def times(
     before = np.concatenate([none, none, gradients[:-1]])[: len(pairs)]  # gradients of the stage before
     last = gradients[-2] if stages else none[0]
     return (
-        _times(pairs * (operations[0] / rates.forward), keys, none[0]),
-        _times(pairs * (operations[1] / rates.backward), keys + before, last),
+        Seconds(pairs * (operations[0] / rates.forward), keys, none[0]),
+        Seconds(pairs * (operations[1] / rates.backward), keys + before, last),
     )
-
-
-def _times(computing: np.ndarray, messages: np.ndarray, last: np.ndarray) -> dict[str, float]:
-    exposed = np.maximum(messages - computing, 0).sum(0) + last
-    total = computing.sum(0) + exposed
-    found = {"seconds": total, "computing": computing.sum(0), "messaging": messages.sum(0) + last, "exposed": exposed}
-    return {name: float(x[total.argmax()]) for name, x in found.items()}

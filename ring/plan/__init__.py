@@ -15,6 +15,7 @@ The modules, in order; each imports only those before it:
     cover         tiles whose results need no merge
     diagonal      fewer calls for heads whose grids are shifted against each other
     tiling        the kernel calls that compute all range pairs of a rank
+    timeline      pictures of the kernels and messages of each step
     plan          all of it for one rank, step by step, ready to execute
 
 The docstrings of all these modules share one example. 16 tokens are sharded over 2 ranks in zigzag order. 2 heads, with

@@ -41,6 +41,7 @@ from ring.plan.rows import Rows, folds
 from ring.plan.schedule import Schedule, Sizes, Transfer
 from ring.plan.tile import Tile
 from ring.plan.tiling import Limits, tiles_of
+from ring.plan.timeline import steps_picture
 
 EXCHANGES = ("ring", "direct", "gather")
 MAX_BYTES = 2**29  # of the cached plans
@@ -91,6 +92,12 @@ class Plan:
         tiles = [*self.local, *(tile for step in self.steps for tile in step.tiles)]
         maps = [slot_map for step in self.steps for slot_map in (*step.gathers, *step.scatters)]
         return sum(tile.nbytes for tile in tiles) + sum(x.rows.nbytes + x.slots.nbytes for x in maps)
+
+    def _repr_html_(self) -> str:
+        scores = [sum(tile.scores for tile in tiles) for tiles in (self.local, *(step.tiles for step in self.steps))]
+        slots = [sum(x.stop - x.start for x in step.receives) for step in self.steps]
+        title = f"{self.exchange}, forward: {len(self.steps)} steps"
+        return steps_picture(title, f"rank {self.rank}", scores, [*slots, 0]).svg
 
 
 # A plan of 100,000 tokens per rank in 1,000 documents takes some MB.

@@ -84,6 +84,15 @@ class Tile:
     sequences: Sequences | None = None
 
     @property
+    def scores(self) -> int:
+        """Scores of a batch entry that its call computes."""
+        rows, keys = np.array([[self.query_rows.length], [self.key_rows.length]])
+        if self.sequences is not None:
+            rows, keys = np.diff(self.sequences.query), np.diff(self.sequences.key)
+        pairs = rows * (rows + 1) // 2 if self.mask is Mask.CAUSAL else rows * keys
+        return int(pairs.sum()) * self.query_rows.folds * self.query_heads.groups * self.query_heads.per_group
+
+    @property
     def nbytes(self) -> int:
         """Approximate bytes."""
         positions = sum(x.nbytes for x in (self.query_positions, self.key_positions) if x is not None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,7 @@ from reference import cost
 from reference.closed_forms import dense_slots, segment_pairs
 from reference.pattern import Branch, Pattern, multiplicity
 from ring.default_bucket import default_bucket
-from ring.estimate import Estimate, Rates, estimate, stages
+from ring.estimate import Estimate, Rates, estimate, stages, timeline
 from ring.estimate.__main__ import main
 from ring.estimate.counting import _floor_sum, to_readers
 from ring.estimate.estimates import DEVICES, ORDERS, Call, layout_of, longest
@@ -276,3 +277,32 @@ def test_refuses_what_it_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
         estimate(Pattern.dense(), tokens=8, ranks=2, bucket=1, **SIZES)
     with pytest.raises(ValueError, match="link is 0"):
         Rates(1, 1, 0)
+
+
+@pytest.mark.parametrize("exchange", stages.EXCHANGES)
+@pytest.mark.parametrize("p", [1, 4, 40])
+@pytest.mark.parametrize("backward", [False, True])
+def test_timelines_end_with_the_predicted_time(exchange: str, p: int, backward: bool) -> None:
+    pattern, layout, rates = Pattern.dense(causal=True), Layout.contiguous(4096, p), Rates(1e9, 1e9, 1e9, 1e-4)
+    (row,) = estimate(pattern, layout, exchange=exchange, rates=rates, **SIZES)
+    svg = timeline(pattern, layout, exchange=exchange, rates=rates, backward=backward, **SIZES).svg
+    seconds = (row.backward if backward else row.forward).seconds
+    assert seconds is not None and f"predicted: {1e3 * seconds:.4g} ms on the slowest of {p} ranks" in svg
+    assert len(re.findall(">rank [0-9]+<", svg)) == min(p, 16) and f">rank {p - 1}<" in svg
+    bars = re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)"', svg)
+    if p <= 16:  # all ranks, the slowest among them; a bar has at least half a pixel, and places are rounded
+        assert max(float(x) + float(width) for x, width in bars) == pytest.approx(56 + 720, abs=0.6)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rates": None}, "rates is None; it must be Rates"),
+        ({"layout": 4096}, "layout is 4096; it must be a Layout"),
+        ({"exchange": "all-to-all"}, "exchange is 'all-to-all'"),
+    ],
+)
+def test_timelines_refuse_what_estimates_refuse(change: dict[str, Any], said: str) -> None:
+    arguments: dict[str, Any] = {"layout": Layout.zigzag(64, 2), "rates": HAND, **SIZES, **change}
+    with pytest.raises(ValueError, match=said):
+        timeline(Pattern.dense(), **arguments)

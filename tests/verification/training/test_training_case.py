@@ -54,6 +54,7 @@ def test_a_malformed_record_is_refused(data: object, said: str) -> None:
         ({"drops_zeros": 1}, "drops_zeros is 1; it must be True or False"),
         ({"bucket": 0}, "bucket is 0; it must be an integer of at least 1"),
         ({"clipping": -1.0}, "clipping is -1.0; it must be a finite number of at least 0"),
+        ({"clipping": 10**400}, "it must be a finite number of at least 0"),
         ({"cuts": (0, 3, 9)}, r"cuts is \(0, 3, 9\); it must be 3 non-decreasing offsets from 0 to 8"),
         ({"resumed": "zigzag"}, "resumed is 'zigzag'; it must be None with one step"),
         ({"steps": 2, "resumed": "sideways"}, "resumed is 'sideways'; it must be one of contiguous"),
