@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from reference import validators
 from reference.pattern import Pattern
 from reference.svg import Picture
 from ring.estimate.estimates import Call, check_rates, checked_layouts
@@ -40,7 +41,7 @@ def timeline(
     layouts = checked_layouts(layout, key_layout, pattern)
     setting = call.counted(*layouts)
     stages = stages_of(setting, exchange, call.bucket_of(*layouts))
-    spent = call.seconds(setting, stages, rates)[backward]
+    spent = call.seconds(setting, stages, rates)[validators.flag("backward", backward)]
     p = layout.world_size
     shown = sorted({i * (p - 1) // (_LANES - 1) for i in range(_LANES)}) if p > _LANES else list(range(p))
     name = "backward" if backward else "forward"
