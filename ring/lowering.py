@@ -94,7 +94,9 @@ class Programs:
         return self._backward[key]
 
     def _in_place(self, program: Program, q: torch.Tensor) -> Program:
-        """Mark the calls that write gradients in place, as only FlashAttention-4 can."""
+        """Mark the calls that write gradients in place, as only FlashAttention-4 can. None is marked for an exchange by
+        heads, where a block has other rows and heads than q.
+        """
         calls = [call for calls in program.arrivals for call in calls]
         tiles = [call.tile if call.kernel == "fa4" and call.tile.sequences is None else None for call in calls]
         if not any(tiles):
