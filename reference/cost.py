@@ -18,7 +18,7 @@ Counts are exact: int64 arrays (far below 2**53) or Python integers. Bytes, unle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -175,6 +175,31 @@ class Setting:
     def widest(self) -> int:
         """W, the greatest width of a block of which some rank needs a remote row; 0 if there is none."""
         return max((int(x.width.max(where=x.travel > 0, initial=0)) for x in self.needs), default=0)
+
+    @cached_property
+    def pairs(self) -> Ints:
+        """(p,): (query head, query, key) triples that the queries of each rank see, with multiplicity."""
+        before = np.zeros(self.query_rows.size + 1, np.int64)  # cumulative: those of a shard are a difference
+        for need in self.needs:
+            before[1:] += np.cumsum(need.pairs)
+        ends = np.cumsum(self.counts)
+        return before[ends] - before[ends - self.counts]
+
+    def of_heads(self, dividing: Sequence[Sequence[int]], queries: range, keys: int) -> Setting:
+        """Return the problem of a block of heads: a rank for each group, which has the rows of all ranks of the group.
+
+        Args:
+            dividing: ranks that divide the heads of their rows, group by group.
+            queries, keys: query heads of the block, and the number of its key/value heads.
+        """
+        rows = [np.concatenate([self.positions[r] for r in group]) for group in dividing]
+        of_keys = None
+        if self.key_positions is not None:
+            of_keys = [np.concatenate([self.keys[r] for r in group]) for group in dividing]
+        return replace(
+            self, pattern=self.pattern.of_heads(queries), positions=rows, heads=len(queries), kv_heads=keys,
+            key_positions=of_keys,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -362,36 +387,47 @@ def rounds(setting: Setting, bucket: int) -> list[tuple[list[int], bool]]:
     return groups
 
 
-def _blocks(setting: Setting, groups: Groups, bucket: int) -> list[list[tuple[range, int]]]:
-    """Blocks of heads of each rank of a group that divides them: at most as many key/value heads as a bucket holds
-    rows of the longest group."""
+def blocks_of(setting: Setting, groups: Groups, bucket: int) -> list[list[tuple[range, int]]]:
+    """Return the blocks of heads of each rank of a group that divides them, as `head_blocks`: at most as many key/value
+    heads as a bucket holds rows of the longest group.
+
+    Args:
+        setting: the problem.
+        groups: those of the exchange.
+        bucket: in tokens, at least 1.
+
+    Raises:
+        ValueError: the bucket is less than 1.
+    """
     rows = max(sum(int(setting.key_counts[r]) for r in group) for group in groups.dividing)
     return head_blocks(setting.heads, setting.kv_heads, groups.degree, max(1, _cap(setting, bucket) // max(1, rows)))
 
 
-def _of_block(setting: Setting, groups: Groups, queries: range, keys: int) -> Setting:
-    """The problem of a block of heads, for the ranks that have it: each has the rows of those with which it divides the
-    heads."""
-    rows = [np.concatenate([setting.positions[r] for r in group]) for group in groups.dividing]
-    of_keys = None
-    if setting.key_positions is not None:
-        of_keys = [np.concatenate([setting.keys[r] for r in group]) for group in groups.dividing]
-    return replace(
-        setting, pattern=setting.pattern.of_heads(queries), positions=rows, heads=len(queries), kv_heads=keys,
-        key_positions=of_keys,
-    )  # fmt: skip
+def _problems(
+    setting: Setting, groups: Groups, blocks: list[list[tuple[range, int]]]
+) -> Iterator[tuple[list[int], Setting]]:
+    """The ranks that have each block of heads, and the problem of the block."""
+    for ranks, own in zip(groups.alike, blocks, strict=True):
+        for block in own:
+            yield list(ranks), setting.of_heads(groups.dividing, *block)
 
 
-def _row_bytes(setting: Setting, blocks: list[list[tuple[range, int]]]) -> tuple[tuple[int, int, int, int], ...]:
-    """Bytes of one row of a query head that go to its rank and come back, forward and then backward; of a key's."""
+def row_bytes(setting: Setting, blocks: list[list[tuple[range, int]]]) -> Ints:
+    """Return the bytes of one row that go to the rank of a head and come back, forward and then backward, (4, 2): of a
+    query head and of a key/value head.
+
+    Args:
+        setting: the problem.
+        blocks: those of `blocks_of`.
+    """
     b, (dim, value_dim), item, wide = setting.batch, setting.dims, setting.itemsize, setting.accumulator_itemsize
     summed = sum(keys for block in blocks for _, keys in block) > setting.kv_heads
     lse, keys = b * wide, b * (dim + value_dim)
-    return (
-        (b * dim * item, b * value_dim * item + lse,
-         b * (dim + 2 * value_dim) * item + (2 if setting.lse_gradient else 1) * lse, b * dim * item),
-        (keys * item, 0, keys * item, keys * (wide if summed else item)),
-    )  # fmt: skip
+    again = b * (dim + 2 * value_dim) * item + (2 if setting.lse_gradient else 1) * lse
+    return np.array([
+        (b * dim * item, keys * item), (b * value_dim * item + lse, 0),
+        (again, keys * item), (b * dim * item, keys * (wide if summed else item)),
+    ])  # fmt: skip
 
 
 def _sent_by_head(setting: Setting, groups: Groups, narrow: bool) -> Traffic:
@@ -400,23 +436,22 @@ def _sent_by_head(setting: Setting, groups: Groups, narrow: bool) -> Traffic:
     Gradients of keys are summed by their owner, and sent in the accumulator's type, if a key/value head is in blocks of
     several ranks.
     """
-    p, blocks = setting.world, _blocks(setting, groups, 1)  # bytes do not depend on the bucket
+    p, blocks = setting.world, blocks_of(setting, groups, 1)  # bytes do not depend on the bucket
     heads = np.array([(sum(len(queries) for queries, _ in x), sum(keys for _, keys in x)) for x in blocks])
     total = np.zeros((3, p, p), np.int64)
-    there, back, again, gradients = np.array(_row_bytes(setting, blocks)).T
-    for group in groups.dividing:
-        for owner in group:
-            rows = np.array([setting.counts[owner], setting.key_counts[owner]])
-            for place, rank in enumerate(group):
-                if rank != owner:
-                    total[:2, owner, rank] += [rows * heads[place] @ there, rows * heads[place] @ again]
-                    total[::2, rank, owner] += [rows * heads[place] @ back, rows * heads[place] @ gradients]
-    for ranks, own in zip(groups.alike, blocks, strict=True):
-        for queries, keys in own:
-            traffic = sent(_of_block(setting, groups, queries, keys), groups.exchange, narrow)
-            total[:, np.array(ranks)[:, None], ranks] += [
-                traffic.forward, traffic.backward_kv, traffic.backward_gradients,
-            ]  # fmt: skip
+    there, back, again, gradients = row_bytes(setting, blocks)
+    for group in map(list, groups.dividing):
+        rows = np.stack([setting.counts[group], setting.key_counts[group]], axis=1)
+        slots = rows[:, None] * heads * ~np.eye(len(group), dtype=bool)[:, :, None]  # (owner, rank of the heads, 2)
+        at = np.ix_(group, group)
+        total[0][at] += slots @ there + (slots @ back).T
+        total[1][at] += slots @ again
+        total[2][at] += (slots @ gradients).T
+    for ranks, block in _problems(setting, groups, blocks):
+        traffic = sent(block, groups.exchange, narrow)
+        total[:, np.array(ranks)[:, None], ranks] += [
+            traffic.forward, traffic.backward_kv, traffic.backward_gradients,
+        ]  # fmt: skip
     return Traffic(*total)
 
 
@@ -429,11 +464,11 @@ def _buffers_by_head(setting: Setting, groups: Groups, bucket: int, narrow: bool
     `returned` are what backward needs beside the buffers of forward. The exchange of keys adds the buffers of the block
     that needs most.
     """
-    blocks = _blocks(setting, groups, bucket)
+    blocks = blocks_of(setting, groups, bucket)
     stages = max(map(len, blocks))
     widths = np.array([[*[(len(queries), keys) for queries, keys in x], *[(0, 0)] * (stages - len(x))] for x in blocks])
     others = (widths.sum(0) - widths).max(1)  # (ranks of a group, queries and keys)
-    there, back, again, gradients = np.array(_row_bytes(setting, blocks)).T
+    there, back, again, gradients = row_bytes(setting, blocks)
     sides = min(2, stages)
     forward = sides * there + back
     more = sides * again + gradients - forward
@@ -442,12 +477,11 @@ def _buffers_by_head(setting: Setting, groups: Groups, bucket: int, narrow: bool
         counts = np.array([[setting.counts[r], setting.key_counts[r]] for r in group])
         by_head, by_owner = widths.max(1) * counts.sum(0), others * counts
         found[:, list(group)] = [by_head @ forward, by_owner @ forward, by_head @ more, by_owner @ more]
-    for ranks, own in zip(groups.alike, blocks, strict=True):
-        held = [buffers(_of_block(setting, groups, *block), groups.exchange, bucket, narrow) for block in own]
-        if held:
-            first, both = (np.max([getattr(x, name) for x in held], axis=0) for name in ("forward", "backward"))
-            found[0, list(ranks)] += first
-            found[2, list(ranks)] += both - first
+    within = np.zeros((2, setting.world), np.int64)
+    for ranks, block in _problems(setting, groups, blocks):
+        held = buffers(block, groups.exchange, bucket, narrow)
+        within[:, ranks] = np.maximum(within[:, ranks], [held.forward, held.backward])
+    found[::2] += [within[0], within[1] - within[0]]
     return Buffers(*found)
 
 
@@ -456,7 +490,7 @@ class Flops:
     """Floating-point operations of the matrix products per rank, two for a multiplication and addition.
 
     Args:
-        pairs: (query head, query, key) triples that the rank's rows see, with multiplicity.
+        pairs: (query head, query, key) triples that the rank computes, with multiplicity.
         forward: 2 products: S, O; 2*B*(D + Dv) per pair.
         backward: 5 products: S again, dQ, dK of the keys' head dim, dP, dV of the values'; 2*B*(3*D + 2*Dv).
     """
@@ -477,19 +511,23 @@ class Flops:
         return max(self.pairs) / mean if mean else 1.0
 
 
-def flops(setting: Setting) -> Flops:
-    """Return the operations of forward and backward on each rank.
+def flops(setting: Setting, exchange: str = "ring") -> Flops:
+    """Return the operations of forward and backward on each rank: of its own rows or, by heads, of its blocks of heads.
 
     Args:
         setting: the problem.
+        exchange: one of EXCHANGES, or two, as `groups_of`.
+
+    Raises:
+        ValueError: the exchange is unknown.
     """
-    before = np.zeros(
-        setting.query_rows.size + 1, np.int64
-    )  # cumulative pairs, so that those of a shard are a difference
-    for need in setting.needs:
-        before[1:] += np.cumsum(need.pairs)
-    ends = np.cumsum(setting.counts)
-    pairs = tuple((before[ends] - before[ends - setting.counts]).tolist())
+    groups, computed = groups_of(exchange, setting.world), np.zeros(setting.world, np.int64)
+    if groups.degree == 1:
+        computed = setting.pairs
+    else:
+        for ranks, block in _problems(setting, groups, blocks_of(setting, groups, 1)):  # as many for any bucket
+            computed[ranks] += block.pairs
+    pairs = tuple(computed.tolist())
     of_keys, of_values = (2 * setting.batch * dim for dim in setting.dims)  # one product
     forward, backward = of_keys + of_values, 3 * of_keys + 2 * of_values
     return Flops(pairs, tuple(forward * x for x in pairs), tuple(backward * x for x in pairs))
@@ -501,8 +539,9 @@ class Resident:
 
     Args:
         shards: q, k, v, out in the working type; lse in the accumulator's.
-        accumulator: out and lse, accumulator's type; forward.
-        gradients: dq, dk, dv summed in the accumulator's type; backward.
+        accumulator: out and lse, accumulator's type; forward. By heads: of the block that takes most.
+        gradients: dq, dk, dv summed in the accumulator's type; backward. By heads: of the block that takes most, and of
+            the own rows, in the types in which they are sent.
     """
 
     shards: Ints
@@ -510,11 +549,16 @@ class Resident:
     gradients: Ints
 
 
-def resident(setting: Setting) -> Resident:
+def resident(setting: Setting, exchange: str = "ring", bucket: int = 1) -> Resident:
     """Return the bytes of memory on each rank without communication buffers.
 
     Args:
         setting: the problem.
+        exchange: one of EXCHANGES, or two, as `groups_of`.
+        bucket: in tokens, at least 1; it matters by heads alone.
+
+    Raises:
+        ValueError: the exchange is unknown, or the bucket less than 1.
     """
     wide = setting.accumulator_itemsize
     lse, kv_heads = (
@@ -522,4 +566,13 @@ def resident(setting: Setting) -> Resident:
         setting.batch * setting.key_counts * setting.kv_heads,
     )
     (q, out), (k, v) = ([x * dim for dim in setting.dims] for x in (lse, kv_heads))
-    return Resident((q + k + v + out) * setting.itemsize + lse * wide, (out + lse) * wide, (q + k + v) * wide)
+    found = Resident((q + k + v + out) * setting.itemsize + lse * wide, (out + lse) * wide, (q + k + v) * wide)
+    groups = groups_of(exchange, setting.world)
+    if groups.degree == 1:
+        return found
+    blocks, of_blocks = blocks_of(setting, groups, bucket), np.zeros((2, setting.world), np.int64)
+    for ranks, block in _problems(setting, groups, blocks):
+        held = resident(block)
+        of_blocks[:, ranks] = np.maximum(of_blocks[:, ranks], [held.accumulator, held.gradients])
+    rows = np.stack([setting.counts * setting.heads, setting.key_counts * setting.kv_heads], axis=1)
+    return Resident(found.shards, of_blocks[0], of_blocks[1] + rows @ row_bytes(setting, blocks)[3])

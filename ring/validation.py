@@ -131,13 +131,18 @@ def check_softcap(softcap: object) -> None:
             raise ValueError(f"softcap must be None or a number from 1e-30 to 1e30, got {describe(softcap)}")
 
 
-def _validate_options(call: Call) -> None:
-    if not is_exchange(call.exchange):
+def validate_exchange(exchange: object) -> None:
+    """Raise ValueError unless `exchange` names one."""
+    if not is_exchange(exchange):
         allowed = ", ".join(map(repr, (*EXCHANGES, ALL_TO_ALL)))
         raise ValueError(
             f"exchange must be one of {allowed}, or two as 'all-to-all:2+ring' and 'ring+all-to-all:2', "
-            f"got {call.exchange!r}"
+            f"got {exchange!r}"
         )
+
+
+def _validate_options(call: Call) -> None:
+    validate_exchange(call.exchange)
     if call.kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {KERNELS}, got {call.kernel!r}")
     bucket = call.bucket

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from reference.pattern import Pattern
 from ring.estimate.estimates import DEVICES, ORDERS, estimate
-from ring.estimate.stages import EXCHANGES, Rates
+from ring.estimate.stages import Rates
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_WIDTH = 2**12  # characters of a line in a file
@@ -53,7 +54,8 @@ def parser() -> argparse.ArgumentParser:
     add("--value-dim", type=integer, metavar="D", help="head dim of the values (default: the same)")
     add("--batch", type=integer, default=1, metavar="B")
     add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--exchange", choices=EXCHANGES, default="ring")
+    add("--exchange", default="ring", metavar="X", help="ring (default), direct, gather, all-to-all, or two of them: "
+        "all-to-all:2+ring or ring+all-to-all:2")  # fmt: skip
     add("--bucket", type=integer, metavar="N", help="tokens (default: that of ring_attention)")
     add("--device", choices=DEVICES, default="cuda")
     for name, unit in (("forward-rate", "FLOP/s"), ("backward-rate", "FLOP/s"), ("link-rate", "bytes/s")):
@@ -111,4 +113,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that stops, as `head`, ends it as it ends other commands
     sys.exit(main())

@@ -11,8 +11,8 @@ d sees leading elements and, under a window, trailing ones, as in `ring.plan.rem
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import isqrt
@@ -96,10 +96,31 @@ class Counted(Setting):
         heads = [sum(g.query.groups * g.query.per_group for g in block.head_groups) for block in self._ranges.blocks]
         return _exact(np.sum([h * pairs for h, (_, _, pairs) in zip(heads, self._tables, strict=True)], axis=0))
 
-    @property
-    def pairs(self) -> list[int]:
-        """`work` of the queries of each rank."""
-        return to_readers(self.work).sum(0).tolist()
+    @cached_property
+    def pairs(self) -> Ints:
+        """`work` of the queries of each rank, (p,)."""
+        return to_readers(self.work).sum(0)
+
+    def of_heads(self, dividing: Sequence[Sequence[int]], queries: range, keys: int) -> Counted:
+        """Return the problem of a block of heads on joined shards, the same object for equal problems."""
+        pattern = self.pattern.of_heads(queries)
+        problem = pattern, len(queries), keys, dividing
+        if problem not in self._problems:
+            if dividing not in self._joined:
+                self._joined[dividing] = self.layout.joined(dividing), self.key_layout.joined(dividing)
+            layout, key_layout = self._joined[dividing]
+            self._problems[problem] = replace(
+                self, pattern=pattern, heads=len(queries), kv_heads=keys, layout=layout, key_layout=key_layout
+            )
+        return self._problems[problem]
+
+    @cached_property
+    def _problems(self) -> dict[Hashable, Counted]:
+        return {}
+
+    @cached_property
+    def _joined(self) -> dict[Hashable, tuple[Layout, Layout]]:
+        return {}
 
     @cached_property
     def _ranges(self) -> Ranges:

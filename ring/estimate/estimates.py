@@ -17,9 +17,9 @@ from reference import cost, validators
 from reference.pattern import Pattern, check_pattern
 from ring.default_bucket import default_bucket
 from ring.estimate.counting import MAX_TOKENS, Counted
-from ring.estimate.stages import EXCHANGES, Rates, Seconds, Stage, seconds, stages_of
+from ring.estimate.stages import Rates, stages_of, times
 from ring.layout import Layout
-from ring.validation import DTYPES
+from ring.validation import DTYPES, validate_exchange
 
 ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "balanced", "zigzag by document")
 DEVICES = ("cpu", "cuda")
@@ -63,8 +63,9 @@ class Estimate:
     Args:
         tokens, ranks, order, exchange, bucket: the setting. order is "given" for a layout of the caller's.
         shards: bytes of q, k, v, out and lse.
-        accumulator: bytes of out and lse in the accumulator's dtype; forward.
-        gradients: bytes of dq, dk and dv in the accumulator's dtype; backward.
+        accumulator: bytes of out and lse in the accumulator's dtype; forward. By heads: of the largest block.
+        gradients: bytes of dq, dk and dv in the accumulator's dtype; backward. By heads: of the largest block, and of
+            the own rows, in the dtypes in which they are sent.
         incoming: bytes of the gradient of out; backward.
         pairs: (query head, query, key) triples of one batch entry.
         imbalance: pairs of the busiest rank / mean.
@@ -168,7 +169,7 @@ class Call:
         self.pattern.validate(self.heads)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(map(str, DTYPES))}")
-        validators.choice("exchange", self.exchange, [name for name in cost.EXCHANGES if name in EXCHANGES])
+        validate_exchange(self.exchange)
         validators.optional(validators.integer, "bucket", self.bucket, 1, MAX_TOKENS)
         validators.choice("device", self.device, DEVICES)
 
@@ -189,7 +190,7 @@ class Call:
     @property
     def narrow(self) -> bool:
         """True if gradients of keys travel in the working dtype."""
-        return self.exchange == "direct" and self.device == "cuda"
+        return "direct" in self.exchange.split("+") and self.device == "cuda"
 
     @property
     def operations(self) -> tuple[int, int]:
@@ -197,13 +198,10 @@ class Call:
         of_keys, of_values = (2 * self.batch * dim for dim in (self.head_dim, self.value_dim))
         return of_keys + of_values, 3 * of_keys + 2 * of_values
 
-    def seconds(self, setting: Counted, stages: list[Stage], rates: Rates) -> tuple[Seconds, Seconds]:
-        """Return the times of the stages, forward and backward."""
-        return seconds(setting, stages, self.operations, setting.slot_bytes(self.narrow), rates)
-
     def memory(self, setting: Counted, bucket: int) -> dict[str, np.ndarray]:
         """Return the terms of the memory of each rank, (p,) each, by their names in `Estimate`."""
-        held, buffers = cost.resident(setting), cost.buffers(setting, self.exchange, bucket, self.narrow)
+        held = cost.resident(setting, self.exchange, bucket)
+        buffers = cost.buffers(setting, self.exchange, bucket, self.narrow)
         incoming = self.batch * setting.counts * self.heads * self.value_dim * self.dtype.itemsize
         return {
             "shards": held.shards, "accumulator": held.accumulator, "gradients": held.gradients, "incoming": incoming,
@@ -240,7 +238,7 @@ def estimate(
         head_dim, value_dim: of queries and keys, and of values; None: head_dim.
         batch: sequences.
         dtype: of the tensors.
-        exchange: "ring", "direct" or "gather".
+        exchange: as in `ring_attention`: "ring", "direct", "gather", "all-to-all", or two, as "all-to-all:2+ring".
         bucket: in tokens; None: the default one.
         device: "cuda" or "cpu": the default bucket depends on it, and the dtype in which gradients travel.
         key_layout: of keys of another sequence; None: `layout`.
@@ -326,24 +324,23 @@ def _row(call: Call, order: str, layout: Layout, keys: Layout, rates: Rates | No
     setting, bucket = call.counted(layout, keys), call.bucket_of(layout, keys)
     sent, stages = cost.sent(setting, call.exchange, call.narrow), stages_of(setting, call.exchange, bucket)
     terms = {name: int(term.max()) for name, term in call.memory(setting, bucket).items()}
-    out = [np.zeros(setting.world, np.int64)] + [stage.keys.out for stage in stages]
-    returned = out + [stage.gradients.out for stage in stages]
-    spent = ({}, {}) if rates is None else tuple(x.on_the_slowest() for x in call.seconds(setting, stages, rates))
-    pairs = setting.pairs
+    flops = cost.flops(setting, call.exchange)
+    messages = (np.sum([x.out for stage in stages for x in stage.messages(i)], axis=0) for i in (False, True))
+    seconds = ({}, {}) if rates is None else times(stages, call.operations, setting.slot_bytes(call.narrow), rates)
     passes = {
         name: Pass(
             terms[f"{name}_buffers"], terms[f"{name}_memory"], int(traffic.sum(1).max()),
-            int(np.sum(messages, axis=0).max()), max(pairs) * each, **times,
+            int(out.max()), max(each), **spent,
         )
-        for name, traffic, messages, each, times in zip(
-            ("forward", "backward"), (sent.forward, sent.backward), (out, returned), call.operations, spent, strict=True
+        for name, traffic, out, each, spent in zip(
+            ("forward", "backward"), (sent.forward, sent.backward), messages, (flops.forward, flops.backward), seconds,
+            strict=True,
         )
     }  # fmt: skip
     most = None if memory is None else longest(call, setting.world, order, memory)
-    balance = cost.Flops(tuple(pairs), (), ()).imbalance
     return Estimate(
         layout.n, setting.world, order, call.exchange, bucket, shards=terms["shards"], accumulator=terms["accumulator"],
-        gradients=terms["gradients"], incoming=terms["incoming"], pairs=max(pairs), imbalance=balance,
+        gradients=terms["gradients"], incoming=terms["incoming"], pairs=max(flops.pairs), imbalance=flops.imbalance,
         forward=passes["forward"], backward=passes["backward"], longest=most,
     )  # fmt: skip
 
@@ -351,11 +348,12 @@ def _row(call: Call, order: str, layout: Layout, keys: Layout, rates: Rates | No
 def longest(call: Call, ranks: int, order: str, memory: int) -> int:
     """Return tokens that fit the memory of a rank, 0 if none do, such that 128 more a rank do not.
 
-    Found by bisection. Memory grows with the tokens, but for buffers of `direct` that shrink where fewer messages share
-    a round: there even more tokens may fit. Raises ValueError if it would be more than 2^31.
+    Found by bisection. Memory grows with the tokens, but for buffers that shrink where fewer messages of `direct` share
+    a round, or fewer heads a block: there even more tokens may fit. Raises ValueError if it would be more than 2^31.
     """
     grain = _GRAIN * ranks
-    token = call.peak(layout_of(call.pattern, grain, 1, order)) // grain  # at least, since one rank has no messages
+    layout = layout_of(call.pattern, grain, 1, order)
+    token = int(cost.resident(call.counted(layout, layout)).shards.sum()) // grain  # at least
     fits, fails = 0, memory * ranks // token // grain + 1
     if fails * grain > MAX_TOKENS:
         fails = MAX_TOKENS // grain

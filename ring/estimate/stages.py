@@ -7,29 +7,39 @@ bucket cuts a message, its pairs are divided in proportion to the slots of its c
 The model: a rank computes stage i (0: its own keys) while the keys of stage i + 1 and, in backward, the gradients of
 stage i - 1 are in flight, and goes on when both are done:
 
-    forward   T = max over ranks of      sum_{i=0..S} max(C_i, K_{i+1})
-    backward  T = max over ranks of  G_S + sum_{i=0..S} max(C_i, K_{i+1} + G_{i-1})
+    forward   T =       sum_{i=0..S} max(C_i, K_{i+1})
+    backward  T = G_S + sum_{i=0..S} max(C_i, K_{i+1} + G_{i-1})
 
     C_i = pairs of stage i * operations of a pair / rate of the kernels
     K_i, G_i = latency * messages + bytes / rate of the link, of the direction that has more
+
+An exchange by heads does so for its blocks of heads b = 1..B, each of which has such stages of keys and takes T_b
+alone. In the meantime rows of the next block, Q, and results of the one before, R, are in flight. They share the link
+with the block's own messages, which take M_b = sum_i K_i + G_i:
+
+    T = Q_1 + sum_b max(T_b, M_b + Q_{b+1} + R_{b-1}) + R_B
+
+The time is that of the rank that takes longest.
 
 Ranks do not wait for each other, links do not share a wire, and merging, packing and starting kernels take no time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
 from reference import validators
-from reference.cost import rounds
+from reference.cost import blocks_of, rounds, row_bytes
+from reference.head_groups import Groups, groups_of
 from ring.estimate.counting import Counted, to_readers
 from ring.plan.ranges import Ints
 
-EXCHANGES = ("ring", "direct", "gather")  # those with stages here
+_TENSORS = np.array([(1, 2), (2, 0), (4, 2), (1, 2)])  # messages that carry the bytes of `row_bytes`
 _MAX_STAGES = 2**16
 _LEAST_RATE = 1e-9  # so that times are finite
 
@@ -60,7 +70,7 @@ class Rates:
 
 
 class Messages(NamedTuple):
-    """Slots and messages that each rank sends and receives in one stage, each (p,)."""
+    """Slots or bytes, and messages, that each rank sends and receives at a time, each (p,)."""
 
     sent: Ints
     received: Ints
@@ -91,8 +101,74 @@ class Stage(NamedTuple):
     pairs: np.ndarray
 
 
-def stages_of(setting: Counted, exchange: str, bucket: int) -> list[Stage]:
-    """Return the stages of an exchange, which pairs of own keys precede. Raises ValueError if there are too many."""
+class HeadStage(NamedTuple):
+    """The block of heads of every rank; without an exchange by heads, all of them.
+
+    own: pairs of own keys, (p,). stages: of the other keys. rows: bytes to the ranks of the heads and of the results
+    back, forward, then backward.
+    """
+
+    own: np.ndarray
+    stages: list[Stage]
+    rows: tuple[Messages, ...]
+
+    def messages(self, backward: bool) -> list[Messages]:
+        """List the messages of a pass."""
+        keys = [x for stage in self.stages for x in (stage.keys, stage.gradients)[: 1 + backward]]
+        return [*self.rows[2 * backward :][:2], *keys]
+
+
+def stages_of(setting: Counted, exchange: str, bucket: int) -> list[HeadStage]:
+    """Return the stages of an exchange. Raises ValueError if there are too many, or the exchange is unknown."""
+    p, groups = setting.world, groups_of(exchange, setting.world)
+    if groups.degree == 1:
+        none = Messages.of(np.zeros((p, p)))
+        return [HeadStage(setting.work[:, 0], _key_stages(setting, groups.exchange, bucket), (none,) * 4)]
+    shares, found = blocks_of(setting, groups, bucket), []
+    sizes = row_bytes(setting, shares)
+    for blocks in zip_longest(*shares, fillvalue=(range(0), 0)):
+        own = np.zeros(p, np.int64)
+        within = []
+        for ranks, block in zip(map(list, groups.alike), blocks, strict=True):
+            if block[1]:
+                part = setting.of_heads(groups.dividing, *block)
+                own[ranks] = part.work[:, 0]
+                within.append([(ranks, stage) for stage in _key_stages(part, groups.exchange, bucket)])
+        stages = [_together(p, [x for x in each if x is not None]) for each in zip_longest(*within)]
+        found.append(HeadStage(own, stages, _of_rows(setting, groups, blocks, sizes)))
+    return found
+
+
+def _together(p: int, stages: list[tuple[list[int], Stage]]) -> Stage:
+    """Make one stage of all ranks from those of some ranks."""
+    columns = np.zeros((9, p))
+    for ranks, (keys, gradients, pairs) in stages:
+        columns[:, ranks] = [*keys, *gradients, pairs]
+    return Stage(Messages(*columns[:4]), Messages(*columns[4:8]), columns[8])
+
+
+def _of_rows(
+    setting: Counted, groups: Groups, blocks: Sequence[tuple[range, int]], sizes: Ints
+) -> tuple[Messages, ...]:
+    """Count the messages with rows of a block of each rank of a group, as `ring.comm.head_exchange` sends them."""
+    members, heads = np.array(groups.dividing), np.array([(len(queries), keys) for queries, keys in blocks])
+    rows = np.stack([setting.counts, setting.key_counts], axis=1)[members]  # (groups, members, queries and keys)
+    found = []
+    for size, tensors, back in zip(sizes, _TENSORS, (False, True) * 2, strict=True):
+        columns = np.zeros((4, setting.world), np.int64)
+        for at, (some_rows, some_heads, each) in enumerate(((rows, heads, size), (rows > 0, heads > 0, tensors))):
+            there, here = (
+                some_rows * (some_heads.sum(0) - some_heads),
+                some_heads * (some_rows.sum(1, keepdims=True) - some_rows),
+            )
+            columns[2 * at : 2 * at + 2, members] = there @ each, here @ each
+        messages = Messages(*columns)
+        found.append(messages.returned if back else messages)
+    return tuple(found)
+
+
+def _key_stages(setting: Counted, exchange: str, bucket: int) -> list[Stage]:
+    """Return the stages of an exchange of keys, which pairs of own keys precede."""
     if setting.world == 1:
         return []
     stages: list[Stage] = []
@@ -167,38 +243,55 @@ def _chunks(spans: Ints, widths: Ints, most: int) -> Iterator[tuple[Ints, Ints]]
         begin = end
 
 
+def times(
+    stages: list[HeadStage], operations: tuple[int, int], sizes: tuple[int, int], rates: Rates
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the times of forward and of backward, on the rank that takes longest, by their names in `Pass`.
+
+    operations: of a pair, forward and backward; sizes: bytes of a slot and of its gradient.
+    """
+    pair = operations[0] / rates.forward, operations[1] / rates.backward
+    return _times(stages, False, pair[0], sizes, rates), _times(stages, True, pair[1], sizes, rates)
+
+
+def _times(
+    stages: list[HeadStage], backward: bool, pair: float, sizes: tuple[int, int], rates: Rates
+) -> dict[str, float]:
+    """Time a pass. pair: seconds of a pair."""
+    there, back = ([x.rows[2 * backward + i].seconds(1, rates) for x in stages] for i in (0, 1))
+    none = np.zeros_like(there[0])
+    computing, messaging, exposed = none, there[0] + back[-1], there[0] + back[-1]
+    for stage, onward, returning in zip(stages, [*there[1:], none], [none, *back[:-1]], strict=True):
+        spent = key_seconds(stage, backward, pair, sizes, rates)
+        of_pairs, of_messages = spent.computing.sum(0), spent.messages.sum(0) + spent.last + onward + returning
+        computing, messaging = computing + of_pairs, messaging + of_messages
+        exposed = exposed + np.maximum(spent.exposed, of_messages - of_pairs)
+    total = computing + exposed
+    found = {"seconds": total, "computing": computing, "messaging": messaging, "exposed": exposed}
+    return {name: float(x[total.argmax()]) for name, x in found.items()}
+
+
 class Seconds(NamedTuple):
-    """Kernels and messages of each stage, (stages + 1, p), and messages after the last, (p,)."""
+    """Kernels and messages of keys and gradients, by stage, (stages + 1, p), and messages after the last, (p,)."""
 
     computing: np.ndarray
     messages: np.ndarray
     last: np.ndarray
 
-    def on_the_slowest(self) -> dict[str, float]:
-        """Return the times of the rank that takes longest, by their names in `Pass`."""
-        exposed = np.maximum(self.messages - self.computing, 0).sum(0) + self.last
-        computing, messaging = self.computing.sum(0), self.messages.sum(0) + self.last
-        total = computing + exposed
-        found = {"seconds": total, "computing": computing, "messaging": messaging, "exposed": exposed}
-        return {name: float(x[total.argmax()]) for name, x in found.items()}
+    @property
+    def exposed(self) -> np.ndarray:
+        """Messages that kernels do not hide, (p,)."""
+        found: np.ndarray = np.maximum(self.messages - self.computing, 0).sum(0) + self.last
+        return found
 
 
-def seconds(
-    setting: Counted, stages: list[Stage], operations: tuple[int, int], sizes: tuple[int, int], rates: Rates
-) -> tuple[Seconds, Seconds]:
-    """Return the times of forward and of backward.
-
-    operations: of a pair, forward and backward; sizes: bytes of a slot and of its gradient.
-    """
-    pairs = np.array([setting.work[:, 0], *(stage.pairs for stage in stages)], float)
-    none = np.zeros((1, setting.world))
-    keys, gradients = (
-        np.concatenate([*(messages.seconds(size, rates)[None] for messages in each), none])
-        for each, size in zip(([x.keys for x in stages], [x.gradients for x in stages]), sizes, strict=True)
-    )
-    before = np.concatenate([none, none, gradients[:-1]])[: len(pairs)]  # gradients of the stage before
-    last = gradients[-2] if stages else none[0]
-    return (
-        Seconds(pairs * (operations[0] / rates.forward), keys, none[0]),
-        Seconds(pairs * (operations[1] / rates.backward), keys + before, last),
-    )
+def key_seconds(stage: HeadStage, backward: bool, pair: float, sizes: tuple[int, int], rates: Rates) -> Seconds:
+    """Return the times of a block on each rank. pair: seconds of a pair; sizes: bytes of a slot and of its gradient."""
+    none = np.zeros_like(stage.own, float)
+    computing = np.array([stage.own, *(x.pairs for x in stage.stages)]) * pair
+    messages = np.array([*(x.keys.seconds(sizes[0], rates) for x in stage.stages), none])
+    last = none
+    if backward and stage.stages:
+        *gradients, last = (x.gradients.seconds(sizes[1], rates) for x in stage.stages)
+        messages = messages + np.array([none, none, *gradients])
+    return Seconds(computing, messages, last)

@@ -8,8 +8,9 @@ from reference import validators
 from reference.pattern import Pattern
 from reference.svg import Picture
 from ring.estimate.estimates import Call, check_rates, checked_layouts
-from ring.estimate.stages import Rates, stages_of
+from ring.estimate.stages import Rates, key_seconds, stages_of, times
 from ring.layout import Layout
+from ring.plan.plan import EXCHANGES
 from ring.plan.timeline import seconds_picture
 
 _LANES = 16  # at most; then as many ranks at equal distances
@@ -33,21 +34,26 @@ def timeline(
         Two lanes for each rank; of more than 16 ranks, for 16.
 
     Raises:
-        ValueError: an argument is invalid, or cannot be counted exactly.
+        ValueError: an argument is invalid, or cannot be counted exactly; exchange is one by heads.
     """
     kv_heads, value_dim = heads if kv_heads is None else kv_heads, head_dim if value_dim is None else value_dim
     call = Call(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, exchange, bucket, device)
     check_rates(rates)
+    validators.flag("backward", backward)
+    validators.choice("exchange", exchange, EXCHANGES)
     layouts = checked_layouts(layout, key_layout, pattern)
     setting = call.counted(*layouts)
-    stages = stages_of(setting, exchange, call.bucket_of(*layouts))
-    spent = call.seconds(setting, stages, rates)[validators.flag("backward", backward)]
+    (block,) = blocks = stages_of(setting, exchange, call.bucket_of(*layouts))
+    sizes, pair = (
+        setting.slot_bytes(call.narrow),
+        call.operations[backward] / (rates.backward if backward else rates.forward),
+    )
+    spent = key_seconds(block, backward, pair, sizes, rates)
+    total = times(blocks, call.operations, sizes, rates)[backward]["seconds"]
     p = layout.world_size
     shown = sorted({i * (p - 1) // (_LANES - 1) for i in range(_LANES)}) if p > _LANES else list(range(p))
     name = "backward" if backward else "forward"
-    title = (
-        f"{exchange}, {name}, predicted: {1e3 * spent.on_the_slowest()['seconds']:.4g} ms on the slowest of {p} ranks"
-    )
+    title = f"{exchange}, {name}, predicted: {1e3 * total:.4g} ms on the slowest of {p} ranks"
     return seconds_picture(
         title,
         [f"rank {rank}" for rank in shown],

@@ -237,6 +237,25 @@ def test_resident_counts_elements() -> None:
     assert other.gradients.tolist() == [8 * (q + kv + v)] * 3
 
 
+def test_flops_and_memory_by_heads_by_hand() -> None:
+    """Causal, 1 + 2 + 1 + 0 rows: 10 pairs of each head of the blocks 0 | 1, 2 | 3 | 4 5; sums of dk and dv in fp32."""
+    s = Setting(Pattern.dense(True), shards([0], [1, 2], [3], []), 1, 6, 3, 5, 2)
+    assert flops(s, "all-to-all").pairs == (10, 20, 10, 20) and flops(s).pairs == (6, 30, 24, 0)
+    of_groups = flops(s, "all-to-all:2+ring")  # 3 heads each of rows 0 1 2 and of 3
+    assert of_groups.pairs == (18, 18, 12, 12) and of_groups.forward == tuple(20 * x for x in of_groups.pairs)
+    held = resident(s, "all-to-all", 1)  # a query head of 4 rows has 20 numbers; a key/value head 40
+    assert held.accumulator.tolist() == [4 * 24] * 3 + [4 * 48]
+    own = 6 * 5 * 2 + 3 * 10 * 4  # of a row
+    assert held.gradients.tolist() == [4 * 60 + own, 4 * 60 + 2 * own, 4 * 60 + own, 4 * 80]
+    assert (held.shards == resident(s).shards).all()
+    # Whole key/value heads of one rank each: sums in the working type, and one block for a large bucket.
+    whole = resident(replace(s, heads=4, kv_heads=4), "all-to-all:2+ring", 4)
+    assert whole.gradients.tolist() == [3 * 2 * 15 * 4 + rows * 4 * 15 * 2 for rows in (1, 2)] + [
+        1 * 2 * 15 * 4 + 120,
+        120,
+    ]
+
+
 def test_flops_of_values_of_another_head_dim() -> None:
     """MLA, 2 query heads, 3 pairs each: S, dQ, dK of 192 and, forward and backward, S again; O, dP, dV of 128."""
     s = Setting(Pattern.dense(True), [np.arange(2)], 1, 2, 2, 192, 2, 128)

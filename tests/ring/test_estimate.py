@@ -5,7 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,22 +19,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from reference import cost
 from reference.closed_forms import dense_slots, segment_pairs
+from reference.head_groups import KEY_EXCHANGES, groups_of
 from reference.pattern import Branch, Pattern, multiplicity
+from ring import all_to_all, validation
 from ring.default_bucket import default_bucket
 from ring.estimate import Estimate, Rates, estimate, stages, timeline
 from ring.estimate.__main__ import main
 from ring.estimate.counting import _floor_sum, to_readers
 from ring.estimate.estimates import DEVICES, ORDERS, Call, layout_of, longest
 from ring.layout import Layout
+from ring.plan.head_groups import head_groups
 from ring.plan.plan import plan_of
 from tests.support import drawn_patterns
 
-NARROW = ("direct", "cuda")  # gradients travel in the working dtype
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 SIZES: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 HAND = Rates(forward=1.0, backward=1.0, link=1.0)
@@ -49,9 +56,17 @@ def layouts(draw: st.DrawFn, pattern: Pattern, n: int, p: int) -> Layout:
     return Layout.from_cuts(listed, (0, *sorted(draw(st.integers(0, n)) for _ in range(p - 1)), n))
 
 
+def by_heads(p: int) -> tuple[str, ...]:
+    """Every exchange by heads of p ranks; those of one rank by heads have keys alone."""
+    parts = [(f"all-to-all:{d}", keys) for d in range(1, p + 1) if p % d == 0 for keys in KEY_EXCHANGES]
+    return ("all-to-all", *("+".join(order) for part in parts for order in (part, part[::-1])))
+
+
 @st.composite
-def calls(draw: st.DrawFn) -> tuple[Call, Layout, Layout]:
-    """With documents, windows, grouped heads, values of another head dim, and keys of another sequence."""
+def calls(draw: st.DrawFn, heads_alone: bool | None = None) -> tuple[Call, Layout, Layout]:
+    """Exchanges by heads, of keys, or (None) both. With documents, windows, grouped heads, values of another head dim,
+    and keys of another sequence.
+    """
     documents, kv_heads = draw(st.none() | drawn_patterns.documents()), draw(st.integers(1, 3))
     tokens, p, heads = (
         st.integers(8, 40) | st.integers(0, 8),
@@ -64,7 +79,8 @@ def calls(draw: st.DrawFn) -> tuple[Call, Layout, Layout]:
     if draw(st.booleans()):
         keys = draw(layouts(pattern, draw(tokens) if documents is None else n, p))
     sizes = heads, kv_heads, draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    exchange, bucket = draw(st.sampled_from(stages.EXCHANGES)), draw(st.none() | st.integers(1, 12))
+    exchanges = (KEY_EXCHANGES if heads_alone is not True else ()) + (by_heads(p) if heads_alone is not False else ())
+    exchange, bucket = draw(st.sampled_from(exchanges)), draw(st.none() | st.integers(1, 12))
     call = Call(pattern, *sizes, draw(st.sampled_from(DTYPES)), exchange, bucket, draw(st.sampled_from(DEVICES)))
     return call, layout, keys
 
@@ -86,20 +102,22 @@ def listed(call: Call, layout: Layout, keys: Layout) -> cost.Setting:
 def test_bytes_buffers_and_operations_are_those_of_the_reference(drawn: tuple[Call, Layout, Layout]) -> None:
     call, layout, keys = drawn
     exact, counted = listed(*drawn), call.counted(layout, keys)
-    held, flops = cost.resident(exact), cost.flops(exact)
     incoming = call.batch * exact.counts * call.heads * call.value_dim * call.dtype.itemsize
     assert counted.widest == exact.widest
-    for exchange, device in product(stages.EXCHANGES, DEVICES):
-        row, narrow = (
-            row_of(replace(call, exchange=exchange, device=device), layout, keys),
-            (exchange, device) == NARROW,
-        )
+    for exchange, device in product({call.exchange, *KEY_EXCHANGES}, DEVICES):
+        row = row_of(replace(call, exchange=exchange, device=device), layout, keys)
+        # Gradients travel in the working dtype.
+        narrow = groups_of(exchange, layout.world_size).exchange == "direct" and device == "cuda"
         bucket = call.bucket or default_bucket(layout, call.heads, call.kv_heads, call.dtype, device, keys)
-        sent, buffers = cost.sent(exact, exchange, narrow), cost.buffers(exact, exchange, bucket, narrow)
-        mine = cost.sent(counted, exchange, narrow), cost.buffers(counted, exchange, bucket, narrow)
-        for theirs, ours in zip((sent, buffers), mine, strict=True):  # every entry, not the largest alone
-            assert all(np.array_equal(getattr(ours, name), entries) for name, entries in vars(theirs).items())
-        expected = {
+        theirs, ours = (
+            (cost.sent(x, exchange, narrow), cost.buffers(x, exchange, bucket, narrow),
+             cost.resident(x, exchange, bucket), cost.flops(x, exchange))
+            for x in (exact, counted)
+        )  # fmt: skip
+        for expected, found in zip(theirs, ours, strict=True):  # every entry, not the largest alone
+            assert all(np.array_equal(getattr(found, name), entries) for name, entries in vars(expected).items())
+        sent, buffers, held, flops = theirs
+        greatest = {
             "bucket": bucket, "shards": held.shards, "accumulator": held.accumulator, "gradients": held.gradients,
             "incoming": incoming, "forward_buffers": buffers.forward, "backward_buffers": buffers.backward,
             "forward_memory": held.shards + held.accumulator + buffers.forward,
@@ -107,16 +125,17 @@ def test_bytes_buffers_and_operations_are_those_of_the_reference(drawn: tuple[Ca
             "forward_sent": sent.forward.sum(1), "backward_sent": sent.backward.sum(1),
             "pairs": flops.pairs, "forward_flops": flops.forward, "backward_flops": flops.backward,
         }  # fmt: skip
-        assert {name: row.flat()[name] for name in expected} == {name: np.max(x) for name, x in expected.items()}
+        assert {name: row.flat()[name] for name in greatest} == {name: np.max(x) for name, x in greatest.items()}
         assert row.imbalance == flops.imbalance
 
 
 @budget
-@given(calls())
+@given(calls(heads_alone=False))
 def test_messages_and_work_are_those_of_the_plans_and_the_mask(drawn: tuple[Call, Layout, Layout]) -> None:
     call, layout, keys = drawn
     setting, bucket, p = call.counted(layout, keys), call.bucket_of(layout, keys), layout.world_size
-    found = stages.stages_of(setting, call.exchange, bucket)
+    ((own, found, rows),) = stages.stages_of(setting, call.exchange, bucket)
+    assert not np.any(rows) and np.array_equal(own, setting.work[:, 0])
     passes, sent = [[stage.keys for stage in found], [stage.gradients for stage in found]], np.zeros((2, p), np.int64)
     for rank in range(p):
         plan = plan_of(call.pattern, layout, rank, call.heads, call.kv_heads, call.exchange, bucket, key_layout=keys)
@@ -132,8 +151,106 @@ def test_messages_and_work_are_those_of_the_plans_and_the_mask(drawn: tuple[Call
     held = [[x.positions(rank).numpy() for rank in range(p)] for x in (layout, keys)]
     work = [[mask[np.ix_(query, key)].sum() for query in held[0]] for key in held[1]]
     assert np.array_equal(to_readers(setting.work), work)
-    computed = setting.work[:, 0] + sum((stage.pairs for stage in found), np.zeros(p))
+    computed = own + sum((stage.pairs for stage in found), np.zeros(p))
     assert computed == pytest.approx(np.sum(work, axis=0))
+
+
+class Announced(Exception):
+    """The messages that a call announces, in place of the call."""
+
+
+class Announcing:
+    """A transport of one rank that only lists messages."""
+
+    calls = None
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def prepare(self, key: object, outgoing: Any) -> None:
+        raise Announced(outgoing())
+
+
+def programs_of(call: Call, layout: Layout, keys: Layout, rank: int) -> tuple[all_to_all.HeadPrograms, list[Any]]:
+    """The programs of `ring_attention` on a rank, and its q, k, v, out, lse and dout. On a CPU."""
+
+    def rows(of: Layout, *sizes: int) -> torch.Tensor:
+        return torch.zeros(call.batch, of.counts[rank], *sizes, dtype=call.dtype)
+
+    (h, kv), (d, dv) = (call.heads, call.kv_heads), (call.head_dim, call.value_dim)
+    q, k, v, out = rows(layout, h, d), rows(keys, kv, d), rows(keys, kv, dv), rows(layout, h, dv)
+    lse = torch.zeros(call.batch, h, layout.counts[rank], dtype=all_to_all.accumulator_dtype(call.dtype))
+    arguments = validation.Call(
+        q, k, v, call.pattern, layout, keys, call.exchange, call.bucket, "math", None, None, None, False, True, False
+    )
+    groups = head_groups(call.exchange, layout.world_size)
+    assert groups is not None
+    return all_to_all.head_programs(arguments, groups, rank), [q, k, v, out, lse, out]
+
+
+def announced(call: Call, layout: Layout, keys: Layout, rank: int) -> list[list[Any]]:
+    """Messages that `ring_attention` sends on a rank, forward and backward."""
+    programs, tensors = programs_of(call, layout, keys, rank)
+    transport: Any = Announcing(rank)
+    found, (q, k, v, *_) = [], tensors
+    for run in (
+        lambda: all_to_all.forward(programs, transport, list, q, k, v, None),
+        lambda: all_to_all.backward(programs, transport, list, tensors, None),
+    ):
+        with pytest.raises(Announced) as caught:
+            run()
+        found.append(caught.value.args[0])
+    return found
+
+
+@budget
+@given(calls(heads_alone=True))
+def test_messages_and_work_by_heads_are_those_of_the_ranks(drawn: tuple[Call, Layout, Layout]) -> None:
+    """Messages of each stage: of rows there, of results back, and of keys within."""
+    call, layout, keys = replace(drawn[0], device="cpu"), *drawn[1:]
+    p, groups = layout.world_size, groups_of(call.exchange, layout.world_size)
+    assume(groups.degree > 1)
+    setting, bucket = call.counted(layout, keys), call.bucket_of(layout, keys)
+    found, slot = stages.stages_of(setting, call.exchange, bucket), setting.slot_bytes()
+    sent, received = Counter[Any](), Counter[Any]()
+    for rank in range(p):
+        for backward, messages in enumerate(announced(call, layout, keys, rank)):
+            for x in messages:
+                way = "keys" if " of stage " in x.label else "there" if " by owner" in x.buffer else "back"
+                for end, at in ((sent, rank), (received, x.peer)):
+                    kind = int(x.label.split()[-1]), way, backward, at
+                    end[*kind, "bytes"] += x.stop - x.start
+                    end[*kind, "messages"] += 1
+    mask = multiplicity(call.pattern, torch.arange(layout.n), torch.arange(keys.n), call.heads).numpy()
+    held = [[x.positions(rank).numpy() for rank in range(p)] for x in (layout, keys)]
+    for number, stage in enumerate(found, start=1):
+        none = np.zeros(p)
+        for backward in (0, 1):
+            within = [(x.keys, slot[0]) for x in stage.stages]
+            within += [(x.gradients, slot[1]) for x in stage.stages[: backward * len(stage.stages)]]
+            ways = {
+                "there": [(stage.rows[2 * backward], 1)],
+                "back": [(stage.rows[2 * backward + 1], 1)],
+                "keys": within,
+            }
+            for way, batches in ways.items():
+                for name, end, unit in (
+                    ("sent", sent, "bytes"), ("received", received, "bytes"),
+                    ("out", sent, "messages"), ("into", received, "messages"),
+                ):  # fmt: skip
+                    counted = sum((getattr(x, name) * (size if unit == "bytes" else 1) for x, size in batches), none)
+                    assert counted.tolist() == [end.pop((number, way, backward, rank, unit), 0) for rank in range(p)]
+    assert not sent and not received
+    row = row_of(call, layout, keys)
+    sides = [np.sum([x.out for stage in found for x in stage.messages(back)], axis=0).max() for back in (False, True)]
+    assert [row.forward.messages, row.backward.messages] == sides
+    for rank in range(p):
+        programs, place = programs_of(call, layout, keys, rank)[0], [rank in x for x in groups.alike].index(True)
+        group = next(x for x in groups.dividing if rank in x)
+        for block, stage in zip(programs.stages, found, strict=True):
+            seen = mask[block[place].queries].sum(0)[np.concatenate([held[0][x] for x in group])]
+            assert stage.own[rank] == seen[:, np.concatenate([held[1][x] for x in group])].sum()
+            assert stage.own[rank] + sum(x.pairs[rank] for x in stage.stages) == pytest.approx(seen.sum())
 
 
 @given(*[st.lists(st.integers(least, 40), min_size=5, max_size=5) for least in (0, 1, 1, 0)])
@@ -176,7 +293,30 @@ def test_times_by_hand() -> None:
     assert halves.backward.seconds == 160 + 80 + 80 + 32  # one return is hidden
 
 
-@pytest.mark.parametrize("exchange", stages.EXCHANGES)
+def test_times_by_heads_by_hand() -> None:
+    """Two ranks with 4 rows of each of 4 heads, which they compute one at a time: 64 pairs.
+
+    A row goes as 24 bytes of q, k, v and comes back as 16 of out and lse; backward as 48 (out, lse, dout too) and 24.
+    """
+    call = Call(Pattern.dense(), 4, 4, 1, 1, 1, torch.float64, "all-to-all", 1, "cpu")
+    layout = Layout.contiguous(8, 2)
+    for link, latency, seconds, back in (
+        (1.0, 0.0, 96 + 256 + 256 + 64, 192 + 640 + 640 + 96),
+        (1.0, 10.0, 126 + 256 + 256 + 84, 252 + 640 + 640 + 126),  # 3 messages and 2; 6 and 3
+        (0.25, 0.0, 384 + 384 + 256 + 256, 768 + 768 + 640 + 384),  # rows of the next block take longer
+    ):
+        row = row_of(call, layout, layout, rates=replace(HAND, link=link, latency=latency))
+        assert (row.forward.seconds, row.backward.seconds) == (seconds, back)
+        assert (row.forward.computing, row.forward.exposed) == (512, seconds - 512)
+        assert row.forward.messaging == 2 * (160 / link + 5 * latency)
+    # Two such groups: the others' keys come in chunks of 3, 3 and 2 rows of 16 bytes, with 8 pairs each.
+    slow, four = replace(HAND, link=0.25), Layout.contiguous(16, 4)
+    row = row_of(replace(call, exchange="all-to-all:2+direct", bucket=3), four, four, rates=slow)
+    alone, messages = 256 + 192 + 128 + 64, 192 + 192 + 128
+    assert row.forward.seconds == 384 + max(alone, messages + 384) + max(alone, messages + 256) + 256
+
+
+@pytest.mark.parametrize("exchange", [*KEY_EXCHANGES, "all-to-all", "ring+all-to-all:2"])
 def test_the_longest_sequence_fits_and_the_next_does_not(exchange: str) -> None:
     call = Call(Pattern.dense(True, window=1000), 4, 2, 64, 64, 1, torch.bfloat16, exchange, None, "cuda")
     found = longest(call, 4, "zigzag", 2**28)
@@ -199,6 +339,15 @@ def test_a_row_for_each_size_in_every_form() -> None:
     assert list(frame.columns) == list(rows[0].flat()) and frame.ranks.tolist() == [2, 4, 2, 4]
 
 
+def test_the_command_ends_quietly_when_nobody_reads() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    sizes = ["--tokens", "1Ki", "--ranks", "2", "--heads", "2", "--head-dim", "8", "--json"]
+    ended = subprocess.run([sys.executable, "-m", "ring.estimate", *sizes], stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")
+
+
 def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sizes = ["--tokens", "1Ki", "--ranks", "2", "4", "--heads", "32", "--kv-heads", "8", "--head-dim", "128"]
     rates = ["--forward-rate", "4e14", "--backward-rate", "3e14", "--link-rate", "1e11", "--latency", "1e-5"]
@@ -206,8 +355,9 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
     assert main([*sizes, *rates, "--causal", "--json", "--memory", "1Gi"]) == 0
     expected = estimate(Pattern.dense(True), **same, rates=Rates(4e14, 3e14, 1e11, 1e-5), memory=2**30)
     assert capsys.readouterr().out == expected.to_json() + "\n"
-    main([*sizes, "--segments", "64", "256", "--dilations", "1", "4", "--csv"])
-    assert capsys.readouterr().out == estimate(Pattern.longnet([64, 256], [1, 4], 32), **same).to_csv()
+    main([*sizes, "--segments", "64", "256", "--dilations", "1", "4", "--exchange", "all-to-all:2+ring", "--csv"])
+    longnet = Pattern.longnet([64, 256], [1, 4], 32)
+    assert capsys.readouterr().out == estimate(longnet, **same, exchange="all-to-all:2+ring").to_csv()
     packed = Pattern.dense(True, (1000, 24))
     (tmp_path / "pattern.json").write_text(json.dumps(packed.to_dict()))
     main([*sizes, "--pattern", str(tmp_path / "pattern.json"), "--order", "balanced", "--csv"])
@@ -237,7 +387,8 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
         ({"kv_heads": 3}, "heads is 32; it must be a multiple of kv_heads, 3"),
         ({"pattern": Pattern((Branch(heads=range(40)),))}, "pattern must be one for the 32 query heads"),
         ({"dtype": torch.int8}, "dtype is torch.int8; it must be one of torch.float64"),
-        ({"exchange": "star"}, "exchange is 'star'; it must be one of ring, direct, gather"),
+        ({"exchange": "star"}, "exchange must be one of 'ring', .* 'all-to-all', or two as .* got 'star'"),
+        ({"exchange": "all-to-all:3+ring"}, "exchange is 'all-to-all:3\\+ring'; .* two that divide 2 ranks"),
         ({"bucket": 0}, "bucket is 0; it must be an integer from 1"),
         ({"device": "tpu"}, "device is 'tpu'; it must be one of cpu, cuda"),
         ({"order": "random"}, "order is 'random'; it must be one of contiguous"),
@@ -279,7 +430,7 @@ def test_refuses_what_it_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
         Rates(1, 1, 0)
 
 
-@pytest.mark.parametrize("exchange", stages.EXCHANGES)
+@pytest.mark.parametrize("exchange", KEY_EXCHANGES)
 @pytest.mark.parametrize("p", [1, 4, 40])
 @pytest.mark.parametrize("backward", [False, True])
 def test_timelines_end_with_the_predicted_time(exchange: str, p: int, backward: bool) -> None:
