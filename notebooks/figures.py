@@ -1,4 +1,4 @@
-"""What the notebooks share: the style of figures, fits, and the records of earlier runs.
+"""Style of figures, fits, and the records of earlier runs, which the notebooks share.
 
 Nothing here computes attention or writes to disk: a notebook keeps its own figures.
 """

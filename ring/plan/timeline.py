@@ -1,4 +1,4 @@
-"""Draws what ranks do, stage by stage: its kernels and, under them, the messages in flight meanwhile."""
+"""Draws the stages of ranks: their kernels and, under them, the messages in flight meanwhile."""
 
 from __future__ import annotations
 

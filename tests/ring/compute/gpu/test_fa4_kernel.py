@@ -114,7 +114,7 @@ def test_bits_repeat_where_they_must() -> None:
 def test_gradients_written_in_place_are_those_that_are_merged(
     batch: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In several calls by rows, since the bucket is 256, and by heads, since the workspace is small."""
+    """Calls are split by rows, since the bucket is 256, and by heads, since the workspace is small."""
     pattern, layout = Pattern.longnet((256, 1024), (1, 4), 8, causal=True), Layout.contiguous(1024, 1)
     q, k, v, dout = (
         torch.randn(batch, 1024, heads, 128, device="cuda").bfloat16() for heads in (8, kv_heads, kv_heads, 8)
