@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -217,10 +218,12 @@ def test_no_step_sees_the_windows_that_are_held_out(monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 def test_both_patterns_are_trained_on_as_many_bytes_and_for_as_long(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
-    own = ("--seconds", "0.5", "--held-out", "2", "--every", "2", "--json", str(file))
+    own = ("--seconds", "0.5", "--held-out", "2", "--every", "2", "--seeds", "3", "4", "--json", str(file))
     done = run(*ONE_RANK, "scripts/bench", "patterns", *own)
     assert done.returncode == 0, done.stderr
-    dense, dilated = json.loads(file.read_text())["trainings"]
+    dense, dilated, other, _ = trainings = json.loads(file.read_text())["trainings"]
+    assert [(one["seed"], one["pattern"]) for one in trainings] == [*product((3, 4), ("dense", "dilated"))]
+    assert dense["losses"][0] != other["losses"][0] and dense["losses"][0] != dilated["losses"][0]
     assert (dense["segment_length"], dense["dilated_ratio"], dilated["segment_length"]) == ([64], [1], [16, 64])
     assert len(dense["losses"]) <= len(dilated["losses"])
     for training in (dense, dilated):

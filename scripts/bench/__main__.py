@@ -5,6 +5,7 @@ torchrun --nproc-per-node=P scripts/bench attention ...    ring_attention, its k
 torchrun --nproc-per-node=P scripts/bench model ...        training steps of whole models, by attention method
 torchrun --nproc-per-node=P scripts/bench patterns ...     training losses over time, dense and dilated
 python scripts/bench kernels ...                         times of the fused kernels, for the choice of "auto"
+python scripts/bench rates ...                           their rates by length, and the cost of a fixed order of sums
 python scripts/bench verification ...                      examples per second of the verification on gloo
 python scripts/bench simulation ...                        the same with simulated ranks
 """
@@ -20,6 +21,7 @@ MODULES = {
     "attention": "attention",
     "model": "model",
     "kernels": "kernels",
+    "rates": "kernel_rates",
     "patterns": "patterns",
     "verification": "suite",
     "simulation": "suite",
@@ -35,4 +37,4 @@ if __name__ == "__main__":
     if name not in MODULES:
         import_module("bench.command").stop(f"subcommand {name!r}; it must be one of {', '.join(MODULES)}")
     module = import_module(f"bench.{MODULES[name]}")
-    sys.exit(getattr(module, "main" if MODULES[name] == name else name)(rest))
+    sys.exit(getattr(module, name if MODULES[name] == "suite" else "main")(rest))

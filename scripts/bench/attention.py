@@ -45,6 +45,8 @@ COLUMNS = {
     "method": "the method that is timed",
     "kernel": "of the other methods: torch (cuDNN, or FlashAttention-2 for several lengths) or fa4",
     "exchange": "of ring_attention: transport of keys and values",
+    "bucket": "of ring_attention, if --bucket is given",
+    "heads_a_call": "key/value heads of each call of ring_attention by heads",
     "pass": "forward, or forward+backward",
     "graph": "True: replayed from a CUDA graph",
     "ms": "median of a call on the slowest rank",
@@ -83,7 +85,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--kernel", choices=KERNELS, default="auto", help="of ring_attention (default: auto)")
     add("--baseline-kernels", nargs="+", choices=fused.KERNELS, default=["torch"], help="of the other methods, each "
         "timed with all of these (default: torch)")  # fmt: skip
-    add("--bucket", type=tokens, metavar="N", help="of ring_attention (default: its own choice)")
+    add("--bucket", nargs="+", type=tokens, default=[None], metavar="N", help="of ring_attention, timed with each "
+        "(default: its own choice)")  # fmt: skip
+    add("--heads-a-call", nargs="+", type=positive, default=[], metavar="N", help="also time ring_attention called "
+        "on so many key/value heads at a time")  # fmt: skip
     add("--graph", action="store_true", help="also time CUDA graphs of methods that can be captured")
     add("--peers", action="store_true", help="also time ring-flash-attn, context_parallel, Ulysses, LongNet as "
         "published")  # fmt: skip
@@ -122,6 +127,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.longnet_shape = replace(options.shape, kv=options.longnet_kv_heads or options.shape.query)
     except ValueError as error:
         stop(str(error))
+    for heads in options.heads_a_call:
+        if options.shape.kv % heads or "longnet" in options.section:
+            stop(f"--heads-a-call is {heads}; it must divide the {options.shape.kv} key/value heads, without longnet")
     if options.device == "cpu" and options.graph:
         stop("--graph needs a GPU: there are no CUDA graphs with --device cpu")
     options.tokens = options.tokens or TOKENS[options.device]

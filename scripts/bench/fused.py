@@ -68,7 +68,7 @@ def backward(
     d, query, key, value, o = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     if not query.stride() == o.stride() == d.stride():  # torch (2.11) caches a backward by the strides of q, k, v alone
         d, query, o = (x.contiguous() for x in (d, query, o))
-    unused = _no_dropout(q.device)
+    unused = no_dropout(q.device)
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         d, query, key, value, o, lse.unsqueeze(-1).contiguous(), unused, unused, None, None, None,
         q.shape[1], k.shape[1], 0.0, causal, scale=scale,
@@ -89,12 +89,13 @@ def _fa4_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, dout, lse, **options)
+    fixed = torch.are_deterministic_algorithms_enabled()
+    dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, dout, lse, deterministic=fixed, **options)
     return dq, dk, dv
 
 
 @lru_cache(maxsize=8)
-def _no_dropout(device: torch.device) -> Tensor:
+def no_dropout(device: torch.device) -> Tensor:
     """Return a placeholder for the state of the random generator, unused without dropout."""
     return torch.zeros((), dtype=torch.int64, device=device)
 
@@ -161,7 +162,7 @@ class Varlen:
             return dq, dk, dv
         if current() == "fa4":
             return _fa4_backward(q, k, v, out, dout, lse, **self._fa4_options)
-        unused = _no_dropout(q.device)
+        unused = no_dropout(q.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             dout, q, k, v, out, lse, *self._lengths, 0.0, self.causal, unused, unused, **self._options
         )

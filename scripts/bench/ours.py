@@ -1,14 +1,15 @@
-"""ring_attention, and the same call without messages."""
+"""ring_attention, on all heads or on some at a time, and the same call without messages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from bench.workload import Contender, Inputs, Workload
+from bench.workload import Contender, Inputs, Results, Workload
 from ring import Transport, ring_attention
 from ring.comm.call_order import Calls
 from ring.comm.transport import LocalBuffers, Message, Pending
@@ -47,6 +48,28 @@ def without_messages(
     silent = Silent(rank, workload.world)
     contender = ring(workload, inputs, exchange, kernel, bucket, False, silent)
     return Contender(contender.forward, contender.training, local=True, capturable=True)
+
+
+def by_heads(workload: Workload, inputs: Sequence[Inputs], exchange: str, kernel: str, bucket: int | None) -> Contender:
+    """Make calls of ring_attention on some heads at a time, forward all and then backward all.
+
+    inputs: of each call, as from projections of these heads alone, so that nothing is sliced or concatenated.
+    """
+    leaves, douts = [x for q, k, v, _ in inputs for x in (q, k, v)], [dout for *_, dout in inputs]
+
+    def attend() -> list[Tensor]:
+        call = partial(ring_attention, pattern=workload.pattern, layout=workload.layout, check=True)
+        return [cast(Tensor, call(q, k, v, exchange=exchange, kernel=kernel, bucket=bucket)) for q, k, v, _ in inputs]
+
+    def forward() -> Results:
+        with torch.no_grad():
+            return tuple(attend())
+
+    def training() -> Results:
+        outs = attend()
+        return *(out.detach() for out in outs), *torch.autograd.grad(outs, leaves, douts)
+
+    return Contender(forward, training)
 
 
 class _NeverSent:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -26,18 +27,19 @@ from verification.wording import counted
 Times = dict[tuple[str, bool], float]  # (pass, from a CUDA graph) -> milliseconds
 SECTIONS = ("dense", "longnet", "packed", "window", "reach")
 SEED = 1
-OURS, SILENT = "ring_attention", "ring_attention without messages"
+OURS, SILENT, BY_HEADS = "ring_attention", "ring_attention without messages", "ring_attention by heads"
 WHOLE, KERNELS = "one GPU, whole sequence", "kernels alone"
 
 
 @dataclass
 class Section:
     """One workload, and the times for comparison: one GPU with the whole sequence, the kernels alone, and the current
-    exchange without messages."""
+    exchange and bucket without messages."""
 
     name: str
     workload: Workload
     size: dict[str, int] = field(default_factory=dict)  # additional columns
+    bucket: int | None = None
     whole: Times = field(default_factory=dict)
     kernels: Times = field(default_factory=dict)
     silent: Times = field(default_factory=dict)
@@ -47,7 +49,9 @@ class Section:
         load = self.workload
         row: dict[str, Any] = {"section": self.name, "tokens": load.tokens, "world": load.world}
         row |= {"kv_heads": load.shape.kv, "dims": load.shape.dims} | self.size
-        return row | ({} if exchange is None else {"exchange": exchange}) | {"method": method}
+        if exchange is not None:
+            row |= {"exchange": exchange} | ({} if self.bucket is None else {"bucket": self.bucket})
+        return row | {"method": method}
 
 
 class Bench:
@@ -86,14 +90,13 @@ class Bench:
     def _reach(self) -> None:
         """Search for the longest shards."""
         options = self.options
-        for pattern, make in self.make.items():
-            for exchange in options.exchange:
-                search = Search(
-                    make, options.device, exchange, options.kernel, options.bucket, options.tokens[0],
-                    options.reach_limit, float(options.reach_seconds),
-                )  # fmt: skip
-                row = longest(self.ranks, search)
-                self.record.add(section="reach", pattern=pattern, world=self.ranks.world, exchange=exchange, **row)
+        for pattern, exchange, bucket in product(self.make, options.exchange, options.bucket):
+            search = Search(
+                self.make[pattern], options.device, exchange, options.kernel, bucket, options.tokens[0],
+                options.reach_limit, float(options.reach_seconds),
+            )  # fmt: skip
+            row = longest(self.ranks, search) | ({} if bucket is None else {"bucket": bucket})
+            self.record.add(section="reach", pattern=pattern, world=self.ranks.world, exchange=exchange, **row)
 
     def _measure(self, section: Section) -> None:
         self.ranks.connect()
@@ -105,7 +108,7 @@ class Bench:
                 if section.name in self.make:
                     alone = self._timed(section, section.row(KERNELS) | row, self._kernels(section))
                     section.kernels = _faster(section.kernels, alone)
-        for exchange in self.options.exchange:
+        for exchange, section.bucket in product(self.options.exchange, self.options.bucket):
             self._ours(section, exchange)
         for kernel in self.options.baseline_kernels if self.options.peers else ():
             with fused.kernel(kernel):
@@ -156,7 +159,7 @@ class Bench:
 
     def _ours(self, section: Section, exchange: str) -> None:
         """Time the call without messages, then the call itself, whose rows are compared with the first."""
-        workload, settings = section.workload, (exchange, self.options.kernel, self.options.bucket)
+        workload, settings = section.workload, (exchange, self.options.kernel, section.bucket)
         inputs = self._inputs(workload)
         silent = partial(ours.without_messages, workload, inputs, self.ranks.rank, *settings)
         section.silent = self._timed(section, section.row(SILENT, exchange), _deferred(silent))
@@ -164,6 +167,15 @@ class Bench:
             contender = ours.ring(workload, inputs, *settings, check=check)
             self._timed(section, section.row(OURS, exchange), nullcontext(contender))
         section.silent = {}
+        for heads in self.options.heads_a_call:
+            row = section.row(BY_HEADS, exchange) | {"heads_a_call": heads}
+            self._timed(section, row, _deferred(partial(self._by_heads, workload, heads, *settings)))
+
+    def _by_heads(self, workload: Workload, heads: int, *settings: Any) -> Contender:
+        shape = workload.shape
+        share = replace(shape, kv=heads, query=heads * shape.query // shape.kv)
+        one = replace(workload, shape=share)
+        return ours.by_heads(one, [self._inputs(one) for _ in range(shape.kv // heads)], *settings)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -217,7 +229,7 @@ class Bench:
             with captured(self.ranks, call) if row["graph"] else nullcontext(call) as timed:
                 timing = measured(self.ranks, timed, self.options.timing)
             peak = None
-            if row["method"] == OURS and self.ranks.device.type == "cuda" and not row["graph"]:
+            if row["method"] in (OURS, BY_HEADS) and self.ranks.device.type == "cuda" and not row["graph"]:
                 peak = peak_beyond(self.ranks, call)
         except Failed as failure:
             self.record.add(**row, error=str(failure))
@@ -232,7 +244,9 @@ class Bench:
         if whole:
             row["efficiency"] = min(whole) / section.workload.world / timing.ms
         if row["method"] == OURS:
-            row |= self._compared(section, row, number) | {"peak_bytes": peak}
+            row |= self._compared(section, row, number)
+        if row["method"] in (OURS, BY_HEADS):
+            row["peak_bytes"] = peak
         self.record.add(**row, note=contender.note or None)
         return timing.ms
 
@@ -240,7 +254,7 @@ class Bench:
         """Return times and counts to compare ring_attention with; a time of a graph with those of graphs."""
         timed, workload, exchange = (PASSES[number], row["graph"]), section.workload, row["exchange"]
         kernels, silent = section.kernels.get(timed), section.silent.get(timed)
-        bucket = ours.bucket_of(workload, self.options.bucket, self.ranks.device)
+        bucket = ours.bucket_of(workload, section.bucket, self.ranks.device)
         on_gpus = self.ranks.device.type == "cuda"
         return {
             "kernels_alone_ms": kernels,

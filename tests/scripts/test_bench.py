@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bench import attention, baselines, command, fused, longest, model, peers, published, step_run, suite
+from bench import attention, baselines, command, fused, kernel_rates, longest, model, peers, published, step_run, suite
 from bench.longest import Progress
 from bench.rank_group import Failed, RankGroup
 from bench.workload import AttentionShape, Unsupported, Workload, document_lengths, named, size
@@ -169,6 +169,7 @@ def test_a_record_is_on_disk_after_every_row(tmp_path: Path, capsys: pytest.Capt
         (["--heads", "8", "--kv-heads", "3"], "multiple of the key/value heads, 3"),
         (["--segments", "8", "16", "--rates", "1"], "must have the same length"),
         (["--json", "/nowhere/at/a.json"], "--json: cannot write /nowhere/at/a.json: there is no folder /nowhere/at"),
+        (["--section", "dense", "--heads-a-call", "3"], "it must divide the 8 key/value heads"),
         (["--tokens", "8"], "not set: start it with torchrun"),
     ],
 )
@@ -215,6 +216,39 @@ def test_attention(tmp_path: Path) -> None:
     for reached in rows[:2]:
         assert (reached["section"], reached["tokens"], reached["total"]) == ("reach", 32, 64)
         assert "limit of 32 tokens" in reached["stopped"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_several_buckets_and_some_heads_at_a_time(tmp_path: Path) -> None:
+    torchrun = [COMMAND[0], "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", COMMAND[1]]
+    chosen = "--device cpu --tokens 16 --section dense --exchange all-to-all --repeats 2 --warmup 1 --json a.json"
+    done = subprocess.run(
+        [*torchrun, "attention", *chosen.split(), "--bucket", "8", "32", "--heads-a-call", "1", "2"], cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in json.loads((tmp_path / "a.json").read_text())["rows"] if row.get("bucket")]
+    timed = {(row["bucket"], row.get("heads_a_call")) for row in rows if row["method"] != "ring_attention"}
+    assert timed == set(product((8, 32), (None, 1, 2))) and all(row["ms"] > 0 for row in rows)
+    ours = {row["bucket"]: row for row in rows if row["method"] == "ring_attention" and row["pass"] == "forward"}
+    assert ours[8]["closed_form_bytes"] < ours[32]["closed_form_bytes"]
+
+
+@pytest.mark.slow
+def test_rates_of_kernels(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    sizes = "--tokens 24 --queries 16 --context 12 --lengths 4 6 --order-lengths 8 --heads 4 --kv-heads 2 --head-dim 8"
+    assert kernel_rates.main(["--device", "cpu", *sizes.split(), "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert {column for row in rows for column in row} <= set(kernel_rates.COLUMNS) - {"error"}
+    lengths = [(row["kind"], row["length"], row["kernel"], row["pass"]) for row in rows if row["section"] == "lengths"]
+    wanted = set(product(kernel_rates.KINDS, (4, 6, None), kernel_rates.KERNELS, kernel_rates.PASSES))
+    assert len(lengths) == len(wanted) and set(lengths) == wanted
+    order = [row for row in rows if row["section"] == "order"]
+    assert {(row["kind"], row["causal"]) for row in order} == {("batch", True), ("batch", False), ("documents", True)}
+    assert {row["fixed_order"] for row in order} == {True, False}
+    assert all(row["off"] == 0 and row.get("repeats", 4) == 4 for row in rows), "one substitute for all"
 
 
 FEW = "--warmup 1 --rounds 2 --steps 1 --minutes 60"

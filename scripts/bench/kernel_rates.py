@@ -1,0 +1,225 @@
+"""Measures the fused kernels of one GPU: rates by the lengths of sequences, and the cost of a fixed order of sums.
+
+    python scripts/bench rates [--section lengths order] [--lengths 64 ... 4Ki] [--json FILE]
+
+lengths: calls of several sequences, all of one length or of mixed ones. Of kind "documents", causal; of kind "shards",
+so many queries that all see --context keys of their own. A rate counts the pattern's operations alone.
+order: the backward with sums in any order, and under `torch.use_deterministic_algorithms`, for documents of one length
+(a batch) and of mixed ones; and in how many of 4 repetitions all bits are those of the first call.
+
+A time is taken as by `bench kernels`. `--device cpu` is a trial with matrix products, for tiny sizes.
+
+Exit status: 0 measured; 2 the run could not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench import kernels
+from bench.command import BenchRecord, Parser, columns, command_line, positive, stop, tokens
+from bench.fused_calls import KERNELS, Call, Grads, Sizes, call_of
+from bench.rank_group import RankGroup, described
+from bench.timing import clocked
+from bench.workload import named
+from ring.compute.kernel_limits import fa4_missing
+
+SECTIONS, KINDS = ("lengths", "order"), ("documents", "shards")
+PASSES = ("forward", "backward")
+LENGTHS = (64, 100, 128, 192, 256, 512, 1000, 1024, 2048, 4096)
+REPEATS = 4  # backwards whose bits are compared with those of the first
+COLUMNS = {
+    "section": "lengths or order",
+    "kind": "documents: causal; batch: of one length, without cumulative lengths; shards: queries with other keys",
+    "causal": "True for a causal mask",
+    "length": "tokens of each sequence, or None for mixed lengths",
+    "shortest": "the shortest sequence",
+    "longest": "the longest sequence",
+    "sequences": "in the call",
+    "keys": "of each sequence of a shard",
+    "dim": "of a head",
+    "kernel": "cudnn, flash (FlashAttention-2 of torch) or fa4",
+    "pass": "forward or backward",
+    "fixed_order": "True under torch.use_deterministic_algorithms",
+    "ms": "median time of a call",
+    "tflops": "10^12 floating-point operations per second, counting only those of the pattern",
+    "off": "largest difference from the results of flash, relative to their largest",
+    "repeats": f"of {REPEATS} repetitions, those with the bits of the first call",
+    "error": "why the kernel did not take the call",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and return 0. Raises SystemExit of 2 if it cannot start."""
+    options = parsed(arguments)
+    if options.device == "cuda":
+        if not torch.cuda.is_available():
+            stop("there is no GPU: --device cpu is a trial without")
+        if (missing := fa4_missing()) is not None:
+            print(f"without FlashAttention-4: {missing}", flush=True)
+    place = torch.device(options.device)
+    alone = command_line(1).replace("torchrun --nproc-per-node=1 ", "python ")
+    record = BenchRecord(
+        RankGroup(0, 1, place), options.json, command=alone, heads=options.heads, kv_heads=options.kv_heads
+    )
+    for section in options.section:
+        for row in (rows_of_lengths if section == "lengths" else rows_of_order)(options, place):
+            record.add(section=section, **row)
+    return 0
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser("rates", __doc__, columns(COLUMNS))
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="(default: cuda)")
+    add("--section", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="(default: both)")
+    add("--kind", nargs="+", choices=KINDS, default=KINDS, help="of calls in section lengths (default: both)")
+    add("--tokens", type=tokens, default=2**15, metavar="N", help="of a call on documents (default: 32Ki)")
+    add("--queries", type=tokens, default=2**13, metavar="N", help="of a call on shards (default: 8Ki)")
+    add("--context", type=tokens, default=2**12, metavar="N", help="keys of each shard (default: 4Ki)")
+    add("--lengths", type=tokens, nargs="+", default=LENGTHS, metavar="N", help="of sequences "
+        f"({' '.join(map(named, LENGTHS))})")  # fmt: skip
+    add("--order-lengths", type=tokens, nargs="+", default=[512, 2048, 8192, 32768], metavar="N", help="of sequences "
+        "in section order (512 2Ki 8Ki 32Ki)")  # fmt: skip
+    add("--heads", type=positive, default=32, metavar="N", help="(default: 32)")
+    add("--kv-heads", type=positive, default=8, metavar="N", help="(default: 8)")
+    add("--head-dim", type=positive, default=128, metavar="N", help="(default: 128)")
+    options = parser.parsed(arguments)
+    if options.heads % options.kv_heads:
+        stop(f"--heads is {options.heads}; it must be a multiple of --kv-heads, {options.kv_heads}")
+    return options
+
+
+# --- sizes of calls ---------------------------------------------------------------------------------------------------
+
+
+def filled(total: int, length: int) -> tuple[int, ...]:
+    """Return equal lengths that add up to at most `total`, at least one of them."""
+    return (length,) * max(1, total // length)
+
+
+def mixed(total: int, lengths: Sequence[int]) -> tuple[int, ...]:
+    """Draw lengths between the least and the greatest, log-uniform with a fixed seed, that add up to `total`."""
+    random, low, high = np.random.default_rng(1), math.log(min(lengths)), math.log(max(lengths) + 1)
+    drawn: list[int] = []
+    while (left := total - sum(drawn)) > 0:
+        drawn.append(min(left, int(math.exp(random.uniform(low, high)))))
+    return tuple(drawn)
+
+
+def sizes_of(options: argparse.Namespace, query: tuple[int, ...], keys: int | None = None) -> Sizes:
+    """Return the sizes of a call. keys: of each sequence of shards; None for causal documents."""
+    key = query if keys is None else (keys,) * len(query)
+    return Sizes(query, key, keys is None, options.heads, options.kv_heads, options.head_dim)
+
+
+def named_call(kind: str, sizes: Sizes, length: int | None) -> dict[str, Any]:
+    """Return the columns that name a call."""
+    row: dict[str, Any] = {"kind": kind, "causal": sizes.causal, "length": length, "sequences": len(sizes.query)}
+    row |= {"shortest": min(sizes.query), "longest": max(sizes.query), "dim": sizes.dim}
+    return row | ({"keys": sizes.key[0]} if kind == "shards" else {})
+
+
+# --- sections ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of_lengths(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Iterate over the rows of section lengths."""
+    sizes_of_kind = {"documents": (options.tokens, None), "shards": (options.queries, options.context)}
+    for kind in options.kind:
+        total, keys = sizes_of_kind[kind]
+        several: list[int | None] = [*options.lengths, None]
+        for length in several:
+            query = mixed(total, options.lengths) if length is None else filled(total, length)
+            sizes = sizes_of(options, query, keys)
+            for row in measured(sizes, device, packed=True, orders=(False,), passes=PASSES):
+                yield named_call(kind, sizes, length) | row
+
+
+def rows_of_order(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Iterate over the rows of section order."""
+    for causal in (True, False):
+        for length in options.order_lengths:
+            sizes = sizes_of(options, filled(options.tokens, length))._replace(causal=causal)
+            for row in measured(sizes, device, packed=False, orders=(False, True), passes=PASSES[1:]):
+                yield named_call("batch", sizes, length) | row
+    sizes = sizes_of(options, mixed(options.tokens, options.lengths))
+    for row in measured(sizes, device, packed=True, orders=(False, True), passes=PASSES[1:]):
+        yield named_call("documents", sizes, None) | row
+
+
+def measured(
+    sizes: Sizes, device: torch.device, packed: bool, orders: Sequence[bool], passes: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Iterate over a row for each kernel, pass and order of sums. packed: with cumulative lengths."""
+    inputs, expected = sizes.draw(device, packed), None
+    for name in ("flash", *(name for name in KERNELS if name != "flash")):
+        if name == "fa4" and device.type == "cuda" and fa4_missing() is not None:
+            continue
+        call = call_of(name, sizes, device, packed)
+        for fixed in orders:
+            row: dict[str, Any] = {"kernel": name, "fixed_order": fixed}
+            try:
+                with order_of_sums(fixed):
+                    results = once(call, inputs)
+                    expected = expected or results
+                    row["off"] = max(map(difference, results, expected))
+                    if len(orders) > 1:
+                        row["repeats"] = same_bits(call, inputs)
+                    for name_of_pass in passes:
+                        ms = milliseconds(call, inputs, name_of_pass, device)
+                        rate = sizes.flops[PASSES.index(name_of_pass)] / ms / 1e9
+                        yield row | {"pass": name_of_pass, "ms": ms, "tflops": rate}
+            except Exception as error:  # kernels and compilers may raise anything
+                yield row | {"error": described(error)[:200]}
+
+
+@contextmanager
+def order_of_sums(fixed: bool) -> Iterator[None]:
+    """Return a context with sums in a fixed order. New memory is not filled, as torch would: that takes time."""
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(fixed)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+def once(call: Call, inputs: Grads) -> Grads:
+    """Return out and the gradients of q, k, v."""
+    q, k, v, dout = inputs
+    saved = call.forward(q, k, v)
+    return saved.out, *call.backward(dout, q, k, v, saved)
+
+
+def difference(x: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest expected value."""
+    return float((x.float() - expected.float()).abs().max() / expected.float().abs().max())
+
+
+def same_bits(call: Call, inputs: Grads) -> int:
+    """Return how many of REPEATS backwards have the bits of the first."""
+    q, k, v, dout = inputs
+    saved = call.forward(q, k, v)
+    first = call.backward(dout, q, k, v, saved)
+    again = (call.backward(dout, q, k, v, saved) for _ in range(REPEATS))
+    return sum(all(map(torch.equal, first, grads)) for grads in again)
+
+
+def milliseconds(call: Call, inputs: Grads, name: str, device: torch.device) -> float:
+    """Return the time of a pass."""
+    q, k, v, dout = inputs
+    timed: Callable[[], object] = partial(call.forward, q, k, v)
+    if name != PASSES[0]:
+        timed = partial(call.backward, dout, q, k, v, call.forward(q, k, v))
+    return kernels.milliseconds(timed) if device.type == "cuda" else median(clocked(timed, device, 3))
