@@ -1,10 +1,12 @@
-"""scripts/train.py: the same training on any number of ranks, also from a checkpoint of another number of ranks."""
+"""scripts/train.py: the same training on any number of ranks, also from a checkpoint of another number of ranks.
+
+`verification/faults/training_process.py` has a full disk and a second training in the folder.
+"""
 
 import argparse
 import importlib
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -172,31 +174,6 @@ def test_a_rank_whose_launcher_has_ended_does_not_begin() -> None:
     command = [sys.executable, "scripts/train.py"]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "Error" not in done.stderr  # it would miss its group's address
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize("start", ("train.py", "torchrun"))
-def test_a_second_training_in_the_folder_is_refused(tmp_path: Path, start: str) -> None:
-    with checkpoint_lock.hold(tmp_path):
-        done = run(*STARTS[start], "--folder", str(tmp_path), "--steps", "1")
-    assert done.returncode and f"{tmp_path} is held by process {os.getpid()} of " in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_a_full_disk_keeps_the_checkpoint_before_it(tmp_path: Path) -> None:
-    trained(tmp_path, "--steps 1")
-    before = (tmp_path / "record.json").read_text()
-    words = f"scripts/train.py --ranks 2 --resume --steps 3 --every 1 --folder {tmp_path} --json {tmp_path}/record.json"
-    command = ["prlimit", "--fsize=20000:20000", sys.executable, *words.split()]
-    done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert re.search(r"cannot write .*/__\d_0.distcp: File too large; .* MiB are free on its disk", done.stderr)
-    assert {path.name for path in tmp_path.iterdir()} == {".lock", "step-1", "record.json"}
-    assert (tmp_path / "record.json").read_text() == before
-    assert len(trained(tmp_path, "--steps 3 --resume")) == 3
 
 
 def test_data_groups_that_do_not_divide_the_ranks_are_refused() -> None:

@@ -27,25 +27,14 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS.keys())
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_loops(pattern: Pattern, kv_heads: int) -> None:
-    x = example(9, 9, heads=4, kv_heads=kv_heads, batch=2)
-    assert_all_close(everything(x, pattern), loops(x, pattern))
-    assert_all_close(everything(x, pattern, scale=-1.3), loops(x, pattern, scale=-1.3))
-    assert_all_close(everything(x, pattern, weights="detached"), loops(x, pattern, detached=True))
-
-
 SINKS = torch.tensor([0.4, -inf, -1.5, 2.0], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS.keys())
-@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("softcap", [None, 0.5, 3.0])
-def test_loops_with_another_value_head_dim_softcap_and_sinks(
-    pattern: Pattern, kv_heads: int, softcap: float | None
-) -> None:
-    for value_dim in (1, 5):
+def test_loops(pattern: Pattern, kv_heads: int, softcap: float | None) -> None:
+    for value_dim in (3, 5):
         x = example(9, 9, heads=4, kv_heads=kv_heads, batch=2, value_dim=value_dim)._replace(softcap=softcap)
         for sinks in (None, SINKS):
             x = x._replace(sinks=sinks)

@@ -9,7 +9,7 @@ from reference import Pattern
 from reference.oracle import attention_and_gradients
 from ring import Layout
 from ring.compute import kernel_choice
-from tests.support.attention_cases import call, inputs, plain
+from tests.support.attention_cases import call, inputs
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
 
@@ -55,20 +55,6 @@ def test_the_oracle_agrees(lengths: tuple[int, ...], order: str, p: int, exchang
         for rank, found in enumerate(Simulation(p, 0).run(step)):
             for x, y, dim in zip(found, wanted, (1, 2, 1, 1, 1), strict=True):
                 torch.testing.assert_close(x, layout.shard(y, rank, dim), rtol=1e-11, atol=1e-11)
-
-
-def test_a_group_can_be_used_after_wrong_documents() -> None:
-    x, layout = torch.randn(1, 4, 1, 4), Layout.contiguous(8, 2)
-
-    def step(transport: SimulatedTransport) -> torch.Tensor:
-        for documents in ((3, 4), (8 - transport.rank, transport.rank)):
-            with pytest.raises(ValueError, match="documents must"):
-                plain(x, x, x, Pattern.dense(documents=documents), layout, group=transport)
-        return plain(x, x, x, Pattern.dense(documents=(4, 4)), layout, group=transport)
-
-    alone = plain(x, x, x, Pattern.dense(), Layout.contiguous(4, 1))
-    for found in Simulation(2, 0).run(step):
-        torch.testing.assert_close(found, alone)
 
 
 @pytest.mark.parametrize("exchange", ("ring", "direct", "gather", "all-to-all"))

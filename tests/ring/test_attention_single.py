@@ -12,7 +12,7 @@ import torch
 import ring.execute
 from reference.fast_oracle import Inputs, evaluate
 from reference.oracle import attention, gradients
-from reference.pattern import Branch, Pattern, multiplicity
+from reference.pattern import Branch, Pattern
 from ring import Layout
 from ring.caching.bounded_cache import BoundedCache
 from ring.compute import kernel_choice, kernels
@@ -73,14 +73,6 @@ def test_the_oracle_agrees_in_fp64(pattern: str, order: str, kernel: str, with_l
 @pytest.mark.parametrize("order", LAYOUTS)
 def test_the_oracle_agrees_on_packed_documents(order: str, kernel: str, dtype: torch.dtype) -> None:
     check(inputs(dtype=dtype), PACKED, LAYOUTS[order](17), kernel != "flash", kernel=kernel)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("order", ("contiguous", "hilbert"))
-def test_the_oracle_agrees_in_other_types(order: str, pattern: str, dtype: torch.dtype) -> None:
-    for with_lse in (False, True):
-        check(inputs(dtype=dtype), PATTERNS[pattern], LAYOUTS[order](17), with_lse)
 
 
 @pytest.mark.parametrize("kernel", ("auto", "math", "flash"))
@@ -149,39 +141,6 @@ def test_one_tensor_as_q_k_and_v() -> None:
     out = plain(x, x, x, PATTERNS["longnet"], Layout.contiguous(17, 1))
     (got,) = torch.autograd.grad(out, [x], dout)
     torch.testing.assert_close(got, sum(gradients(x, x, x, PATTERNS["longnet"], dout)), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("kernel", ("auto", "math"))
-@pytest.mark.parametrize("order", ("contiguous", "hilbert"))
-@pytest.mark.parametrize("pattern", [*PATTERNS, "alone"])
-@pytest.mark.parametrize("where", ("q", "k", "v"))
-@pytest.mark.parametrize("bad", (float("nan"), INF))
-def test_no_number_reaches_the_rows_that_see_it(bad: float, where: str, pattern: str, order: str, kernel: str) -> None:
-    """Exactly those, but for values: a key that the causal mask hides weighs 0; 0 * NaN is NaN, as in the oracle."""
-    chosen = Pattern((Branch(1),)) if pattern == "alone" else PATTERNS[pattern]
-    q, k, v, *_ = inputs()
-    layout, row, head = LAYOUTS[order](17), 6, 1
-    {"q": q, "k": k, "v": v}[where][1, row, head, 3] = bad
-    out, lse = call(q, k, v, chosen, layout, kernel=kernel)
-    at = layout.positions(0)
-    sees, near = (multiplicity(x, at, at, 4) > 0 for x in (chosen, Pattern(chosen.branches)))  # (H, Nq, Nk)
-    hit, shared = torch.zeros(4, 17, dtype=torch.bool), slice(2 * head, 2 * head + 2)  # query heads of a key/value head
-    if where == "q":
-        hit[head, row] = sees[head, row].any()
-    else:
-        hit[shared] = sees[shared, :, row]
-    finite = out.isfinite().all(-1).transpose(1, 2)  # (B, H, N)
-    assert finite[0].all()
-    unseen = ~sees.any(-1)
-    if where == "v":
-        assert not (finite[1] & hit).any()
-        finite[1, shared] |= near[shared, :, row]
-        assert finite[1].all() and (lse.isfinite() | unseen).all()
-    elif bad == INF and where == "k":  # a score of -inf has weight 0: it may leave no trace
-        assert (finite[1] | hit).all() and (lse[1].isfinite() | hit | unseen).all()
-    else:
-        assert finite[1].logical_not().equal(hit)
-        assert (~lse[1].isfinite() & ~unseen).equal(hit)
 
 
 def test_huge_half_precision_scores() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from reference.shards import default_bucket
 from ring import Layout, ring_attention
 from ring.comm.buffer_meter import measure
 from ring.comm.transport import RecordingTransport, SoloTransport
-from ring.nn import ContextParallel, LongNetBlock, SelfAttention, longnet_pattern, next_tokens, rotary
+from ring.nn import ContextParallel, LongNetBlock, SelfAttention
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
 
@@ -71,29 +70,6 @@ def test_ranks_compare_their_calls_unless_told_otherwise() -> None:
             ring_attention(x, x, x, Pattern.dense(), layout, group=transport, name=f"layer {transport.rank}")
 
     Simulation(2, 0).run(step)
-
-
-SIGNED: dict[Callable[..., Any], dict[str, Any]] = {
-    Branch: {"segment_length": None, "dilation_rate": 1, "offset": 0, "heads": None, "window": None},
-    Pattern: {"causal": False, "documents": None},
-    Pattern.dense: {"causal": False, "documents": None, "window": None},
-    Pattern.longnet: {"causal": False, "offsets": "paper", "documents": None},
-    Pattern.head_groups: {"causal": False, "documents": None},
-    longnet_pattern: {"causal": True, "offsets": "torchscale"},
-    Layout.shard: {"dim": 1},
-    Layout.unshard: {"dim": 1},
-    ContextParallel: {
-        "group": None, "exchange": "direct", "bucket": None, "kernel": "auto", "check": True, "documents": None
-    },
-    next_tokens: {"ahead": 1, "documents": None, "ignored": -100},
-    rotary: {"theta": 10000.0},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("made", "documented"), SIGNED.items(), ids=lambda x: getattr(x, "__qualname__", ""))
-def test_what_is_made_without_arguments_is_as_documented(made: Callable[..., Any], documented: dict[str, Any]) -> None:
-    parameters = inspect.signature(made).parameters.values()
-    assert {x.name: x.default for x in parameters if x.default is not x.empty} == documented
 
 
 ALONE = ContextParallel(Layout.contiguous(9, 1), SoloTransport())

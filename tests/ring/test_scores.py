@@ -1,4 +1,7 @@
-"""Sinks, softcap and a value head dim of its own, held to their formula in one process in fp64."""
+"""Sinks, softcap and a value head dim of its own, held to their formula in one process in fp64.
+
+`test_attention_cross.py` and `test_all_to_all.py` have them on several ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from reference.pattern import Branch, Pattern
-from ring import Layout, Transport, count_kernels, ring_attention
-from ring.comm.buffer_meter import measure
-from ring.comm.transport import RecordingTransport
+from ring import Layout, count_kernels, ring_attention
 from tests.support.attention_cases import LAYOUTS, PACKED, PATTERNS, call, normal, plain
 from tests.support.dense_scores import results
-from tests.support.ranks import Ranks
-from verification.run.simulation.simulation import Simulation
 
 EXACT = 1e-12  # fp64, results of the order of 1 to 100
 INF = math.inf
@@ -47,51 +45,35 @@ def converted(given: list[Any], dtype: torch.dtype) -> list[Any]:
     return [None if x is None else x.to(dtype) for x in given]
 
 
-def of_rank(
-    transport: Transport | None, rank: int, given: list[Any], pattern: Pattern, layout: Layout, **options: Any
-) -> dict[str, Tensor]:
-    """Return the results of one rank, without dlse without lse. given: whole q, k, v, sinks, dout and dlse; sinks and
-    dlse may be None.
+def alone(given: list[Any], pattern: Pattern, order: str = "contiguous", **options: Any) -> dict[str, Tensor]:
+    """Return the results on one rank, in the order of the sequence; without dlse without lse. given: q, k, v, sinks,
+    dout and dlse; sinks and dlse may be None.
     """
+    layout = LAYOUTS[order](TOKENS)
     q, k, v, sinks, dout, dlse = given
     names = {"dq": q, "dk": k, "dv": v}
-    leaves = [layout.shard(x, rank).requires_grad_() for x in names.values() if x is not None]
+    leaves = [layout.shard(x, 0).requires_grad_() for x in names.values() if x is not None]
     if sinks is not None:
         leaves.append(sinks.detach().requires_grad_())
         names["dsinks"] = sinks
-    options |= {"group": transport, "sinks": leaves[3] if leaves[3:] else None}
-    outputs, slopes = {}, [layout.shard(dout, rank)]
+    options["sinks"] = leaves[3] if leaves[3:] else None
+    outputs, slopes = {}, [layout.shard(dout, 0)]
     if dlse is None:
         outputs["out"] = plain(*leaves[:3], pattern, layout, **options)
     else:
         outputs["out"], outputs["lse"] = call(*leaves[:3], pattern, layout, **options)
-        slopes.append(layout.shard(dlse, rank, 2))
+        slopes.append(layout.shard(dlse, 0, 2))
     grads = torch.autograd.grad([*outputs.values()], leaves, slopes)
-    return {name: x.detach() for name, x in outputs.items()} | dict(zip(names, grads, strict=True))
-
-
-def whole(layout: Layout, by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the results of the whole sequence: the gradients of sinks are sums over the ranks' own rows."""
-    wholes = {}
-    for name in by_rank[0]:
-        shards = [one[name] for one in by_rank]
-        is_sum, dim = name == "dsinks", 2 if name == "lse" else 1
-        wholes[name] = torch.stack(shards).sum(0) if is_sum else layout.unshard(shards, dim)
-    return wholes
+    results = {name: x.detach() for name, x in outputs.items()} | dict(zip(names, grads, strict=True))
+    return {
+        name: x if name == "dsinks" else layout.unshard([x], 2 if name == "lse" else 1) for name, x in results.items()
+    }
 
 
 def assert_close(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
     assert set(exact) - set(ours) <= {"lse"}
     for name, x in ours.items():
         torch.testing.assert_close(x, exact[name], rtol=EXACT, atol=EXACT, msg=f"{name}: {x} is not {exact[name]}")
-
-
-def alone(given: list[Any], pattern: Pattern, order: str = "contiguous", **options: Any) -> dict[str, Tensor]:
-    layout = LAYOUTS[order](TOKENS)
-    return whole(layout, [of_rank(None, 0, given, pattern, layout, **options)])
-
-
-# --- one rank ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -153,14 +135,6 @@ def test_large_sinks_take_all_the_weight(dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours["dsinks"], dlse.to(work).sum((0, 2)))
 
 
-def test_a_row_that_sees_nothing_sees_its_sink() -> None:
-    given = drawn(SINKS)
-    ours = alone(given, PATTERNS["gaps"])
-    unseen = results([*given[:3], None, *given[4:]], PATTERNS["gaps"])["lse"] == -INF
-    assert unseen.any() and (ours["out"].transpose(1, 2)[unseen] == 0.0).all()
-    assert (ours["lse"] == SINKS[:, None])[unseen].all()
-
-
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("in_16_bits", (False, True))
 @pytest.mark.parametrize("softcap", (None, 0.5))
@@ -200,17 +174,6 @@ def test_gradcheck() -> None:
         return call(q, k, v, PATTERNS["gaps"], Layout.contiguous(6, 1), sinks=sinks, softcap=0.8)
 
     assert torch.autograd.gradcheck(function, (q, k, v, sinks))
-
-
-def test_a_second_derivative_is_refused_by_name() -> None:
-    *leaves, dout, _ = drawn(SINKS)
-    leaves = [x.detach().requires_grad_() for x in leaves if x is not None]
-    out = plain(*leaves[:3], Pattern.dense(), Layout.contiguous(TOKENS, 1), sinks=leaves[3], softcap=2.0)
-    grads = torch.autograd.grad(out, leaves, dout, create_graph=True)
-    assert len(grads) == 4
-    for grad, leaf in itertools.product(grads, leaves):
-        with pytest.raises(NotImplementedError, match="ring_attention: double backward"):
-            torch.autograd.grad(grad.sum(), leaf, retain_graph=True)
 
 
 def test_autocast_leaves_sinks_in_fp32() -> None:
@@ -288,81 +251,3 @@ def test_a_graph_refuses_what_a_call_refuses() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             compiled(q, k, v, Pattern.dense(), Layout.contiguous(TOKENS, 1), **options)
-
-
-# --- ranks ------------------------------------------------------------------------------------------------------------
-
-
-def layout_of(order: str, world: int) -> Layout:
-    if order == "empty":  # one shard has nothing, the last almost everything
-        return Layout.from_cuts(range(TOKENS), (0, *(2 * i for i in range(world - 1)), TOKENS))
-    return getattr(Layout, order)(TOKENS, world)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("order", ("zigzag", "empty", "hilbert"))
-@pytest.mark.parametrize("exchange", ("ring", "direct", "gather", "all-to-all"))
-@pytest.mark.parametrize("world", (2, 4))
-def test_ranks_give_the_results_of_one(world: int, exchange: str, order: str) -> None:
-    """In buckets of a few keys and of all, with key/value heads for each query head and for several."""
-    layout = layout_of(order, world)
-    for number, (name, pattern) in enumerate(ALL_PATTERNS.items()):
-        dims, kv_heads = ((5, 3), (2, 7), (4, 4))[number % 3], (2, 1, 4)[number % 3]
-        options: dict[str, Any] = {"bucket": (3, None)[number % 2], "exchange": exchange}
-        softcap = (0.7, None)[number // 2 % 2]
-        given = drawn(SINKS, kv_heads, dims, through_lse=number % 2 == 0)
-
-        def step(transport: Transport, given: Any = given, pattern: Pattern = pattern) -> dict[str, Tensor]:
-            return of_rank(transport, transport.rank, given, pattern, layout, softcap=softcap, **options)  # noqa: B023
-
-        try:
-            assert_close(whole(layout, Simulation(world, number).run(step)), results(given, pattern, softcap=softcap))
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
-
-
-def _of_gloo(exchange: str) -> dict[str, Tensor]:
-    layout = layout_of("zigzag", dist.get_world_size())
-    pattern = PATTERNS["longnet causal"]
-    return of_rank(None, dist.get_rank(), drawn(SINKS), pattern, layout, exchange=exchange, bucket=4, softcap=0.7)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("exchange", ("ring", "direct", "gather", "all-to-all"))
-def test_processes_give_the_results_of_one(ranks: Ranks, exchange: str) -> None:
-    exact = results(drawn(SINKS), PATTERNS["longnet causal"], softcap=0.7)
-    assert_close(whole(layout_of("zigzag", 4), ranks(4).run(_of_gloo, exchange)), exact)
-
-
-@pytest.mark.ranks
-def test_a_slot_has_the_numbers_of_a_key_and_of_a_value_and_sinks_are_not_sent() -> None:
-    """Every rank sends all its 4 keys of 2 heads to the other: 8 slots of a batch of 2."""
-    layout = Layout.contiguous(8, 2)
-
-    def step(transport: Transport, dims: tuple[int, int], sinks: Tensor | None) -> tuple[int, int, int]:
-        recording = RecordingTransport(transport)
-        given = [None if x is None else x[:, :8] if x.dim() == 4 else x for x in drawn(sinks, dims=dims)]
-        with measure(recording) as meter:
-            of_rank(recording, transport.rank, [*given[:5], None], Pattern.dense(), layout)
-        there, back = (sum(size for _, size, label in recording.sent if label.startswith(x)) for x in ("keys", "grad"))
-        return there, back, meter.bytes
-
-    for dims, sinks in itertools.product(((5, 5), (5, 3), (2, 7)), (None, SINKS)):
-        slots = 8 * 2 * sum(dims) * 8  # in bytes of fp64
-        for there, back, held in Simulation(2, 0).run(partial(step, dims=dims, sinks=sinks)):
-            assert (there, back) == (2 * slots, slots)  # keys in forward and backward
-            assert held % slots == 0
-
-
-@pytest.mark.ranks
-def test_another_sink_on_one_rank_is_refused_and_the_next_call_right() -> None:
-    layout = layout_of("zigzag", 2)
-    given = drawn(SINKS)
-
-    def step(transport: Transport) -> dict[str, Tensor]:
-        mine = [x if i != 3 or x is None else x + transport.rank for i, x in enumerate(given)]
-        with pytest.raises(ValueError, match="sinks must be the same on every rank: rank 0 has 0.3 as number 0 of 4"):
-            of_rank(transport, transport.rank, mine, Pattern.dense(), layout)
-        return of_rank(transport, transport.rank, given, Pattern.dense(), layout)
-
-    assert_close(whole(layout, Simulation(2, 0).run(step)), results(given, Pattern.dense()))

@@ -5,7 +5,7 @@ A defect is on ranks only: one process has no shards to get wrong. Public bugs o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from reference.pattern import Pattern
 from ring.nn import IGNORED, ContextParallel, RingAttention, average_gradients, cross_entropy, next_tokens
@@ -45,12 +44,6 @@ class LabelsShiftedAfterSharding(Plain):
         return replace(part, labels=next_tokens(part.tokens))
 
 
-class PaddingCounted(Plain):
-    def shard(self, batch: WholeBatch, run: Run) -> Part:
-        labels = torch.where(batch.padding, batch.tokens, batch.labels)  # pad tokens as labels of their own
-        return super().shard(replace(batch, labels=labels), run)
-
-
 class EndsOfDocumentsLabelled(Plain):
     """The last token of a document predicts the next document (bionemo-recipes#1449)."""
 
@@ -66,17 +59,6 @@ class PositionsLocal(Plain):
     def shard(self, batch: WholeBatch, run: Run) -> Part:
         part = super().shard(batch, run)
         return replace(part, positions=torch.arange(part.tokens.shape[1]))
-
-
-class PositionsNotReset(Plain):
-    """Positions run on from one document to the next: rotary scores do not change, a table of positions does."""
-
-    def layer(self, ranks: bool) -> type[Layer]:
-        return WithTable
-
-    def shard(self, batch: WholeBatch, run: Run) -> Part:
-        assert run.context is not None
-        return replace(super().shard(batch, run), positions=run.context.layout.positions(run.context.rank))
 
 
 # --- losses ---
@@ -153,14 +135,6 @@ class RouterLossOfLocalTokens(Plain):
         return replace(case.without_empty_shards(), packed=None, padding=False, accumulation=1)
 
 
-class LossOfThisRank(Plain):
-    """Gradients are right, but the loss that is logged is this rank's share."""
-
-    def step(self, model: nn.Module, optimizer: Any, batches: Sequence[WholeBatch], run: Run) -> Any:
-        loss, norm = super().step(model, optimizer, batches, run)
-        return loss / run.case.world, norm
-
-
 # --- gradients, clipping, optimizer ---
 
 
@@ -173,24 +147,6 @@ class NotOverContext(Plain):
 
     def clip(self, model: nn.Module, run: Run) -> Any:
         return torch_clip(model, run)
-
-
-class DdpOverData(NotOverContext):
-    def wrap(self, model: nn.Module, run: Run) -> nn.Module:
-        if run.case.wrapper != "ddp":
-            return super().wrap(model, run)
-        return DistributedDataParallel(model, process_group=mesh_of(run)["data"].get_group())
-
-
-class ClippedBeforeReduction(Plain):
-    norm: Any = None
-
-    def reduce(self, model: nn.Module, run: Run) -> None:
-        self.norm = torch_clip(model, run)
-        super().reduce(model, run)
-
-    def clip(self, model: nn.Module, run: Run) -> Any:
-        return self.norm
 
 
 class NormOfLocalShards(Plain):
@@ -213,14 +169,6 @@ class ZeroedLate(Plain):
         optimizer = super().optimizer(parameters, run)
         if run.mesh is not None:
             vars(optimizer)["zero_grad"] = lambda: None
-        return optimizer
-
-
-class RateScaledByWorld(Plain):
-    def optimizer(self, parameters: Any, run: Run) -> torch.optim.Optimizer:
-        optimizer = super().optimizer(parameters, run)
-        for group in optimizer.param_groups:
-            group["lr"] *= run.case.world if run.mesh is not None else 1
         return optimizer
 
 
@@ -302,34 +250,11 @@ class GatheredInOrderOfRanks(Plain):
 # --- modules ---
 
 
-class WithTable(Layer):
-    """Adds a table of positions."""
-
-    def new_mixer(self) -> nn.Module:
-        return nn.Embedding(64, 8)
-
-    def forward(self, x: Tensor, positions: Tensor, context: ContextParallel | None) -> Tensor:
-        x = x + self.mixer(positions)
-        x = x + self.attention(self.attention_norm(x), positions, context)
-        return x + self.down(functional.gelu(self.up(self.feed_norm(x))))
-
-
 class SequenceNorm(nn.Module):
     """Normalises over the sequence, of which each rank sees its part."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x / (1.0 + x.square().mean(1, keepdim=True)) if x.shape[1] else x
-
-
-class Convolution(nn.Module):
-    """Convolves along the sequence, causally, without the tokens before the shard."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv1d(8, 8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.convolution(functional.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
 
 
 class Mean(nn.Module):
@@ -370,21 +295,9 @@ class NormOverSequence(Unpacked):
         return mixing(SequenceNorm)
 
 
-class ConvolutionWithoutHalo(Unpacked):
-    def layer(self, ranks: bool) -> type[Layer]:
-        return mixing(Convolution)
-
-
 class PooledOutput(Unpacked):
     def layer(self, ranks: bool) -> type[Layer]:
         return mixing(Pooled)
-
-
-class Dropped(Plain):
-    """Dropout is off in the one process only."""
-
-    def layer(self, ranks: bool) -> type[Layer]:
-        return mixing(lambda: nn.Dropout(0.5 * ranks))
 
 
 class LocalAttention(Attention):
@@ -468,22 +381,16 @@ SCALE = "times the expected ones: no single module"
 NO_MODULE = f"the loss, not a module|{SCALE}|their reduction or clipping|and the gradients of the parameters too"
 DEFECTS = (
     Defect(LabelsShiftedAfterSharding, NO_MODULE),
-    Defect(PaddingCounted, NO_MODULE),
     Defect(EndsOfDocumentsLabelled, NO_MODULE),
     Defect(PositionsLocal, "the model is called with other positions"),
-    Defect(PositionsNotReset, "the model is called with other positions"),
     Defect(MeanOfEachRank, NO_MODULE),
     Defect(AveragedTwice, SCALE),
     Defect(MeanOfMicroBatches, NO_MODULE),
     Defect(SumOfMicroBatches, NO_MODULE),
     Defect(RouterLossOfLocalTokens, NO_MODULE),
-    Defect(LossOfThisRank, NO_MODULE),
     Defect(NotOverContext, NO_MODULE),
-    Defect(DdpOverData, NO_MODULE),
-    Defect(ClippedBeforeReduction, NO_MODULE),
     Defect(NormOfLocalShards, NO_MODULE),
     Defect(ZeroedLate, "step two's gradients include step one's: are they zeroed"),
-    Defect(RateScaledByWorld, NO_MODULE),
     Defect(CountNotReduced, "and the gradients of the parameters too"),
     Defect(CountNotUpdated, "buffers: count on rank 0 .* did not change; in one process it did"),
     Defect(LogitsOfSomeTokens, "logits: no rank recorded the logits of token"),
@@ -491,9 +398,7 @@ DEFECTS = (
     Defect(ChangedContext, "the cause is in the backward of layers.1"),
     Defect(GatheredInOrderOfRanks, "the model is called with other tokens and positions"),
     Defect(NormOverSequence, "whose output differs is layers.0.mixer,"),
-    Defect(ConvolutionWithoutHalo, "whose output differs is layers.0.mixer.convolution,"),
     Defect(PooledOutput, "whose output differs is layers.0.mixer.pool,"),
-    Defect(Dropped, "whose output differs is layers.0.mixer,"),
     Defect(AttentionNotSharded, "the cause is in the forward of layers.0.attention,"),
     Defect(KeysWithoutGradient, "the cause is in the backward of layers.1.attention"),
 )

@@ -20,7 +20,7 @@ from verification.check.laws.law import MAX_INTEGER
 from verification.check.supported import check_supported
 from verification.experiments import EXAMPLES, law_experiment
 from verification.problems import real_size
-from verification.replay.registry import OWN_ADAPTERS, READERS, REMOVED, Saved, SavedExample
+from verification.replay.registry import OWN_ADAPTERS, READERS, Saved, SavedExample
 from verification.report.report import Report
 from verification.run.backends import MAX_RANKS, Backend
 
@@ -105,8 +105,6 @@ def read_law(record: dict[str, Any]) -> Saved:
     validators.exactly("a counter-example of a law", record, ["law", "case", "how"])
     known = {law.name: law for law in LAWS}
     name, how = record["law"], record["how"]
-    if isinstance(name, str) and name in REMOVED:
-        raise ValueError(f"law is {name!r}, which runs check no more; it is tested in {REMOVED[name]}")
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"law is {name!r}; it must be one of {', '.join(known)}")
     case = read_own_case(record["case"])

@@ -30,20 +30,6 @@ class Saved(Protocol):
         """Check the example on the ranks of the backend, and report the result. file: the saved record."""
 
 
-# Laws that runs no longer check, by the name in saved records, and the tests that replaced them.
-REMOVED = {
-    "what is kept is bounded": "tests/ring/caching",
-    "patterns are as published": "tests/reference/test_published_patterns.py",
-    "patterns and layouts are values": "tests/reference/test_pattern.py and tests/ring/test_layout.py",
-    "made layouts are as defined": "tests/ring/test_layout.py and tests/ring/test_balance.py",
-    "plans of long sequences": "tests/ring/plan/test_plan.py",
-    "kernel calls keep to the bucket": "tests/ring/plan/test_plan.py",
-    "plans compute the pattern": "tests/ring/plan/test_plan.py",
-    "compiled calls are calls": "tests/ring/test_torch_compile.py",
-    "defaults are as documented": "tests/ring/test_defaults.py",
-    "a group that ends is let go": "tests/ring/comm/test_group_ends.py",
-}
-
 OWN_ADAPTERS = "verification.peers.adapters."  # these modules may be named by a file
 
 # Field of the record -> function that reads it, or raises ValueError. Imported on use: some are in folders that import

@@ -1,4 +1,7 @@
-"""The cause of a real ring's wrong results on real ranks, found from a small Case, and what the command says of it."""
+"""The cause of a real ring's wrong results on real ranks, found from a small Case, and what the command says of it.
+
+`test_causes.py` has all causes, in one process.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,8 @@ SMALL = plain(2, tokens=4, pattern=Pattern.dense(True), heads=4, kv_heads=2, hea
 CAUSES = {
     "local_mask": "out, dq, dk and dv are, to rounding, as if the mask compared positions within the shards",
     "neighbours_gradients": "dk and dv on rank 0 are, to rounding, what rank 1 should hold",
-    "last_hop_skipped": r"as if queries did not see the keys of the next rank \(the last hop",
-    "own_block_twice": "as if, in the forward alone, queries counted the keys of their own rank twice",
     "partial_lse": "as if, in the backward, lse were each time that of one rank's keys, not of all",
-    "summed_over_ranks": "dk and dv are, to rounding, 2 times the exact ones: by the number of ranks",
-    "scale_twice": "dq and dk are, to rounding, 0.707 times the exact ones: by the scale",
-    "gqa_interleaved": "as if head h used key/value head h % Hk",
     "bf16_gradients": "the errors of dk and dv are no larger than those of rounding to bfloat16 .* a bfloat16 number",
-    "bf16_out": "the errors of out are no larger than those of rounding to bfloat16 .* those of dq and dk follow",
-    "diagonal_off_by_one": "as if the causal mask were off by one: j < i",
 }
 
 

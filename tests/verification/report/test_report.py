@@ -19,7 +19,6 @@ import pytest
 from reference.pattern import Branch, Pattern
 from tests.support.plain_case import plain
 from tests.support.printed import printed, recording, unbroken
-from verification.case import Keys
 from verification.check.laws import LAWS
 from verification.check.properties import PROPERTIES
 from verification.failures import RankHang, RankState, VerificationFailure, WrongResult
@@ -280,125 +279,42 @@ def test_a_record_names_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert provenance.commit() == head + "+"
 
 
-# Features on paper.
 case = partial(plain, tokens=24, heads=4, kv_heads=4, bucket=16, kernel="auto")
 
 
-def seen(*branches: Branch) -> dict[str, Any]:
-    return {"pattern": Pattern(branches)}
+def packed(*documents: int, **branch: Any) -> dict[str, Any]:
+    return {"pattern": Pattern((Branch(**branch),), True, documents)}
 
 
-def packed(*documents: int, segment: int | None = None, window: int | None = None) -> dict[str, Any]:
-    return {"pattern": Pattern((Branch(segment, window=window),), documents=documents)}
+def near(window: int, **branch: Any) -> dict[str, Any]:
+    return {"pattern": Pattern((Branch(window=window, **branch),), True)}
 
 
-def near(*windows: int | None, causal: bool = True, **branch: Any) -> dict[str, Any]:
-    """Branches that differ in their windows."""
-    return {"pattern": Pattern(tuple(Branch(window=window, **branch) for window in windows), causal)}
-
-
-SOME = Branch(heads=range(1, 3))
-# Feature -> changes to the Case above that make it have the feature; and changes that come close, and do not.
+# Features that are computed from masks and shards -> changes to the Case above that have the feature, and that come
+# close.
 EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
-    "subgroup": ({"world": 3, "group": (0, 2)}, {"world": 3, "group": (0, 1, 2)}),
-    "subgroup without rank 0": ({"world": 3, "group": (1, 2)}, {"world": 3, "group": (0, 2)}),
-    "empty shard": ({"cuts": (0, 0, 24)}, {"cuts": (0, 1, 24)}),
-    "fewer tokens than ranks": ({"tokens": 1}, {"tokens": 2}), "ranks do not divide tokens": ({"tokens": 23}, {}),
-    "uneven cuts": ({"cuts": (0, 10, 24)}, {"cuts": (0, 12, 24)}), "one token": ({"tokens": 1}, {}),
-    "more than 32 tokens": ({"tokens": 33}, {"tokens": 32}), "dense": ({}, seen(Branch(24))),
-    "causal": ({"pattern": Pattern.dense(True)}, {}), "not causal": ({}, {"pattern": Pattern.dense(True)}),
-    "segments": (seen(Branch(23)), seen(Branch(24))), "segment on several ranks": (seen(Branch(8)), seen(Branch(12))),
-    "w > n": (seen(Branch(25)), seen(Branch(24))), "short tail": (seen(Branch(5)), seen(Branch(8))),
-    "offset past a short tail": (seen(Branch(5, 5, 4)), seen(Branch(5, 5, 3))),  # the tail has 4 tokens
-    "documents": (packed(24), {}), "no documents": ({}, packed(24)),
-    "several documents": (packed(1, 23), packed(0, 24, 0)), "empty document": (packed(0, 24), packed(1, 23)),
-    "document of one token": (packed(1, 23), packed(2, 0, 22)),
-    "equal documents": (packed(10, 4, 10), packed(1, 0, 0, 1, 22)),
-    "document on several ranks": (packed(10, 4, 10), packed(10, 2, 12)),
-    "document on three ranks": ({"world": 3} | packed(7, 10, 7), {"world": 3} | packed(7, 9, 8)),
     "document that ends by a shard's end": (packed(11, 13), packed(10, 4, 10)),
-    "document after a short tail": (packed(10, 14, segment=8), packed(16, 8, segment=8)), "window": (near(23), {}),
-    "no window": ({}, near(None, 23)), "window 0": (near(0), near(1)),
+    "document after a short tail": (packed(10, 14, segment_length=8), packed(16, 8, segment_length=8)),
     "window that hides nothing": (near(7, segment_length=8), near(6, segment_length=8)),
-    "window that is not causal": (near(22, causal=False), near(23, causal=False)),
-    "window with dilation": (near(21, dilation_rate=2), near(22, dilation_rate=2)),  # 0 2 4 .. 22
-    "window that ends between steps": (near(4, dilation_rate=3), near(3, dilation_rate=3)),
     "window cut by a segment": (near(1, segment_length=8), near(0, segment_length=8)),
     "window cut by a document": (packed(8, 16, window=1), packed(0, 24, window=1)),
     "window over a shard's end": (near(1), near(1, segment_length=4)),
-    "window on three ranks": ({"world": 3} | near(9), {"world": 3} | near(8)),  # the second rank has 8 to 15
-    "window in some branches only": (near(None, 3), near(3, 4)),
-    "several windows": (near(None, 3, 4), near(None, 3, 3)), "dilation": (seen(Branch(8, 2)), seen(Branch(8, 1))),
-    "r > w": (seen(Branch(3, 4)), seen(Branch(4, 4))),
-    "r does not divide w": (seen(Branch(8, 3)), seen(Branch(8, 4))),
-    "offset": (seen(Branch(8, 2, 1)), seen(Branch(8, 2))),
-    "offset past the segment": (seen(Branch(3, 4, 3)), seen(Branch(3, 4, 2))),
-    "offsets by head": (seen(Branch(8, 2, (0, 0, 0, 1))), seen(Branch(8, 2, (1, 1, 1, 1)))),
-    "one branch": (seen(SOME), seen(SOME, SOME)), "several branches": (seen(SOME, SOME), {}),
-    "several branches on a row": (
-        seen(Branch(8, 2), Branch(8, 3)), seen(Branch(None, 2), Branch(None, 2, 1), Branch(None, 30, 29, range(0, 1))),
+    "branches of other heads read one key": tuple(
+        {"kv_heads": 2, "pattern": Pattern(tuple(Branch(w, r, 0, range(i, i + 1)) for w, r, i in parts))}
+        for parts in (((8, 2, 0), (None, 5, 1)), ((8, 2, 1), (8, 2, 2), (4, 1, 1)))
     ),
-    "branch for some heads only": (seen(SOME), seen(Branch(heads=range(0, 4)))),
-    "head without branch": (seen(SOME), seen(SOME, Branch(heads=range(0, 1)), Branch(heads=range(3, 4)))),
-    "branches of other heads read one key": (
-        {"kv_heads": 2, **seen(Branch(8, 2, heads=range(0, 1)), Branch(None, 5, heads=range(1, 2)))},
-        {"kv_heads": 2, **seen(*(Branch(w, r, 0, range(i, i + 1)) for w, r, i in ((8, 2, 1), (8, 2, 2), (4, 1, 1))))},
-    ),
-    "dead row": (seen(Branch(8, 2)), seen(Branch(8, 2), Branch(8, 2, 1))),
-    "dead key": tuple({"kv_heads": 2, **seen(Branch(8, 2, (0, 1, last, 0)))} for last in (0, 1)),
-    "nothing but dead rows": (seen(Branch(2, 3, 2)), seen(Branch(3, 3, 2))), "MHA": ({}, {"heads": 1, "kv_heads": 1}),
-    "GQA": ({"kv_heads": 2}, {"kv_heads": 1}), "MQA": ({"kv_heads": 1}, {"kv_heads": 2}),
-    "several phases per key/value head": tuple({"kv_heads": 2, **seen(Branch(8, 2, (0, 0, x, 1)))} for x in (0, 1)),
-    "several batches": ({"batch": 2}, {}), "head dim 1": ({"head_dim": 1}, {}),
-    "values of fewer dims than keys": ({"value_dim": 3}, {"value_dim": 5}),
-    "values of more dims than keys": ({"value_dim": 5}, {}),
-    "softcap": ({"softcap": 30.0}, {}), "softcap of 1 or less": ({"softcap": 1.0}, {"softcap": 30.0}),
-    "sinks": ({"sinks": "large"}, {}), "large sinks": ({"sinks": "large"}, {"sinks": "some"}),
-    "sinks of -inf": ({"sinks": "some"}, {"sinks": "normal"}),
-    "sinks wider than q": tuple({"sinks": "normal", "dtype": "float16", "seed": seed} for seed in (1, 2)),
-    "row that sees a sink alone": ({"sinks": "normal", **seen(Branch(8, 2))}, {"sinks": "normal"}),
-    "sinks and softcap": ({"sinks": "normal", "softcap": 1.0}, {"sinks": "normal"}),
-    "head dim no power of two": ({"head_dim": 6}, {"head_dim": 1}),
-    "head dim >= 32": ({"head_dim": 32}, {"head_dim": 31}), "bucket by default": ({"bucket": None}, {}),
-    "bucket of one token": ({"bucket": 1}, {}), "bucket below a shard": ({"bucket": 11}, {"bucket": 12}),
-    "bucket beyond a shard": ({"bucket": 13}, {"bucket": 12}),
-    "bucket beyond the sequence": ({"bucket": None}, {"bucket": 24}),  # 1024 by default
+    "dead key": tuple({"kv_heads": 2, "pattern": Pattern((Branch(8, 2, (0, 1, x, 0)),))} for x in (0, 1)),
     "query rows cut": ({"world": 1, "tokens": 17}, {"world": 1, "tokens": 17, "bucket": 17}),
-    "explicit scale": ({"scale": 0.5}, {}), "scale <= 0": ({"scale": 0.0}, {}),
-    "huge scores": ({"score_scale": 32.0}, {"score_scale": 4.0}), "strided": ({"strided": True}, {}),
-    "measured": ({"measured": True}, {}),
     "scores larger than queries": tuple(  # 12 rows times 12 keys, 12 rows of 11
         {"measured": True, "kernel": "math", "bucket": 12, "head_dim": dim} for dim in (11, 12)
     ),
-    "descending stretches": tuple(  # 10 to 19, then 0 to 9; and as they were
-        {"world": 1, "tokens": 20, "order": "permuted", "seed": seed} for seed in (5, 0)
-    ),
-    "heads among neighbours": tuple({"world": 4, "exchange": x} for x in ("all-to-all:2+ring", "ring+all-to-all:2")),
-    "keys round neighbours": tuple({"world": 4, "exchange": x} for x in ("ring:2+direct", "ring")),
-    "keys among neighbours": tuple({"world": 4, "exchange": x} for x in ("ring+all-to-all:2", "all-to-all:2+ring")),
-    "fewer keys than queries": ({"keys": Keys(23)}, {"keys": Keys(24)}),
-    "more keys than queries": ({"keys": Keys(25)}, {"keys": Keys(24)}),
-    "as many keys as queries": ({"keys": Keys(24)}, {}),
-    "queries alone on a rank": ({"keys": Keys(1)}, {"keys": Keys(2)}),
-    "keys alone on a rank": ({"keys": Keys(2), "cuts": (0, 0, 24)}, {"keys": Keys(1), "cuts": (0, 0, 24)}),
-    "causal cross-attention": ({"keys": Keys(9), "pattern": Pattern.dense(True)}, {"pattern": Pattern.dense(True)}),
-    "cross-attention with segments": ({"keys": Keys(9)} | seen(Branch(4)), seen(Branch(4))),
-    "cross-attention with a window": ({"keys": Keys(9)} | near(4), near(4)),
-    "cross-attention with documents": ({"keys": Keys(24)} | packed(10, 14), packed(10, 14)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("feature", EXAMPLES)
 def test_on_paper(feature: str) -> None:
     has, lacks = ({"world": 2} | changes for changes in EXAMPLES[feature])
     assert FEATURES[feature](case(**has)) and not FEATURES[feature](case(**lacks))
-
-
-@pytest.mark.parametrize("feature", sorted(set(FEATURES) - set(EXAMPLES)))
-def test_choices(feature: str) -> None:
-    name, choice = feature.split(" ", 1)
-    assert FEATURES[feature](case(2, **{name: choice}))
-    assert sum(FEATURES[other](case(2)) for other in GROUPS[name]) == 1
 
 
 def test_features_are_counted_and_lines_name_what_is_rare_or_missing_or_all() -> None:

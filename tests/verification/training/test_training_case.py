@@ -33,7 +33,7 @@ PLAIN = small_step(2).to_dict()
         ({"world": 1}, "a TrainingCase: missing fields accumulation"),
         (PLAIN | {"colour": 1}, "unknown field colour"),
         (PLAIN | {"model": {"kind": "llama"}}, "model: missing fields bias"),
-        (PLAIN | {"calls": ["a mask"]}, "calls must be empty: calls beside the steps are tests of tests/ring/nn now$"),
+        (PLAIN | {"calls": ["a mask"]}, "a TrainingCase: unknown field calls$"),
     ],
 )
 def test_a_malformed_record_is_refused(data: object, said: str) -> None:

@@ -42,18 +42,6 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Convolution(nn.Module):
-    """Sees the two tokens before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.taps = nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.taps(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
-        return out
-
-
 class Sum(nn.Module):
     """Sums all tokens before, as a state does."""
 
@@ -68,30 +56,11 @@ class Shift(nn.Module):
         return pad(x, (0, 0, 1, 0))[:, :-1]
 
 
-class OwnScores(nn.Module):
-    """Attends by itself, in plain operations, before a module that is right."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(torch.softmax(x @ x.transpose(1, 2), -1) @ x)
-        return out
-
-
 class Mean(nn.Module):
     """Adds the mean over tokens to each."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(1, keepdim=True)
-
-
-class Counted(nn.Module):
-    """Counts positions from the first token that it gets."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.arange(x.shape[1], device=x.device)[:, None].expand(x.shape) / 8
 
 
 class Gated(nn.Module):
@@ -202,12 +171,9 @@ def other_weights() -> LlamaForCausalLM:
 IN_LAYER = "model.layers.0.mlp.mixer"
 Refused = tuple[Callable[[], Any], str]
 REFUSED: dict[str, Refused] = {
-    "convolution": (lambda: llama(Convolution()), f"the output of {IN_LAYER} (Convolution) differs"),
     "sum": (lambda: llama(Sum()), f"the output of {IN_LAYER} (Sum) differs, whose inputs agree: it mixes"),
     "shift": (lambda: llama(Shift()), f"the output of {IN_LAYER} (Shift) differs"),
-    "own attention": (lambda: llama(OwnScores()), f"the output of {IN_LAYER} (OwnScores) differs"),
     "mean": (lambda: llama(Mean()), f"the output of {IN_LAYER} (Mean) differs, whose inputs agree: it is a function"),
-    "counted": (lambda: llama(Counted()), f"the output of {IN_LAYER} (Counted) differs"),
     "gate of 0": (lambda: llama(Gated()), f"the output of {IN_LAYER} (Gated) differs"),
     "bf16": (lambda: llama(Shift()).bfloat16(), f"the output of {IN_LAYER} (Shift) differs"),
     "pooled": (lambda: BertModel(BertConfig(**SIZES)), "the output of pooler (BertPooler) differs"),

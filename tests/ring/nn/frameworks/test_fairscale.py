@@ -35,8 +35,6 @@ def _train(example: Example, zero_grad: dict[str, bool], recomputed: bool = Fals
         (Example("short", steps=3), False, {}),
         (Example("short", steps=3), True, {"set_to_none": True}),
         (Example("short", steps=3), True, {"set_to_none": False}),
-        pytest.param(Example("together", accumulation=3), False, {}, marks=pytest.mark.slow),
-        pytest.param(Example("apart", "striped", steps=3), True, {}, marks=pytest.mark.slow),
     ],
 )
 def test_it_trains_as_one_process(ranks: Ranks, example: Example, recomputed: bool, zero_grad: dict[str, bool]) -> None:
