@@ -302,6 +302,7 @@ SOME = Branch(heads=range(1, 3))
 EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
     "subgroup": ({"world": 3, "group": (0, 2)}, {"world": 3, "group": (0, 1, 2)}),
     "subgroup without rank 0": ({"world": 3, "group": (1, 2)}, {"world": 3, "group": (0, 2)}),
+    "several hosts": ({"world": 6, "hosts": 3}, {"world": 6}),
     "empty shard": ({"cuts": (0, 0, 24)}, {"cuts": (0, 1, 24)}),
     "fewer tokens than ranks": ({"tokens": 1}, {"tokens": 2}), "ranks do not divide tokens": ({"tokens": 23}, {}),
     "uneven cuts": ({"cuts": (0, 10, 24)}, {"cuts": (0, 12, 24)}), "one token": ({"tokens": 1}, {}),
