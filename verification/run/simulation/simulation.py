@@ -57,13 +57,9 @@ class Simulation:
     each has as many ranks, in order."""
 
     def __init__(
-        self,
-        size: int,
-        seed: int,
-        names: Sequence[int] | None = None,
-        delivery: DeliveryPolicy | None = None,
+        self, size: int, seed: int, names: Sequence[int] | None = None, delivery: DeliveryPolicy | None = None,
         hosts: int = 1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.size = size
         if hosts < 1 or size % hosts:
             raise ValueError(f"hosts must divide the {counted(size, 'rank')}, got {hosts}")

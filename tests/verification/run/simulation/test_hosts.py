@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,33 +104,19 @@ def test_ranks_of_one_host_leave_a_meeting_before_the_others() -> None:
     assert any(order[0] != order[1] for order in (leaving(seed, 1) for seed in SEEDS))
 
 
-def stop_after(hops: int, before: Callable[[SimulatedTransport], object] = lambda transport: None) -> Any:
-    """Numbers travel round; after so many hops rank 2 stops its host."""
-
-    def step(transport: SimulatedTransport) -> float:
-        p, rank = transport.world_size, transport.rank
-        if before(transport):
-            return 0.0
-        number = torch.full((1,), float(rank))
-        for hop in range(4):
-            if rank == 2 and hop == hops:
-                transport.stop_host()
-            incoming = torch.empty(1)
-            sent, received = (
-                Message((rank + 1) % p, number, f"hop {hop}"),
-                Message((rank - 1) % p, incoming, f"hop {hop}"),
-            )
-            transport.post([sent], [received]).wait()
-            number = incoming
-        return float(number)
-
-    return step
+def stop_in_a_ring(transport: SimulatedTransport) -> None:
+    rank = transport.rank
+    for hop in range(4):
+        if rank == 2 and hop == 1:
+            transport.stop_host()
+        sent, received = (Message((rank + step) % 4, torch.ones(1), "hop") for step in (1, -1))
+        transport.post([sent], [received]).wait()
 
 
 def test_a_host_that_stops_is_named_with_its_ranks_and_who_waits_for_it() -> None:
     for seed in SEEDS:
         with pytest.raises(Deadlock) as caught:
-            Simulation(4, seed, names=(1, 3, 4, 6), hosts=2).run(stop_after(1))
+            Simulation(4, seed, names=(1, 3, 4, 6), hosts=2).run(stop_in_a_ring)
         failure = caught.value
         assert failure.ranks("stopped") == (4, 6) and failure.ranks("blocked") == (1, 3), str(failure)
         assert failure.headline.startswith("host 1 stopped, ranks 4, 6; deadlock of 4 ranks: rank 1 waits for rank ")
@@ -139,26 +125,21 @@ def test_a_host_that_stops_is_named_with_its_ranks_and_who_waits_for_it() -> Non
 
 
 def test_a_host_that_stops_is_named_though_the_others_have_answered_or_raised() -> None:
-    def leave(transport: SimulatedTransport) -> bool:
-        if transport.rank == 1:
-            raise KeyError("mine")
-        return transport.rank < 2
-
-    def meet(transport: SimulatedTransport) -> None:
+    def meet(transport: SimulatedTransport, raising: bool = False) -> None:
         transport.all_gather(b"x")
         if transport.rank == 2:
             transport.stop_host()
+        if transport.rank == 1 and raising:
+            raise KeyError("mine")
 
     headlines = set()
     for seed in SEEDS:
         with pytest.raises(Deadlock) as caught:
-            Simulation(4, seed, hosts=2).run(stop_after(0, lambda transport: transport.rank < 2))
-        assert caught.value.headline == "host 1 stopped, ranks 2, 3" and caught.value.ranks("answered") == (0, 1)
-        with pytest.raises(RankError, match=r"rank 1 raised: KeyError: 'mine'[^$]*ranks 2, 3 stopped with host 1"):
-            Simulation(4, seed, hosts=2).run(stop_after(0, leave))
-        with pytest.raises(Deadlock) as caught:
             Simulation(4, seed, hosts=2).run(meet)
         headlines.add(caught.value.headline)
+        assert {0, 1} <= {*caught.value.ranks("answered")}
+        with pytest.raises(RankError, match=r"rank 1 raised: KeyError: 'mine'[^$]*stopped with host 1"):
+            Simulation(4, seed, hosts=2).run(partial(meet, raising=True))
     assert headlines == {"host 1 stopped, rank 2", "host 1 stopped, ranks 2, 3"}, "rank 3 may have answered before"
 
 
