@@ -113,6 +113,8 @@ class Case:
                   q. They require gradients, but in half of the second runs in which not all of q, k and v do
     keys          None: those of the same tokens; or the `Keys` of a sequence of its own. Documents, if any, add up to
                   the tokens of both
+    hosts         number of hosts of simulated ranks, which divides them evenly, in order: messages between hosts come
+                  last. Real ranks are where they are
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """
@@ -145,6 +147,7 @@ class Case:
     softcap: float | None = None
     sinks: str | None = None
     keys: Keys | None = None
+    hosts: int = 1
 
     def __post_init__(self) -> None:
         for name, least in _SMALLEST.items():
@@ -169,6 +172,9 @@ class Case:
                 raise ValueError(f"group is {group}; it must be ascending ranks of range({self.world}), at least one")
             object.__setattr__(self, "group", group)
         groups_of(self.exchange, len(self.ranks))
+        validators.integer("hosts", self.hosts, 1)
+        if len(self.ranks) % self.hosts:
+            raise ValueError(f"hosts is {self.hosts}; it must divide the {len(self.ranks)} ranks of the group")
         if self.cuts is not None:
             object.__setattr__(self, "cuts", validators.offsets("cuts", self.cuts, len(self.ranks), self.tokens))
         if self.keys is not None:
@@ -283,13 +289,14 @@ class Case:
         return self.lse if self.lse != "apart" else _LOSSES[(self.seed + index) % len(_LOSSES)]
 
     def for_any_ranks(self) -> Case:
-        """Return the Case without what one number of ranks alone can have but its own cuts: cuts of keys, and an
-        exchange in groups of ranks.
+        """Return the Case without what one number of ranks alone can have but its own cuts: cuts of keys, hosts, and
+        an exchange in groups of ranks.
         """
-        exchange = (
-            self.exchange if self.exchange in EXCHANGES else ALL_TO_ALL if ALL_TO_ALL in self.exchange else "ring"
-        )
-        return replace(self, exchange=exchange, keys=None if self.keys is None else self.keys._replace(cuts=None))
+        exchange = self.exchange
+        if exchange not in EXCHANGES:
+            exchange = ALL_TO_ALL if ALL_TO_ALL in exchange else "ring"
+        keys = None if self.keys is None else self.keys._replace(cuts=None)
+        return replace(self, exchange=exchange, keys=keys, hosts=1)
 
     def lengthened(self, tokens: int, **changes: Any) -> Case:
         """Return the Case with these changes and at least as many tokens: the last document takes the new ones."""

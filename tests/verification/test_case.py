@@ -30,12 +30,13 @@ case = partial(
 
 def test_json_turns_back_into_an_equal_case_without_fields_with_a_default_too() -> None:
     for given in (case(score_scale=1), plain(3, scale=-2), case(pattern=Pattern.dense(documents=(0, 12, 1))),
-                  case(value_dim=5, softcap=30, sinks="some"), case(keys=Keys(5, "zigzag", (0, 5, 5, 5)))):  # fmt: skip
+                  case(value_dim=5, softcap=30, sinks="some"), case(keys=Keys(5, "zigzag", (0, 5, 5, 5))),
+                  case(hosts=3)):  # fmt: skip
         again = Case.from_json(given.to_json())
         assert again == given and hash(again) == hash(given) and "\n" not in given.to_json()
     data = json.loads(case(again="no_grad", measured=True).to_json())
     del data["again"], data["measured"], data["value_dim"], data["softcap"], data["sinks"]
-    del data["keys"]
+    del data["keys"], data["hosts"]
     assert data["pattern"].pop("documents") is None
     assert Case.from_json(json.dumps(data)) == case()
 
@@ -61,7 +62,7 @@ def test_json_is_strict() -> None:
         "value_dim": (0, 2.0), "softcap": (0, -1.0, 1e31, 1e-31, float("nan")), "sinks": ("other", True),
         "bucket": (0,), "kernel": ("cutlass",), "lse": (True,), "strided": (1,), "again": ("never",),
         "keys": ((5,), 5, (0, "zigzag", None), (5, "other", None), (5, "zigzag", (0, 5)), (5, "zigzag", (0, 1, 2, 6))),
-        "measured": (None,), "pattern": (None, Pattern((Branch(heads=range(3, 5)),))),
+        "measured": (None,), "hosts": (0, 2, 6, True), "pattern": (None, Pattern((Branch(heads=range(3, 5)),))),
     }.items(),
 )  # fmt: skip
 def test_a_bad_field_is_named(field: str, values: tuple[object, ...]) -> None:

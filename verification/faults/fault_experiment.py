@@ -161,8 +161,8 @@ STRIKING = Experiment(
 
 
 def judge(kind: FaultKind, fault: Fault, case: Case, failure: VerificationFailure | None) -> None:
-    """Raise MishandledFault unless the failure is of the right kind, and names the rank and no other."""
-    rank = case.ranks[fault.index]
+    """Raise MishandledFault unless the failure is of the right kind, and names the ranks that it struck alone."""
+    rank, struck = case.ranks[fault.index], [case.ranks[index] for index in fault.struck(len(case.ranks))]
     fault_text = f"{kind.title} at {kind.trigger} {fault.post} of rank {rank}"
     if failure is None:
         raise MishandledFault(f"{fault_text} was not found: every rank answered, and the messages agree")
@@ -175,32 +175,33 @@ def judge(kind: FaultKind, fault: Fault, case: Case, failure: VerificationFailur
     if type(failure) is not kind.failure or not isinstance(failure, RankFailure):
         raise MishandledFault(f"{fault_text} must be a {kind.failure.kind}; got a {failure.kind}: {failure}")
     named = failure.ranks(kind.outcome)
-    if named != (rank,) or name_ranks(named) not in failure.headline:
-        raise MishandledFault(f"{fault_text} must be named with that rank; it names {name_ranks(named)}: {failure}")
+    expected = [other for other in struck if other == rank or other not in failure.ranks("answered")]
+    if [*named] != expected or any(name_ranks([other]) not in failure.headline for other in named):
+        must, names = name_ranks(expected), name_ranks(named)
+        raise MishandledFault(f"{fault_text} must be named with {must}; it names {names}: {failure}")
     if kind.outcome == "died":
         _judge_others(kind, fault, case, fault_text, failure)
 
 
 def _judge_others(kind: FaultKind, fault: Fault, case: Case, fault_text: str, failure: RankFailure) -> None:
-    """Raise MishandledFault unless every rank that raised names this index of the group as missing.
+    """Raise MishandledFault unless every rank that raised names an index of the group that was struck as missing.
 
     At a consensus, no rank may answer or name itself, and at least one must raise: ranks without a connection to the
     dead one may wait until the group's timeout, but one rank has a connection."""
-    raised = 0
+    raised, struck = 0, {*fault.struck(len(case.ranks))}
+    missing = f"index {', '.join(map(str, struck))} of the group"
     for index, rank in enumerate(case.ranks):
         state = next(state for state in failure.states if state.rank == rank)
-        if index == fault.index or state.outcome == "blocked" or (state.outcome != "raised" and not kind.at_consensus):
+        if index in struck or state.outcome == "blocked" or (state.outcome != "raised" and not kind.at_consensus):
             continue
         match = re.search(f"{_ABSENT if kind.at_consensus else _MISSED}(?P<ranks>[0-9, ]+)", state.detail)
-        missed = [] if match is None else [int(number) for number in re.findall("[0-9]+", match["ranks"])]
-        at_fault = missed == [fault.index] if ENDED in state.detail else fault.index in missed
+        missed = set() if match is None else {int(number) for number in re.findall("[0-9]+", match["ranks"])}
+        at_fault = missed & struck and (ENDED not in state.detail or missed <= struck)
         if state.outcome != "raised" or not at_fault or (kind.at_consensus and index in missed):
-            raise MishandledFault(
-                f"{fault_text}: rank {rank} must say that it missed index {fault.index} of the group; it {state.detail}"
-            )
+            raise MishandledFault(f"{fault_text}: rank {rank} must say that it missed {missing}; it {state.detail}")
         raised += 1
     if kind.at_consensus and not raised:
-        raise MishandledFault(f"{fault_text}: no rank said that it missed index {fault.index} of the group: {failure}")
+        raise MishandledFault(f"{fault_text}: no rank said that it missed {missing}: {failure}")
 
 
 def _judge_late(fault: Fault, case: Case, fault_text: str, failure: VerificationFailure) -> None:

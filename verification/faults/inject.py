@@ -69,18 +69,26 @@ KINDS = (
     FaultKind("absent", "kill -9, others ask", RankCrash, "died", at_consensus=True),
     FaultKind("in flight", "kill -9, messages sent", RankCrash, "died"),
     FaultKind("late", "comes after the timeout", RankError, "raised", at_consensus=True),
+    FaultKind("host", "kill -9 of a host", RankCrash, "died"),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one rank."""
+    """A fault of one rank, which may strike others of its host too."""
 
     kind: str  # name in KINDS
     index: int  # of the rank in the group
     post: int  # number of the post, or consensus, at which it strikes
     send: int = 0  # index of the post's send that gets another shape
+
+    def struck(self, ranks: int) -> range:
+        """Return the indices that it strikes in a group of so many ranks: one, or a host, half of the group."""
+        if self.kind != "host":
+            return range(self.index, self.index + 1)
+        first = ranks // 2
+        return range(first) if self.index < first else range(first, ranks)
 
 
 class InjectedFault(Exception):
@@ -99,6 +107,9 @@ class FaultyTransport(RecordingTransport):
         self.posts: list[int] = []
         self._rounds = 0
         self._fault = fault if fault is not None and fault.index == self.rank else None
+        self._pids: list[bytes] = []
+        if fault is not None and fault.kind == "host":
+            self._pids = inner.all_gather(os.getpid().to_bytes(8, "little"))
         next_dies = fault is not None and fault.kind == "absent" and fault.index == (self.rank + 1) % self.world_size
         # Of two ranks the other one must come in time: nobody else can miss the one that was killed.
         self._slow_round = fault.post if fault is not None and next_dies and self.world_size > 2 else None
@@ -110,6 +121,9 @@ class FaultyTransport(RecordingTransport):
         self.posts.append(len(sends))
         if self._strikes("post", len(self.posts) - 1):
             assert self._fault is not None
+            if self._fault.kind == "host":
+                for index in {*self._fault.struck(self.world_size)} - {self.rank}:
+                    os.kill(int.from_bytes(self._pids[index], "little"), signal.SIGKILL)
             sends = inject(self._fault, sends)
             if self._fault.kind == "in flight":
                 super().post(sends, receives)
@@ -136,7 +150,7 @@ def inject(fault: Fault, sends: Sequence[Message]) -> list[Message]:
     """Raise, kill or stop this process, or return the sends with one of another shape."""
     if fault.kind == "raise":
         raise InjectedFault(f"at post {fault.post}")
-    if fault.kind == "kill":
+    if fault.kind in ("kill", "host"):
         os.kill(os.getpid(), signal.SIGKILL)
     if fault.kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)

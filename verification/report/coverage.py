@@ -194,6 +194,7 @@ GROUPS: dict[str, dict[str, Has]] = {
     "ranks and tokens": {
         "subgroup": lambda case: len(case.ranks) < case.world,
         "subgroup without rank 0": lambda case: case.ranks[0] > 0,
+        "several hosts": lambda case: case.hosts > 1,
         "empty shard": lambda case: 0 in _counts(case),
         "fewer tokens than ranks": lambda case: case.tokens < len(case.ranks),
         "ranks do not divide tokens": lambda case: bool(case.tokens % len(case.ranks)),

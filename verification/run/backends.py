@@ -180,8 +180,9 @@ class NcclBackend(GlooBackend):
 class SimBackend(PoolBackend):
     """All ranks as threads of one process, over `verification.run.simulation.simulation`; Cases of any world size.
 
-    The Case's seed determines the schedule. A deadlock is found without waiting; `timeout` is for code that computes
-    for ever. delivery: None for the worst delivery that is allowed, or a policy, in which received messages are noted.
+    The Case's seed and hosts determine the schedule. A deadlock is found without waiting; `timeout` is for code that
+    computes for ever. delivery: None for the worst delivery that is allowed, or a policy, in which received messages
+    are noted.
     """
 
     name = "sim"
@@ -231,12 +232,12 @@ def work(task: Task, case: CaseLike, arguments: tuple[Any, ...]) -> Any:
 
 
 def simulate(
-    task: Task, case: CaseLike, arguments: tuple[Any, ...]
+    task: Task, case: Case, arguments: tuple[Any, ...]
 ) -> tuple[list[Any] | RankFailure, DeliveryPolicy | None]:
     """Simulate all ranks in one process. The first argument is the delivery policy; it is returned with the messages
     noted. A failure is returned, not raised, to keep its states."""
     delivery, *others = arguments
-    simulation = Simulation(len(case.ranks), case.seed, case.ranks, delivery)
+    simulation = Simulation(len(case.ranks), case.seed, case.ranks, delivery, case.hosts)
     try:
         return simulation.run(lambda transport: task(transport, case, *others)), delivery
     except RankFailure as failure:

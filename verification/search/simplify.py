@@ -18,8 +18,8 @@ C = TypeVar("C", bound=CaseLike)
 
 # The simplest value of each field, for all kinds of Cases that have it.
 SIMPLEST: dict[str, Any] = {
-    "group": None, "cuts": None, "packed": None, "padding": False, "bucket": None, "scale": None, "clipping": None,
-    "resumed": None, "arrangement": "contiguous",
+    "hosts": 1, "group": None, "cuts": None, "packed": None, "padding": False, "bucket": None, "scale": None,
+    "clipping": None, "resumed": None, "arrangement": "contiguous",
     "own_documents": None, "later_documents": None, "strided": False, "measured": False, "again": "alike",
     "compiled": "no", "wrapper": "none", "checkpointing": "none", "accumulation": 1, "steps": 1, "optimiser": "sgd",
     "labels": "all", "loss": "mean", "packed_by": "batch", "drops_zeros": False, "spoilt": None, "exchange": "ring",

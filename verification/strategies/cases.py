@@ -218,6 +218,12 @@ def exchange_of(draw: Draw, ranks: int) -> str:
     return "+".join(parts if draw(_flags) else parts[::-1])
 
 
+def hosts_of(draw: Draw, ranks: int) -> int:
+    """Draw the number of hosts of so many ranks: mostly one."""
+    several = [n for n in range(2, ranks + 1) if ranks % n == 0]
+    return draw(st.sampled_from(several)) if several and draw(_quarters) == 3 else 1
+
+
 @st.composite
 def cases(draw: Draw, world: int) -> Case:
     """Draw a Case for a world of that many ranks.
@@ -254,7 +260,8 @@ def cases(draw: Draw, world: int) -> Case:
         case = fused(draw, case)
     else:
         case = rare(draw, case)
-    return case if draw(_eighths) < 7 else with_keys(draw, case)
+    case = case if draw(_eighths) < 7 else with_keys(draw, case)
+    return replace(case, hosts=hosts_of(draw, len(case.ranks)))
 
 
 @st.composite

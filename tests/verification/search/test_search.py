@@ -122,7 +122,7 @@ def test_a_failure_that_does_not_come_back_is_still_a_failure(ranks: GlooBackend
 
 CROWDED = plain(
     3, group=(0, 2), tokens=9, cuts=(0, 4, 9), bucket=2, scale=0.5, strided=True, again="meta",
-    pattern=Pattern.dense(documents=(4, 5)), keys=Keys(9, "zigzag", (0, 4, 9)),
+    pattern=Pattern.dense(documents=(4, 5)), keys=Keys(9, "zigzag", (0, 4, 9)), hosts=2,
 )  # fmt: skip
 LEAST = plain(3, tokens=1, heads=1, kv_heads=1, head_dim=1, kernel="auto")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -34,8 +34,8 @@ class InFlight:
 
     def release(self) -> None:
         """Drop the rank's memory once the wait is over, but keep the message's description, for reports."""
-        self.message = replace(self.message, buffer=self.message.tensor.to("meta"), start=0, stop=None)
-        self.bits = bits_of(self.message.tensor)
+        self.message = Message(self.message.peer, self.message.tensor.to("meta"), self.message.label)
+        self.bits = self.expected
         self.partner = None
 
 

@@ -1,9 +1,10 @@
 """Ranks as threads of one process, of which one runs at a time, in an order that depends on a seed.
 
 Each rank has a lock, its baton, and runs only while it holds it. A rank lets others run in `pause` (it could go on),
-in `block` (it cannot go on until another rank calls `wake`), and when it ends. If no rank can go on and not all have
-ended, the blocked ranks are stuck for good, which is found at once, without a clock. Ranks are threads, not coroutines,
-since the code under test is ordinary code under an autograd engine that keeps its state per thread.
+in `block` (it cannot go on until another rank calls `wake`), and when it ends. If no rank can go on, postponed steps
+are taken until one can. If none are left and not all ranks have ended, the blocked ones are stuck for good, which is
+found at once, without a clock. Ranks are threads, not coroutines, since the code under test is ordinary code under an
+autograd engine that keeps its state per thread.
 
 This module knows nothing of messages: `verification.run.simulation.simulation` knows why a rank is blocked.
 """
@@ -15,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 # Choices of the next rank among those that could go on.
 POLICIES = ("any", "starve", "deepest", "in turn")
@@ -29,7 +30,7 @@ class Scheduler:
     """A run of one function per rank; the same seed gives the same interleaving.
 
     outcomes: results by rank, or None. errors: exceptions by rank, or None. stuck: ranks that were blocked when none
-    could go on. stacks: their stacks.
+    could go on. stacks: their stacks. stopped: ranks that were stopped before they ended.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -40,10 +41,12 @@ class Scheduler:
         self.errors: list[BaseException | None] = [None] * size
         self.stuck: tuple[int, ...] = ()
         self.stacks: dict[int, FrameType] = {}
+        self.stopped: set[int] = set()
         self.on_stuck: Callable[[], None] = lambda: None  # called once, before any stuck rank is unwound
         self._batons = [threading.Lock() for _ in range(size)]
         self._runnable = list(range(size))
         self._blocked: set[int] = set()
+        self._postponed: list[Callable[[], None]] = []
         self._threads: list[threading.Thread] = []
         self._all_ended = threading.Lock()
         self._running = size
@@ -80,9 +83,23 @@ class Scheduler:
 
     def wake(self, rank: int) -> None:
         """Let a rank go on if it is blocked. Called by the running rank."""
-        if rank in self._blocked and not self._abandoned:
+        if rank in self._blocked and rank not in self.stopped and not self._abandoned:
             self._blocked.remove(rank)
             self._runnable.append(rank)
+
+    def postpone(self, step: Callable[[], None]) -> None:
+        """Call `step`, which may wake ranks, once no rank can go on. The seed chooses among several such steps."""
+        self._postponed.append(step)
+
+    def stop(self, rank: int, ranks: Sequence[int]) -> NoReturn:
+        """Never let these ranks go on. Called by the running rank, one of them. Raises Abandoned, at the end."""
+        if not self._abandoned:
+            paused = set(ranks) & set(self._runnable)
+            self._runnable = [other for other in self._runnable if other not in paused]
+            self._blocked |= paused
+            self.stopped |= {rank} | set(ranks) & self._blocked
+        self.block(rank)
+        raise Abandoned
 
     def _run_rank(self, rank: int, function: Callable[[], Any]) -> None:
         self._batons[rank].acquire()
@@ -99,13 +116,19 @@ class Scheduler:
         self._running -= 1
         if not self._running:
             self._all_ended.release()
-        elif self._abandoned or not self._runnable:
+        elif self._abandoned or not self._any_runnable():
             self._give_up()
         else:
             self._batons[self._pick()].release()
 
+    def _any_runnable(self) -> bool:
+        """Return True if some rank can go on, if need be after postponed steps."""
+        while self._postponed and not self._runnable:
+            self._postponed.pop(self.random.randrange(len(self._postponed)))()
+        return bool(self._runnable)
+
     def _pass_on(self, rank: int) -> None:
-        if self._runnable:
+        if self._any_runnable():
             next_rank = self._pick()
             if next_rank == rank:
                 return
@@ -120,7 +143,7 @@ class Scheduler:
         """Unwind the blocked ranks one by one; each starts the next when it ends."""
         if not self._abandoned:
             self._abandoned = True
-            self.stuck = tuple(sorted(self._blocked))
+            self.stuck = tuple(sorted(self._blocked - self.stopped))
             frames = sys._current_frames()
             self.stacks = {rank: frames[self._threads[rank].ident or 0] for rank in self.stuck}
             self.on_stuck()

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -25,10 +26,11 @@ Ends = dict[tuple[int, int], deque[InFlight]]  # of messages, by (from, to)
 
 
 class SimulatedTransport(LocalBuffers):
-    """The transport of one rank."""
+    """The transport of one rank. hosts: the host of each rank of the group."""
 
     def __init__(self, network: Network, rank: int) -> None:
         self.rank, self.world_size, self.calls = rank, network.size, Calls()
+        self.hosts = network.hosts
         self._network = network
         self._batches: list[Batch] = []  # not waited for yet
         self._posted = 0
@@ -90,6 +92,10 @@ class SimulatedTransport(LocalBuffers):
         """Return the transport of a group of these ranks; None on all others."""
         return self._network.subgroup(ranks)[list(ranks).index(self.rank)] if self.rank in ranks else None
 
+    def stop_host(self) -> NoReturn:
+        """Stop all ranks of this rank's host for good, as if it had lost its power."""
+        self._network.stop_host(self.rank)
+
     def check_all_waited(self) -> None:
         """Raise BrokenContract if this rank ends with a batch that it posted and never waited for."""
         network = self._network
@@ -144,6 +150,7 @@ class Shared(Protocol):
     """The part of the `Simulation` that the networks of all groups share."""
 
     scheduler: Scheduler
+    hosts: tuple[int, ...]  # the host of each rank of the simulation
     buffered: bool  # sends complete before their receive is posted
     delivery: DeliveryPolicy | None  # None: random numbers of the scheduler decide when messages arrive
     waiting: dict[int, tuple[Network, Batch | Collective]]  # reason of each blocked rank, by its number
@@ -160,6 +167,7 @@ class Network:
 
     def __init__(self, shared: Shared, members: Sequence[int]) -> None:
         self.members, self.size = tuple(members), len(members)
+        self.hosts = tuple(shared.hosts[number] for number in self.members)
         self.transports = [SimulatedTransport(self, rank) for rank in range(self.size)]
         self._shared = shared
         self._sends: Ends = {}  # posted, without a receive so far
@@ -177,6 +185,12 @@ class Network:
     def subgroup(self, ranks: Sequence[int]) -> Sequence[SimulatedTransport]:
         """Return the transports of the group of these ranks, which is made once."""
         return self._shared.network(tuple(self.members[rank] for rank in ranks)).transports
+
+    def stop_host(self, rank: int) -> NoReturn:
+        """Stop all ranks of the simulation that share this rank's host."""
+        hosts = self._shared.hosts
+        on_host = [number for number, host in enumerate(hosts) if host == self.hosts[rank]]
+        self._shared.scheduler.stop(self.members[rank], on_host)
 
     def unreceived(self) -> str | None:
         """Describe a buffered message that nobody received: a later receive would take it."""
@@ -226,13 +240,29 @@ class Network:
         send, receive = (partner, end) if own is self._receives else (end, partner)
         self._check_pair(send.message, receive.message, route)
         send.partner, receive.partner = receive, send
-        if send.delivered:  # it was buffered, and its wait is over
-            self._fill(receive, send.expected)
-        elif self._shared.delivery is None and self._shared.scheduler.random.random() < 0.5:
-            self._deliver(send, receive)
+        if not self._crosses(*route):
+            if send.delivered:  # it was buffered, and its wait is over
+                self._fill(receive, send.expected)
+            elif self._shared.delivery is None and self._shared.scheduler.random.random() < 0.5:
+                self._deliver(send, receive)
+        self._after_crossing(*route, partial(self._complete, send, receive))
+
+    def _complete(self, send: InFlight, receive: InFlight) -> None:
+        """Let the waits of both ends return."""
         self._settle(receive.batch, receiving=1)
         if not self._shared.buffered:
             self._settle(send.batch, receiving=0)
+
+    def _crosses(self, source: int, target: int) -> bool:
+        """Return True if what one rank says to the other arrives late, since they are on different hosts."""
+        return self.hosts[source] != self.hosts[target] and self._shared.delivery is None
+
+    def _after_crossing(self, source: int, target: int, step: Callable[[], None]) -> None:
+        """Take the step now, or between hosts once no rank can go on without it."""
+        if self._crosses(source, target):
+            self._shared.scheduler.postpone(step)
+        else:
+            step()
 
     def _settle(self, batch: Batch, receiving: int) -> None:
         """Count one end of a message as complete. receiving: 1 if that end is a receive."""
@@ -285,7 +315,9 @@ class Network:
     def _held_back(self, send: InFlight) -> bool:
         delivery, receive = self._shared.delivery, send.partner
         assert receive is not None
-        return delivery is not None and delivery.holds_back(receive.message, receive.batch.rank)
+        if delivery is None:  # fill a receive buffer at its own wait alone if the message crosses hosts
+            return self._crosses(send.batch.rank, receive.batch.rank)
+        return delivery.holds_back(receive.message, receive.batch.rank)
 
     def _check_send(self, end: InFlight) -> None:
         if not end.batch.over and not end.intact:
@@ -318,7 +350,7 @@ class Network:
             self.wait_for(rank, collective)
         else:
             for other in range(self.size):
-                self._wake(other, collective)
+                self._after_crossing(rank, other, partial(self._wake, other, collective))
         return [payload for payload in collective.payloads if payload is not None]
 
     def await_receives(self, batch: Batch) -> None:

@@ -12,7 +12,12 @@
 - Ranks run one at a time in an order that depends on the seed (`verification.run.simulation.scheduler`): one is
   starved, or runs as far ahead as it can, or all take turns. A send is complete when its receive is posted or, for some
   seeds, at once.
+- Ranks may be on several hosts. A message or a collective between hosts completes only when no rank can go on without
+  it, and in any order. Its receive buffer is filled at its own wait, never earlier. So code that relies on the order in
+  which messages of different peers arrive is found, whatever the seed.
 - If no rank can go on, `Deadlock` names the chain of ranks that wait for each other.
+- `SimulatedTransport.stop_host` stops all ranks of a host in the middle of a call. `Deadlock` then names the host and
+  its ranks, even if all others have answered.
 
 The same seed gives the same run. Nothing here depends on attention.
 """
@@ -48,12 +53,17 @@ class Simulation:
     """A simulation of `size` ranks.
 
     names: numbers in reports (a group's global ranks); by default 0 .. size - 1. delivery: with a policy, messages
-    arrive at once, except those that it holds back."""
+    arrive at once, between hosts too, except those that it holds back. hosts: their number, which divides the size;
+    each has as many ranks, in order."""
 
     def __init__(
-        self, size: int, seed: int, names: Sequence[int] | None = None, delivery: DeliveryPolicy | None = None
-    ) -> None:
+        self, size: int, seed: int, names: Sequence[int] | None = None, delivery: DeliveryPolicy | None = None,
+        hosts: int = 1,
+    ) -> None:  # fmt: skip
         self.size = size
+        if hosts < 1 or size % hosts:
+            raise ValueError(f"hosts must divide the {counted(size, 'rank')}, got {hosts}")
+        self.hosts = tuple(rank * hosts // size for rank in range(size))
         self.names = tuple(range(size)) if names is None else tuple(names)
         self.scheduler = Scheduler(size, seed)
         # Sends complete before their receive is posted.
@@ -80,7 +90,7 @@ class Simulation:
         scheduler = self.scheduler
         scheduler.on_stuck = self._describe_stuck
         scheduler.run([lambda t=transport: run_rank(t) for transport in self._whole.transports])  # type: ignore[misc]
-        if scheduler.stuck or any(error is not None for error in scheduler.errors):
+        if scheduler.stuck or scheduler.stopped or any(error is not None for error in scheduler.errors):
             raise self._failure()
         for group in (self._whole, *self._groups.values()):
             error = group.unreceived()
@@ -110,8 +120,11 @@ class Simulation:
     def _failure(self) -> RankFailure:
         scheduler = self.scheduler
         # Ignore errors of stuck ranks: they come from unwinding them, and say nothing about why they were stuck.
-        raised = [r for r, error in enumerate(scheduler.errors) if error is not None and r not in scheduler.stuck]
+        unwound = scheduler.stopped.union(scheduler.stuck)
+        raised = [r for r, error in enumerate(scheduler.errors) if error is not None and r not in unwound]
         states = {state.rank: state for state in self._states}
+        for rank in scheduler.stopped:
+            states[self.names[rank]] = RankState(self.names[rank], "stopped", f"stopped with host {self.hosts[rank]}")
         for rank, name in enumerate(self.names):
             error = scheduler.errors[rank]
             if error is not None and rank in raised:
@@ -121,7 +134,10 @@ class Simulation:
                 states[name] = RankState(name, "answered", "had answered")
         ordered = [states[name] for name in self.names]
         if not raised:
-            return Deadlock(f"deadlock of {counted(self.size, 'rank')}: {self._chain()}", ordered)
+            hosts = sorted({self.hosts[rank] for rank in scheduler.stopped})
+            causes = [f"host {host} stopped, {self._stopped_on(host)}" for host in hosts]
+            causes += [f"deadlock of {counted(self.size, 'rank')}: {self._chain()}"] if scheduler.stuck else []
+            return Deadlock("; ".join(causes), ordered)
         first = scheduler.errors[raised[0]]
         assert first is not None
         kind = type(first) if isinstance(first, BrokenContract | MismatchedMessages) else RankError
@@ -129,8 +145,11 @@ class Simulation:
         where = f" (then {stuck} waited in vain)" if scheduler.stuck else ""
         return kind(f"{name_ranks(self.names[r] for r in raised)} raised: {_headline(first)}{where}", ordered)
 
+    def _stopped_on(self, host: int) -> str:
+        return name_ranks(self.names[rank] for rank in sorted(self.scheduler.stopped) if self.hosts[rank] == host)
+
     def _chain(self) -> str:
-        """Describe the chain of waiting ranks, from a stuck one until it closes, or ends at one that had answered."""
+        """Describe the chain of waiting ranks, from a stuck one until it closes, or ends at one that does not wait."""
         rank, chain = self.scheduler.stuck[0], []
         while rank in self.scheduler.stuck and rank not in chain:
             chain.append(rank)
@@ -138,7 +157,8 @@ class Simulation:
         if rank in chain:
             chain = [*chain[chain.index(rank) :], rank]
             return " waits for ".join(self.label(r) for r in chain)
-        return " waits for ".join(self.label(r) for r in [*chain, rank]) + ", which had answered"
+        had = "stopped" if rank in self.scheduler.stopped else "answered"
+        return " waits for ".join(self.label(r) for r in [*chain, rank]) + f", which had {had}"
 
 
 def _headline(error: BaseException) -> str:
