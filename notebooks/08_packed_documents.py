@@ -246,7 +246,7 @@ for panel, where in zip(panels, LINKS, strict=True):
     panel.set_xlabel("time / time of the balanced layout (dots: mean; bars: range)")
 panels[0].set_yticks(at, labels)
 panels[0].invert_yaxis()
-panels[0].set_title("One host: held under causal masks, against layouts that ignore documents")
+panels[0].set_title("One host: held for causal contiguous and zigzag shards")
 panels[1].set_title("8 hosts: not held, since bytes decide")
 legend_below(figure, panels[0])
 plt.show()
