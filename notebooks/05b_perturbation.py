@@ -34,7 +34,7 @@ from functools import partial
 import matplotlib.pyplot as plt
 import numpy as np
 from figures import BLUE, VERMILLION, record, seeded_defects, style
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from verification.models.noise import UNIT_ROUNDOFF
 from verification.models.results import largest
@@ -43,7 +43,7 @@ from verification.mutants.catalogue import DEFECTS
 from verification.training.dense.dense_step import train_densely
 from verification.training.strategies import training_cases
 
-STEPS = 200 if os.environ.get("NOTEBOOKS_LONG") == "1" else 20
+STEPS = 200 if os.environ.get("NOTEBOOKS_LONG") == "1" else 30
 DTYPES = {"float32": BLUE, "bfloat16": VERMILLION}
 QUANTITIES = {  # by property
     "logits": "logits", "loss of step one": "losses", "gradients after step one": "gradients",
@@ -56,8 +56,9 @@ style()
 drawn = []
 
 
+@seed(15)
 @settings(
-    max_examples=STEPS, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+    max_examples=STEPS, database=None, deadline=None, phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(training_cases(2))
@@ -126,4 +127,5 @@ assert min(size for _, size in defects) > THRESHOLD, "in fp64 the threshold miss
 # false alarm misses a tenth of the defects, and 16, which is used here to be safe with steps that are not drawn, a
 # third. The effect of the last bit of bf16 is some percent of a gradient, and some defects change it by less. In fp64
 # every one of these defects is beyond the threshold, and recorded rounding is four decades below it (notebook 06): so
-# most training steps are drawn in fp64. Attention itself has derived bounds for each entry in every type (`04a`).
+# most training steps are drawn in fp64. Attention itself has derived bounds for each entry in every type (`04a`). Other
+# draws of 20 steps gave 10 and 12 % of misses at factor 2, and 32 and 45 % at 16.
