@@ -23,7 +23,11 @@
 
 # %%
 import matplotlib.pyplot as plt
-from figures import binary, efficiency_bars, recorded_rows, style
+import numpy as np
+from figures import binary, binary_ticks, efficiency_bars, record, recorded_rows, style
+
+from reference import Pattern
+from ring.estimate import Rates, estimate
 
 style()
 
@@ -50,3 +54,96 @@ for method, values in efficiency.items():
     print(f"{method:>30}", "  ".join(f"{binary(tokens)}: {value:.2f}" for tokens, value in values.items()))
 ours = efficiency["ring_attention"]
 assert all(ours[tokens] >= values[tokens] for values in efficiency.values() for tokens in ours)
+
+# %% [markdown]
+# ## A ring beside messages to all owners at once
+#
+# The claim (TASP, arXiv 2509.26541): a ring uses a small part of a fabric in which every pair of GPUs has a link; using
+# all of it makes attention up to 3.58 times as fast where messages take longer than computing. `direct` sends to all
+# owners at once. In the model of `ring.estimate`, forward, 8 GPUs, as many key/value heads as query heads:
+#
+# - **One port** (a switch, as NVLink on H200): a GPU has one rate, whoever it sends to.
+# - **Pairs**: the rate of a GPU is divided among links to 7 others, and a ring uses one of them.
+
+# %%
+PORTS, PER_GPU = 8, [2**n for n in range(8, 16)]
+links = record("h200x4_links", ["links"])["links"]
+LINK = max(entry["rate"] for entry in links if entry["ways"] != 2) * 1e9
+(alone,) = [
+    row for row in recorded_rows(record="h200x2_dense", method="kernels alone", tokens=32768, graph=True)
+    if row["kernel"] == "fa4" and row["pass"] == "forward"
+]  # fmt: skip
+KERNEL = alone["tflops"] * 1e12
+
+
+def forward(exchange, tokens, link):
+    rates = Rates(KERNEL, KERNEL, link, 1e-5)
+    shape = {"heads": 32, "head_dim": 128, "bucket": 2**18}
+    return estimate(Pattern.dense(True), tokens=tokens * PORTS, ranks=PORTS, exchange=exchange, rates=rates, **shape)[
+        0
+    ].forward
+
+
+predicted = {}
+for tokens in PER_GPU:
+    direct = forward("direct", tokens, LINK)
+    port, pair = forward("ring", tokens, LINK), forward("ring", tokens, LINK / (PORTS - 1))
+    assert direct.messages == port.messages == PORTS - 1 and direct.sent == port.sent
+    predicted[tokens] = (
+        direct.computing / direct.messaging,
+        port.seconds / direct.seconds,
+        pair.seconds / direct.seconds,
+    )
+    print(
+        f"{binary(tokens):>6} a GPU: computing / messages {predicted[tokens][0]:.2f}; ring / direct: "
+        f"one port {predicted[tokens][1]:.2f}, pairs {predicted[tokens][2]:.2f}"
+    )
+measured = {}
+for world in (2,):
+    run = record(f"claims/ring_{world}", ("device", "command", "rows"))
+    print(f"\n{world} GPUs: {run['device']} | {run['command']}")
+    ms = {
+        (row["pass"], row["tokens"], row["exchange"]): row for row in run["rows"]
+        if row["method"] == "ring_attention" and row["graph"]
+    }  # fmt: skip
+    for (passed, tokens, exchange), row in ms.items():
+        if exchange == "ring":
+            other = ms[passed, tokens, "direct"]
+            measured[world, passed, tokens] = row["ms"] / other["ms"]
+            print(
+                f"{passed:16} {binary(tokens):>6} a GPU: ring {row['ms']:7.3f} ms, direct {other['ms']:7.3f} ms, "
+                f"ratio {row['ms'] / other['ms']:.2f}"
+            )
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.7))
+ratios = np.array([predicted[tokens] for tokens in PER_GPU])
+for column, name in ((1, "one port"), (2, "pairs")):
+    left.semilogx(ratios[:, 0], ratios[:, column], "o-", label=name)
+left.axhline(1, color="k", linewidth=0.8)
+left.axhline(3.58, color="k", linewidth=0.8, linestyle=":", label="claimed, at most")
+left.set(
+    xlabel="computing / messages", ylabel="time of ring / time of direct", title="8 GPUs, model: held of pairs only"
+)
+left.legend()
+for passed, mark in (("forward", "o"), ("forward+backward", "^")):
+    several = {tokens: ratio for (_, p, tokens), ratio in measured.items() if p == passed}
+    right.plot(list(several), list(several.values()), f"{mark}-", label=passed)
+binary_ticks(right.xaxis)
+right.axhline(1, color="k", linewidth=0.8)
+right.set(xlabel="tokens a GPU", title="2 H200s, recorded")
+right.legend()
+plt.show()
+
+for tokens, (ratio, port, pair) in predicted.items():
+    assert port <= 1 < pair, "one port: a ring loses nothing; pairs: it does at every length"
+    assert (pair > 2) == (ratio < 2), (tokens, "a ring loses half or more where messages are not well hidden")
+assert max(pair for _, _, pair in predicted.values()) > 3.58
+assert all(0.9 < ratio < 1.1 for ratio in measured.values()), "two GPUs have one hop in either exchange"
+
+# %% [markdown]
+# **Holds only if every pair has a link of its own.** Both exchanges send the same bytes in p - 1 messages a GPU, so on
+# one port a ring loses nothing. In the model it is even ahead, by its stages: it computes on the first shard while the
+# next is in flight, whereas `direct` waits for all that fits into one round. On links in pairs it is up to 5.3 times as
+# slow, and 1.06 times once computing takes seven times as long as messages. The recorded GPUs share a switch; two of
+# them have one hop in either exchange, and differ by at most 7 %. A ring on 4 GPUs is not recorded.
