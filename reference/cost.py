@@ -7,8 +7,9 @@ Vocabulary
             needed through two branches travels once for each, so costs add up over branches.
     need    rank d needs row j of a block if a query row i of d lies in the same segment (of the same document),
             both are selected by the block, (not causal or j <= i), and |i - j| <= window if the branch has one.
-    travel  the farthest that a slot of rank s must go along the ring: max of (d - s) mod p over the d != s
-            that need it, 0 if no other rank does.
+    hops    of a slot in a group of ranks that pass keys round: it visits them in turn, up to the last that needs it.
+            "ring" has one group of all ranks; in "ring:N+direct" N neighbours are one. In the group of its owner s the
+            first hop is to the rank after s; in others to the rank at the place that s has in its own.
 
 A layout is the list of the global positions of each rank; their local order does not change costs. In cross-attention
 keys have a list of their own, of another length perhaps.
@@ -146,8 +147,7 @@ class Setting:
     @cached_property
     def needs(self) -> tuple[Need, ...]:
         """Remote rows of each branch."""
-        distance = (np.arange(self.world)[:, None] - self.owner) % self.world  # (p, n)
-        return tuple(branch_need(self, i, branch, distance) for i, branch in enumerate(self.pattern.branches))
+        return tuple(branch_need(self, i, branch) for i, branch in enumerate(self.pattern.branches))
 
     @cached_property
     def slots(self) -> Ints:
@@ -158,23 +158,29 @@ class Setting:
             total += np.bincount(self.owner[row] * p + dst, need.width[row], p * p).astype(np.int64)
         return total.reshape(p, p)
 
-    @cached_property
-    def ending(self) -> Ints:
-        """(p, p): slots of rank [s] whose travel is exactly [t]; column 0: slots that no other rank needs."""
-        p, total = self.world, np.zeros(self.world**2, np.int64)
-        for need in self.needs:
-            total += np.bincount(self.owner * p + need.travel, need.width, p * p).astype(np.int64)
-        return total.reshape(p, p)
+    def ending(self, size: int) -> Ints:
+        """Return (p, groups, hops + 1): slots of a rank whose last hop in the group so far away is that one.
 
-    @cached_property
-    def in_flight(self) -> Ints:
-        """(p, p): slots of rank [s] whose travel is at least [t], which arrive at rank s + t."""
-        return np.cumsum(self.ending[:, ::-1], axis=1)[:, ::-1]
+        Args:
+            size: ranks of a group.
+        """
+        p, count = self.world, self.world // size
+        shape = p, count, size + (count > 1)
+        readers = np.arange(p)[:, None]
+        away = (readers // size - self.owner // size) % count  # (p, n)
+        hop = (readers - self.owner) % size + (away > 0)
+        total = np.zeros(np.prod(shape), np.int64)
+        for need in self.needs:
+            for group in range(count):
+                last = hop.max(axis=0, where=need.needed & (away == group), initial=0)
+                place = np.ravel_multi_index((self.owner, np.full_like(last, group), last), shape)
+                total += np.bincount(place, need.width, total.size).astype(np.int64)
+        return total.reshape(shape)
 
     @cached_property
     def widest(self) -> int:
         """W, the greatest width of a block of which some rank needs a remote row; 0 if there is none."""
-        return max((int(x.width.max(where=x.travel > 0, initial=0)) for x in self.needs), default=0)
+        return max((int(x.width.max(where=x.needed.any(axis=0), initial=0)) for x in self.needs), default=0)
 
     @cached_property
     def pairs(self) -> Ints:
@@ -227,8 +233,8 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
     """Return the bytes sent from rank to rank, for any bucket.
 
     direct  d receives from s the slots that it needs; their gradients go the same way back.
-    ring    a slot goes r -> r+1 `travel` times. Its gradient starts at the first rank visited, follows it for
-            travel - 1 hops, and the last of them returns it to its owner: `travel` messages as well.
+    ring    a slot goes from rank to rank of a group for so many hops. Its gradient starts at the first rank visited,
+            follows it for one hop less, and the last rank returns it to its owner: as many messages.
     gather  every shard, all rows and heads, to every other rank; its gradients back from every other rank.
     all-to-all  d receives from s its rows of the heads of d (`head_blocks`); their results go the same way back. Keys
             of these heads travel by the exchange beside it, as in "all-to-all:2+ring", among the ranks that have them.
@@ -245,14 +251,15 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
     groups = groups_of(exchange, p)
     if groups.degree > 1:
         return _sent_by_head(setting, groups, narrow)
-    if groups.exchange == "ring":
+    if groups.round:
         keys, gradients = np.zeros((2, p, p), np.int64)
-        for t in range(1, p):
-            sender, receiver = (ranks + t - 1) % p, (ranks + t) % p
-            keys[sender, receiver] += setting.in_flight[:, t]
-            if t > 1:
-                gradients[sender, receiver] += setting.in_flight[:, t]
-            gradients[receiver, ranks] += setting.ending[:, t]
+        ending = setting.ending(groups.round)
+        for away, hop, sender, receiver in ways(p, groups.round):
+            in_flight = ending[:, away, hop:].sum(axis=1)
+            keys[sender, receiver] += in_flight
+            if hop > 1:
+                gradients[sender, receiver] += in_flight
+            gradients[receiver, ranks] += ending[:, away, hop]
     elif groups.exchange == "direct":
         keys, gradients = setting.slots, setting.slots.T
     else:
@@ -260,6 +267,20 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
         gradients = keys.T
     size, gradient_size = setting.slot_bytes(narrow)
     return Traffic(keys * size, keys * size, gradients * gradient_size)
+
+
+def ways(p: int, size: int) -> Iterator[tuple[int, int, Ints, Ints]]:
+    """Yield the hops of slots among p ranks in groups of that size: groups away, hop, and for each owner the rank that
+    sends and the one that receives, (p,).
+    """
+    owners = np.arange(p)
+    for away in range(p // size):
+        at, first = owners // size + away, int(away == 0)
+        group, sender = at % (p // size) * size, owners
+        for hop in range(1, size + (away > 0)):
+            receiver = group + (owners + hop - 1 + first) % size
+            yield away, hop, sender, receiver
+            sender = receiver
 
 
 @dataclass(frozen=True)
@@ -292,17 +313,18 @@ class Buffers:
 def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False) -> Buffers:
     """Return the bytes of every communication buffer that an exchange allocates. All are 0 for one rank.
 
-    With cap = bucket * Hk slots, most = cap + W - 1, v(s, t) = slots of s with travel >= t, e(s, t) = those
-    with travel == t, n_r = keys of rank r; in slots of rank d:
+    With cap = bucket * Hk slots, most = cap + W - 1, v(s, t) = slots of s of t hops or more, e(s, t) = those of
+    t hops, n_r = keys of rank r; in slots of rank d, s(t) being the owner whose slots reach d at hop t:
 
                  receive                       send                        returned
-        ring     max_t min(v(d-t, t), most)    min(v(d, 1), most)          receive + max_t min(e(d, t), most)
+        ring     max_t min(v(s(t), t), most)   max min(v(d, 1), most)      receive + max_t min(e(d, t), most)
         direct   max over rounds, sum over     the same, over what         as send
                  distances of the slots        rank d serves in
                  taken (<= most if cut)        the round
         gather   Hk * (n - n_d)                Hk * n_d                    (p - 1) * Hk * n_d
 
-    For exchanges by heads see `_buffers_by_head`.
+    With several groups that pass keys round, maxima are over these as well. For exchanges by heads see
+    `_buffers_by_head`.
 
     Forward: the receive buffers (two, so that one fills while the other is used; one for gather) and the send buffer,
     in the working type. Backward: the same again, plus as many gradient buffers as receive buffers and `returned`, in
@@ -320,25 +342,27 @@ def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False) 
     groups = groups_of(exchange, setting.world)
     if groups.degree > 1:
         return _buffers_by_head(setting, groups, bucket, narrow)
-    receive, send, returned = _buffer_slots(setting, groups.exchange, bucket)
+    receive, send, returned = _buffer_slots(setting, groups, bucket)
     copies = 1 if groups.exchange == "gather" else 2
     size, gradient_size = setting.slot_bytes(narrow)
     return Buffers(copies * receive * size, send * size, copies * receive * gradient_size, returned * gradient_size)
 
 
-def _buffer_slots(setting: Setting, exchange: str, bucket: int) -> tuple[Ints, Ints, Ints]:
+def _buffer_slots(setting: Setting, groups: Groups, bucket: int) -> tuple[Ints, Ints, Ints]:
     """Slots (p,) of a receive buffer, of the send buffer and of `returned`, by the table of `buffers`."""
     p, ranks = setting.world, np.arange(setting.world)
     most = _cap(setting, bucket) + setting.widest - 1
     own = setting.key_counts * setting.kv_heads
     receive, send, returned = np.zeros((3, p), np.int64)
-    if exchange == "gather":
+    if groups.exchange == "gather":
         return own.sum() - own, own if p > 1 else 0 * own, (p - 1) * own
-    if exchange == "ring":
-        for t in range(1, p):
-            receive = np.maximum(receive, np.minimum(setting.in_flight[ranks - t, t], most))
-            returned = np.maximum(returned, np.minimum(setting.ending[:, t], most))
-        send = np.minimum(setting.in_flight[:, 1:2].sum(axis=1), most)  # no column 1 where p is 1
+    if groups.round:
+        ending = setting.ending(groups.round)
+        for away, hop, _, receiver in ways(p, groups.round):
+            in_flight = np.minimum(ending[:, away, hop:].sum(axis=1), most)
+            receive[receiver] = np.maximum(receive[receiver], in_flight)
+            returned = np.maximum(returned, np.minimum(ending[:, away, hop], most))
+            send = np.maximum(send, in_flight * (hop == 1))
         return receive, send, receive + returned
     taken = _by_distance(setting)  # (t, d)
     served = setting.slots[ranks, (ranks + ranks[:, None]) % p]  # (t, s)

@@ -1,19 +1,22 @@
-"""Exchanges by heads: which ranks divide the heads of their rows, which have the same heads, and the blocks of heads.
+"""Groups of ranks in an exchange: which divide the heads of their rows, which have the same heads, the blocks of heads,
+and which pass keys round.
 
 Written without any ring code. "all-to-all:2+ring" among six ranks: ranks 0 1, 2 3 and 4 5 divide the heads, and keys go
 round the rings 0 2 4 and 1 3 5. "ring+all-to-all:2": rings 0 1 2 and 3 4 5; ranks 0 3, 1 4 and 2 5 divide the heads.
+"ring:2+direct": keys go round 0 1, 2 3 and 4 5; rank 0 sends its own to 2 and 4, too.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 KEY_EXCHANGES = ("ring", "direct", "gather")
 ALL_TO_ALL = "all-to-all"
 _DIVIDING = re.compile(f"{ALL_TO_ALL}:([1-9][0-9]{{0,8}})")
+_ROUND = re.compile(r"ring:([1-9][0-9]{0,8})\+direct")
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,13 @@ class Groups:
         exchange: of keys, among the ranks with the same heads.
         dividing: ranks that divide the heads of their rows, group by group.
         alike: ranks with the same heads, one list for each member of a group of `dividing`.
+        round: number of neighbours among `alike` that pass keys round; 0 where keys go straight to their readers.
     """
 
     exchange: str
     dividing: tuple[tuple[int, ...], ...]
     alike: tuple[tuple[int, ...], ...]
+    round: int
 
     @property
     def degree(self) -> int:
@@ -40,12 +45,15 @@ def groups_of(exchange: str, p: int) -> Groups:
     """Return the groups of an exchange.
 
     Args:
-        exchange: "ring", "direct", "gather", "all-to-all", or two, as "all-to-all:2+ring" and "ring+all-to-all:2".
+        exchange: "ring", "direct", "gather", "all-to-all", or two, as "all-to-all:2+ring", "ring+all-to-all:2" and
+            "ring:2+direct".
         p: number of ranks.
 
     Raises:
         ValueError: the exchange is unknown, or does not divide the ranks.
     """
+    if isinstance(exchange, str) and (in_groups := _ROUND.fullmatch(exchange)) and p % int(in_groups[1]) == 0:
+        return replace(groups_of("ring", p), round=int(in_groups[1]))
     parts = exchange.split("+") if isinstance(exchange, str) else []
     if parts == [ALL_TO_ALL]:
         parts = [f"{ALL_TO_ALL}:{p}", "direct"]
@@ -53,12 +61,12 @@ def groups_of(exchange: str, p: int) -> Groups:
     keys = [part for part in parts if part in KEY_EXCHANGES]
     if len(parts) > 2 or len(keys) != 1 or len(degrees) != len(parts) - 1 or any(p % degree for degree in degrees):
         raise ValueError(f"exchange is {exchange!r}; it must be one of {(*KEY_EXCHANGES, ALL_TO_ALL)}, or two that "
-                         f"divide {p} ranks, as 'all-to-all:2+ring'")  # fmt: skip
+                         f"divide {p} ranks, as 'all-to-all:2+ring' and 'ring:2+direct'")  # fmt: skip
     degree, neighbours = degrees[0] if degrees else 1, parts[0] not in KEY_EXCHANGES
     ranks = np.arange(p)
     grid = ranks.reshape(-1, degree) if neighbours else ranks.reshape(degree, -1).T
     dividing, alike = (tuple(tuple(row) for row in x.tolist()) for x in (grid, grid.T))
-    return Groups(keys[0], dividing, alike)
+    return Groups(keys[0], dividing, alike, round=len(alike[0]) if keys == ["ring"] else 0)
 
 
 def head_blocks(heads: int, kv_heads: int, ranks: int, most: int) -> list[list[tuple[range, int]]]:

@@ -62,7 +62,6 @@ class Need:
     offset: Ints  # (n,) of the block that selects the row; -1 if none does
     width: Ints  # (n,) slots of the row; 0 if no block selects it
     needed: Flags  # (p, n) True if the rank needs the row and is not its owner
-    travel: Ints  # (n,) largest distance round the ring to a rank that needs the row
     pairs: Ints  # (n_q,) (query head, key) pairs that each query sees
 
 
@@ -76,8 +75,8 @@ def blocks(setting: SettingView, index: int) -> list[Block]:
     return [Block(index, o, tuple(dict.fromkeys(kv)), len(kv)) for o, kv in sorted(served.items())]
 
 
-def branch_need(setting: SettingView, index: int, branch: Branch, distance: Ints) -> Need:
-    """Remote rows of branch `index`. distance: (p, n), round the ring from a row's owner to each rank."""
+def branch_need(setting: SettingView, index: int, branch: Branch) -> Need:
+    """Remote rows of branch `index`."""
     p, queries, keys = setting.world, setting.query_rows, setting.rows
     n = max(queries.size, keys.size)
     length = max(1, min(branch.segment_length or n, n))  # a segment longer than the sequence changes nothing
@@ -99,8 +98,7 @@ def branch_need(setting: SettingView, index: int, branch: Branch, distance: Ints
         needed = _needed_without_window(asking, setting.query_owner, asked, p, n, setting.pattern.causal)
     else:
         needed = _needed_within_window(asking, setting.query_owner, asked, p, n, setting.pattern.causal, branch.window)
-    needed &= (width > 0) & (distance > 0)
-    travel = distance.max(axis=0, where=needed, initial=0)
+    needed &= (width > 0) & (setting.owner != np.arange(p)[:, None])
 
     # Keys on the grid of a query's segment: local indices phase, phase + rate, ...; number `place` is at the query.
     place = (queries - query_begin - query_phase) // rate
@@ -108,7 +106,7 @@ def branch_need(setting: SettingView, index: int, branch: Branch, distance: Ints
     reach = n if branch.window is None else branch.window // rate
     ahead = place if setting.pattern.causal else place + reach
     seen = np.maximum(np.minimum(ahead, last) - np.maximum(place - reach, 0) + 1, 0)
-    return Need(offset, width, needed, travel, by_phase[1, query_phase] * seen)
+    return Need(offset, width, needed, by_phase[1, query_phase] * seen)
 
 
 class _OnGrid(NamedTuple):

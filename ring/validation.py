@@ -136,8 +136,8 @@ def validate_exchange(exchange: object) -> None:
     if not is_exchange(exchange):
         allowed = ", ".join(map(repr, (*EXCHANGES, ALL_TO_ALL)))
         raise ValueError(
-            f"exchange must be one of {allowed}, or two as 'all-to-all:2+ring' and 'ring+all-to-all:2', in a call "
-            f"also without the number, got {exchange!r}"
+            f"exchange must be one of {allowed}, or two as 'all-to-all:2+ring', 'ring+all-to-all:2' and "
+            f"'ring:2+direct', in a call also without the number, got {exchange!r}"
         )
 
 

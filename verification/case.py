@@ -284,9 +284,11 @@ class Case:
 
     def for_any_ranks(self) -> Case:
         """Return the Case without what one number of ranks alone can have but its own cuts: cuts of keys, and an
-        exchange by heads between some of the ranks.
+        exchange in groups of ranks.
         """
-        exchange = self.exchange if self.exchange in EXCHANGES else ALL_TO_ALL
+        exchange = (
+            self.exchange if self.exchange in EXCHANGES else ALL_TO_ALL if ALL_TO_ALL in self.exchange else "ring"
+        )
         return replace(self, exchange=exchange, keys=None if self.keys is None else self.keys._replace(cuts=None))
 
     def lengthened(self, tokens: int, **changes: Any) -> Case:

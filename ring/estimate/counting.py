@@ -25,6 +25,7 @@ from ring.layout import Layout
 from ring.plan.blocks import Block
 from ring.plan.range_pairs import group_of
 from ring.plan.ranges import Ints, Ranges, group_starts, ragged_arange, ranges_of, ranges_of_runs
+from ring.plan.relay_groups import RelayGroups
 
 MAX_TOKENS = 2**31  # sums of positions over a range fit into 64 bits
 MAX_PAIRS = 2**27  # of ranges: some ten seconds
@@ -64,10 +65,9 @@ class Counted(Setting):
         """(p, p): slots of rank [s] that rank [d] needs, over all blocks; the diagonal is 0."""
         return to_readers(self.needed.sum(0))
 
-    @cached_property
-    def ending(self) -> Ints:
-        """(p, p): slots of rank [s] whose travel is exactly [t]; column 0 is not counted, nothing reads it."""
-        return self.stopping.sum(0)
+    def ending(self, size: int) -> Ints:
+        """Return (p, groups, hops + 1): as `Setting.ending`; column 0 is not counted, nothing reads it."""
+        return self.stopping(size).sum(0)
 
     @cached_property
     def widest(self) -> int:
@@ -82,19 +82,21 @@ class Counted(Setting):
     @cached_property
     def needed(self) -> Ints:
         """(blocks, p, p): slots of rank [s] that the rank at distance [t] needs, by block."""
-        return _exact(self.widths[:, None, None] * np.array([needed for needed, _, _ in self._tables]))
+        return _exact(self.widths[:, None, None] * np.array([needed for needed, _ in self._tables]))
 
-    @cached_property
-    def stopping(self) -> Ints:
-        """(blocks, p, p): `ending`, by block."""
-        flying = _exact(self.widths[:, None, None] * np.array([flying for _, flying, _ in self._tables]))
-        return flying - np.append(flying[:, :, 1:], np.zeros_like(flying[:, :, :1]), axis=2)
+    def stopping(self, size: int) -> Ints:
+        """Return (blocks, p, groups, hops + 1): `ending`, by block."""
+        groups = RelayGroups(self.world, size)
+        shape = self.world, groups.count, groups.hops + 1
+        tables = [sum((kinds.flying(groups) for kinds in parts), np.zeros(shape)) for parts in self._kinds]
+        flying = _exact(self.widths[:, None, None, None] * np.array(tables))
+        return flying - np.append(flying[..., 1:], np.zeros_like(flying[..., :1]), axis=3)
 
     @cached_property
     def work(self) -> Ints:
         """(p, p): (query head, query, key) triples of keys of rank [s] with queries of the rank at distance [t]."""
         heads = [sum(g.query.groups * g.query.per_group for g in block.head_groups) for block in self._ranges.blocks]
-        return _exact(np.sum([h * pairs for h, (_, _, pairs) in zip(heads, self._tables, strict=True)], axis=0))
+        return _exact(np.sum([h * pairs for h, (_, pairs) in zip(heads, self._tables, strict=True)], axis=0))
 
     @cached_property
     def pairs(self) -> Ints:
@@ -132,7 +134,14 @@ class Counted(Setting):
 
     @cached_property
     def _tables(self) -> list[Ints]:
-        """The tables of each block, (3, p, p)."""
+        """The tables of each block, (2, p, p)."""
+        return [
+            sum((kinds.tables() for kinds in parts), np.zeros((2, self.world, self.world))) for parts in self._kinds
+        ]
+
+    @cached_property
+    def _kinds(self) -> list[list[_Kinds]]:
+        """The kinds of each block, in parts."""
         count = len(self._ranges.blocks)
         if count * self.world**2 > MAX_TABLE:
             most = isqrt(MAX_TABLE // count)
@@ -144,7 +153,7 @@ class Counted(Setting):
                 f"layout has too many runs of positions: {pairs} pairs of them would be counted, and 2**27 are the "
                 "most. Give one of fewer runs, such as Layout.zigzag(n, p)"
             )
-        return [sum((kinds.tables() for kinds in parts), np.zeros((3, self.world, self.world))) for parts in blocks]
+        return blocks
 
 
 def to_readers(by_distance: Ints) -> Ints:
@@ -178,9 +187,33 @@ class _Kinds:
     often: Ints
 
     def tables(self) -> Ints:
-        """Count by owner [s] and distance [t], (3, p, p): rows that the rank at distance t needs, rows that travel t
-        or more, and pairs of a query and a key.
+        """Count by owner [s] and distance [t], (2, p, p): rows that the rank at distance t needs, and pairs of a query
+        and a key.
         """
+        leading, trailing, seen = self._extents()
+        return self._in_all_rotations(np.stack([np.minimum(leading + trailing, self.keys[:, 4:]), seen], axis=1))
+
+    def flying(self, groups: RelayGroups) -> Ints:
+        """Count by owner, groups away and hop, (p, groups, hops + 1): rows that travel so many hops or more."""
+        p = groups.ranks
+        leading, trailing, _ = self._extents()
+        total = np.zeros((p, groups.count, groups.hops + 1))
+        for place in range(groups.size if groups.count > 1 else 1):  # of the owner in its group
+            owner = np.full(p - 1, place)
+            at = groups.hop(owner, (owner + np.arange(1, p)) % p)
+            extents = np.zeros((2, len(self.keys), groups.count, groups.hops + 1), np.int64)
+            for extent, at_distance in zip(extents, (leading, trailing), strict=True):
+                extent[:, *at] = at_distance[:, 1:]
+            farther = np.flip(np.maximum.accumulate(np.flip(extents, 3), axis=3), 3).sum(0)
+            farther = np.minimum(farther, self.keys[:, 4, None, None])
+            farther[:, :, 0] = 0
+            every = self._in_all_rotations(farther.reshape(len(farther), 1, -1))[0].reshape(total.shape)
+            owners = slice(place, None, groups.size) if groups.count > 1 else slice(None)
+            total[owners] = every[owners]
+        return total
+
+    def _extents(self) -> tuple[Ints, Ints, Ints]:
+        """Return leading and trailing elements that the rank at each distance needs, and its pairs, (keys, p)."""
         p, reach, windowed = self.often.shape[1], self.block.window or 0, self.block.window is not None
         leading, trailing, seen = np.zeros((3, len(self.keys), p), np.int64)
         for query, key, at in self._pairs():
@@ -200,10 +233,7 @@ class _Kinds:
             np.maximum.at(leading.reshape(-1), at, until)
             np.add.at(seen.reshape(-1), at, pairs)
         leading[:, 0] = trailing[:, 0] = 0  # own rows
-        farther = [np.maximum.accumulate(x[:, ::-1], axis=1)[:, ::-1] for x in (leading, trailing)]
-        needed, flying = (np.minimum(lead + trail, self.keys[:, 4:]) for lead, trail in ((leading, trailing), farther))
-        flying[:, 0] = 0
-        return self._in_all_rotations(np.stack([needed, flying, seen], axis=1))
+        return leading, trailing, seen
 
     @cached_property
     def partners(self) -> Ints:
@@ -235,11 +265,13 @@ class _Kinds:
             yield query, key, key_at * p + (query[1] - key[1]) % p
 
     def _in_all_rotations(self, tables: Ints) -> Ints:
-        """Add the rows (tables, p) of each key range to those of its owner, in all groups: (tables, p, p) in fp64."""
+        """Add the rows of each key range, (keys, tables, columns), to those of its owner in all groups: (tables, p,
+        columns) in fp64.
+        """
         kind, p = np.repeat(np.arange(len(self.counts)), self.counts[:, 1]), self.often.shape[1]
         weights = self.often[kind[:, None], (np.arange(p) - self.keys[:, 1:2]) % p]
         total = weights.T.astype(float) @ tables.reshape(len(tables), -1).astype(float)
-        return total.reshape(p, -1, p).transpose(1, 0, 2)
+        return total.reshape(p, *tables.shape[1:]).transpose(1, 0, 2)
 
 
 def _kinds_of(ranges: Ranges, pattern: Pattern, p: int) -> list[list[_Kinds]]:

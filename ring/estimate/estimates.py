@@ -19,6 +19,7 @@ from ring.default_bucket import default_bucket
 from ring.estimate.counting import MAX_TOKENS, Counted
 from ring.estimate.stages import Rates, stages_of, times
 from ring.layout import Layout
+from ring.plan.relay_groups import is_by_group
 from ring.validation import DTYPES, validate_exchange
 
 ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "balanced", "zigzag by document")
@@ -190,7 +191,8 @@ class Call:
     @property
     def narrow(self) -> bool:
         """True if gradients of keys travel in the working dtype."""
-        return "direct" in self.exchange.split("+") and self.device == "cuda"
+        straight = "direct" in self.exchange.split("+") and not is_by_group(self.exchange)
+        return straight and self.device == "cuda"
 
     @property
     def operations(self) -> tuple[int, int]:

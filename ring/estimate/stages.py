@@ -38,6 +38,7 @@ from reference.cost import blocks_of, rounds, row_bytes
 from reference.head_groups import Groups, groups_of
 from ring.estimate.counting import Counted, to_readers
 from ring.plan.ranges import Ints
+from ring.plan.relay_groups import RelayGroups, relay_groups
 
 _TENSORS = np.array([(1, 2), (2, 0), (4, 2), (1, 2)])  # messages that carry the bytes of `row_bytes`
 _MAX_STAGES = 2**16
@@ -123,7 +124,7 @@ def stages_of(setting: Counted, exchange: str, bucket: int) -> list[HeadStage]:
     p, groups = setting.world, groups_of(exchange, setting.world)
     if groups.degree == 1:
         none = Messages.of(np.zeros((p, p)))
-        return [HeadStage(setting.work[:, 0], _key_stages(setting, groups.exchange, bucket), (none,) * 4)]
+        return [HeadStage(setting.work[:, 0], _key_stages(setting, exchange, bucket), (none,) * 4)]
     shares, found = blocks_of(setting, groups, bucket), []
     sizes = row_bytes(setting, shares)
     for blocks in zip_longest(*shares, fillvalue=(range(0), 0)):
@@ -172,8 +173,12 @@ def _key_stages(setting: Counted, exchange: str, bucket: int) -> list[Stage]:
     if setting.world == 1:
         return []
     stages: list[Stage] = []
-    make = {"ring": _ring, "direct": _direct, "gather": _gather}[exchange]
-    for stage in make(setting, bucket * setting.kv_heads):
+    most = bucket * setting.kv_heads
+    if exchange in ("direct", "gather"):
+        made = (_direct if exchange == "direct" else _gather)(setting, most)
+    else:
+        made = _ring(setting, most, relay_groups(exchange, setting.world))
+    for stage in made:
         if len(stages) == _MAX_STAGES:
             raise ValueError(f"bucket is {bucket}; it must be large enough for at most 2**16 stages of messages")
         stages.append(stage)
@@ -200,29 +205,39 @@ def _direct(setting: Counted, most: int) -> Iterator[Stage]:
             yield Stage(keys, keys.returned, (work * slots / np.maximum(whole, 1)).sum(0))
 
 
-def _ring(setting: Counted, most: int) -> Iterator[Stage]:
-    p, blocks = setting.world, len(setting.widths)
-    ranks, hops = np.arange(p), np.arange(1, p)[:, None]
-    in_flight = np.append(setting.in_flight, np.zeros((p, 1), np.int64), axis=1)
-    # A message has the slots that travel farthest first, and of these the blocks in order.
-    spans = setting.stopping[:, :, :0:-1].transpose(1, 2, 0).reshape(p, -1)
-    source = (ranks - hops) % p
-    share = setting.work[source, hops] / np.maximum(in_flight[source, hops], 1)
-    for begin, end in _chunks(spans, np.tile(setting.widths, spans.shape[1] // blocks), most):
-        chunk = np.maximum(np.minimum(in_flight, end[:, None]) - begin[:, None], 0)  # (owner, t): prefix of the chunk
-        arriving, onward = chunk[source, hops], chunk[source, hops + 1]
-        stopping = chunk[ranks, hops] - chunk[ranks, hops + 1]  # own slots, returned by rank + t
-        for t in range(p - 1):
-            if not arriving[t].any():
-                break
-            sent, carried = np.roll(arriving[t], -1), np.roll(onward[t], 1)
-            left = arriving[t] - onward[t]
-            out, into = ((a > 0).astype(np.int64) + (b > 0) for a, b in ((onward[t], left), (carried, stopping[t])))
-            yield Stage(
-                Messages(sent, arriving[t], (sent > 0).astype(np.int64), (arriving[t] > 0).astype(np.int64)),
-                Messages(arriving[t], carried + stopping[t], out, into),
-                share[t] * arriving[t],
-            )
+def _ring(setting: Counted, most: int, groups: RelayGroups) -> Iterator[Stage]:
+    p, ranks, work = setting.world, np.arange(setting.world), to_readers(setting.work)
+    stopping = setting.stopping(groups.size)
+    in_flight = np.append(np.flip(np.cumsum(np.flip(stopping.sum(0), 2), 2), 2), np.zeros((p, groups.count, 1), int), 2)
+    for away in range(groups.count):
+        # A message has the slots that travel farthest first, and of these the blocks in order.
+        spans = stopping[:, :, away, :0:-1].transpose(1, 2, 0).reshape(p, -1)
+        for begin, end in _chunks(spans, np.tile(setting.widths, groups.hops), most):
+            # (owner, hop): prefix of the chunk
+            chunk = np.maximum(np.minimum(in_flight[:, away], end[:, None]) - begin[:, None], 0)
+            sender = ranks
+            for t in range(1, groups.hops + 1):
+                if not chunk[:, t].any():
+                    break
+                reader = groups.visited(ranks, away, t)
+                share = chunk[:, t] / np.maximum(in_flight[:, away, t], 1)
+                yield _hop(groups, sender, reader, chunk[:, t], chunk[:, t + 1], work[ranks, reader] * share)
+                sender = reader
+
+
+def _hop(groups: RelayGroups, sender: Ints, reader: Ints, arriving: Ints, onward: Ints, pairs: np.ndarray) -> Stage:
+    """Return a hop of the slots of every owner: arriving at `reader`, of which some go onward. All (p,), by owner."""
+    keys, gradients = np.zeros((2, 4, len(reader)), np.int64)
+    stop, after = arriving - onward, groups.neighbour(reader, 1)
+    for row, slots in ((0, arriving), (2, arriving > 0)):
+        keys[row, sender], keys[row + 1, reader] = slots, slots
+    for row, on, back in ((0, onward, stop), (2, onward > 0, stop > 0)):
+        gradients[row, reader] = on.astype(np.int64) + back
+        gradients[row + 1, after] += on
+        gradients[row + 1] += back
+    computed = np.zeros_like(pairs)
+    computed[reader] = pairs
+    return Stage(Messages(*keys), Messages(*gradients), computed)
 
 
 def _chunks(spans: Ints, widths: Ints, most: int) -> Iterator[tuple[Ints, Ints]]:

@@ -15,6 +15,7 @@ import re
 from typing import NamedTuple
 
 from ring.plan.plan import EXCHANGES
+from ring.plan.relay_groups import is_by_group, relay_groups
 
 ALL_TO_ALL = "all-to-all"
 _BY_HEAD = re.compile(rf"{ALL_TO_ALL}:([1-9][0-9]{{0,8}})")
@@ -51,10 +52,10 @@ class HeadGroups(NamedTuple):
 
 
 def is_exchange(exchange: object) -> bool:
-    """True for a name in EXCHANGES, "all-to-all", and both, as "all-to-all:2+ring"."""
+    """True for a name in EXCHANGES, "all-to-all", both, as "all-to-all:2+ring", and "ring:2+direct"."""
     if not isinstance(exchange, str):
         return False
-    return exchange in (*EXCHANGES, ALL_TO_ALL) or _parts(exchange) is not None
+    return exchange in (*EXCHANGES, ALL_TO_ALL) or is_by_group(exchange) or _parts(exchange) is not None
 
 
 def _parts(exchange: str) -> tuple[int, str, bool] | None:
@@ -69,9 +70,12 @@ def _parts(exchange: str) -> tuple[int, str, bool] | None:
 def head_groups(exchange: str, ranks: int) -> HeadGroups | None:
     """Return the groups of an exchange among so many ranks; None for an exchange of keys alone.
 
-    Raises ValueError if the degree does not divide the ranks.
+    Raises ValueError if groups of that size do not divide the ranks.
     """
     if exchange in EXCHANGES:
+        return None
+    if is_by_group(exchange):
+        relay_groups(exchange, ranks)
         return None
     degree, between, neighbours = (
         (ranks, "direct", True) if exchange == ALL_TO_ALL else _parts(exchange) or (0, "", True)

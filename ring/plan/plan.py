@@ -37,6 +37,7 @@ from ring.plan import schedule
 from ring.plan.blocks import Heads
 from ring.plan.chunks import SlotRanges
 from ring.plan.ranges import Ints, Ranges, group_starts, ragged_arange, ranges_of
+from ring.plan.relay_groups import relay_groups
 from ring.plan.rows import Rows, folds
 from ring.plan.schedule import Schedule, Sizes, Transfer
 from ring.plan.tile import Tile
@@ -135,8 +136,9 @@ def _plan(
     if exchange == "gather":
         route = schedule.gather(key_layout, kv_heads, rank)
     else:
-        make = schedule.ring if exchange == "ring" else schedule.direct
-        route = make(ranges, key_layout, pattern.causal, rank, bucket * kv_heads)
+        at = ranges, key_layout, pattern.causal, rank, bucket * kv_heads
+        groups = relay_groups(exchange, key_layout.world_size)
+        route = schedule.direct(*at) if exchange == "direct" else schedule.ring(*at, groups)
     limits = Limits(bucket=bucket, own=bucket if own is None else own, varlen=varlen)
     local, *received = tiles_of(
         ranges, key_layout, route, rank=rank, kv_heads=kv_heads, causal=pattern.causal, limits=limits

@@ -46,14 +46,10 @@ class Count:
     pairs: Counter[int] = field(default_factory=Counter)
     owner: dict[int, int] = field(default_factory=dict)  # of keys
     widest: int = 0
-    world: int = 1
-
-    def travel(self, slot: Slot) -> int:
-        return max((user - self.owner[slot[2]]) % self.world for user in self.users[slot])
 
 
 def count(s: Setting) -> Count:
-    found = Count(world=len(s.positions))
+    found = Count()
     reader, found.owner = (
         {int(x): rank for rank, held in enumerate(positions) for x in held} for positions in (s.positions, s.keys)
     )
@@ -78,7 +74,7 @@ def units(s: Setting, narrow: bool) -> tuple[int, int]:
 
 @budget
 @given(problems())
-def test_need_travel_pairs(s: Setting) -> None:
+def test_need_and_pairs(s: Setting) -> None:
     true, p = count(s), len(s.positions)
     assert list(flops(s).pairs) == [true.pairs[rank] for rank in range(p)]
     assert s.widest == true.widest
@@ -89,7 +85,7 @@ def test_need_travel_pairs(s: Setting) -> None:
         for at, row in enumerate(s.rows):
             slots = {x: users for x, users in true.users.items() if x[0] == b and x[2] == row}
             assert set(np.flatnonzero(need.needed[:, at])) == set().union(*slots.values())
-            assert [(x[1], true.travel(x)) for x in slots] == [(need.offset[at], need.travel[at])] * len(slots)
+            assert [x[1] for x in slots] == [need.offset[at]] * len(slots)
             assert need.width[at] == len(slots) or not slots
 
 
@@ -99,7 +95,8 @@ def test_sent_message_by_message(s: Setting, narrow: bool) -> None:
     """Every message of every slot, one at a time."""
     true, p = count(s), len(s.positions)
     size, gradient_size = units(s, narrow)
-    for exchange in ("ring", "direct", "gather"):
+    groups = [f"ring:{n}+direct" for n in range(1, p + 1) if p % n == 0]
+    for exchange in ("ring", "direct", "gather", *groups):
         kv, gradients = np.zeros((2, p, p), np.int64)
         if exchange == "gather":
             for src, dst in np.ndindex(p, p):
@@ -112,14 +109,19 @@ def test_sent_message_by_message(s: Setting, narrow: bool) -> None:
                 for user in users:
                     kv[owner, user] += 1
                     gradients[user, owner] += 1
-            elif exchange == "ring":
-                place, left = owner, set(users)
-                while left:
-                    kv[place, (place + 1) % p] += 1
-                    gradients[place, (place + 1) % p] += place != owner
-                    place = (place + 1) % p
-                    left.discard(place)
-                gradients[place, owner] += 1
+            elif exchange != "gather":
+                n = p if exchange == "ring" else int(exchange.split(":")[1].split("+")[0])
+                for first in range(0, p, n):
+                    place, left = owner, users & set(range(first, first + n))
+                    to = first + (owner - (owner // n * n != first)) % n  # the next place is that of the owner
+                    while left:
+                        to = first + (to + 1) % n
+                        kv[place, to] += 1
+                        gradients[place, to] += place != owner
+                        place = to
+                        left.discard(place)
+                    if place != owner:
+                        gradients[place, owner] += 1
         traffic = sent(s, exchange, narrow)
         assert (traffic.forward == kv * size).all() and (traffic.backward_kv == kv * size).all()
         assert (traffic.backward_gradients == gradients * gradient_size).all()

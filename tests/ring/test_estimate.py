@@ -57,9 +57,14 @@ def layouts(draw: st.DrawFn, pattern: Pattern, n: int, p: int) -> Layout:
 
 
 def by_heads(p: int) -> tuple[str, ...]:
-    """Every exchange by heads of p ranks; those of one rank by heads have keys alone."""
+    """Exchanges by heads of p ranks; those of one rank by heads have keys alone."""
     parts = [(f"all-to-all:{d}", keys) for d in range(1, p + 1) if p % d == 0 for keys in KEY_EXCHANGES]
     return ("all-to-all", *("+".join(order) for part in parts for order in (part, part[::-1])))
+
+
+def of_keys(p: int) -> tuple[str, ...]:
+    """Exchanges of keys of p ranks."""
+    return (*KEY_EXCHANGES, *(f"ring:{n}+direct" for n in range(1, p + 1) if p % n == 0))
 
 
 @st.composite
@@ -79,7 +84,7 @@ def calls(draw: st.DrawFn, heads_alone: bool | None = None) -> tuple[Call, Layou
     if draw(st.booleans()):
         keys = draw(layouts(pattern, draw(tokens) if documents is None else n, p))
     sizes = heads, kv_heads, draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    exchanges = (KEY_EXCHANGES if heads_alone is not True else ()) + (by_heads(p) if heads_alone is not False else ())
+    exchanges = (of_keys(p) if heads_alone is not True else ()) + (by_heads(p) if heads_alone is not False else ())
     exchange, bucket = draw(st.sampled_from(exchanges)), draw(st.none() | st.integers(1, 12))
     call = Call(pattern, *sizes, draw(st.sampled_from(DTYPES)), exchange, bucket, draw(st.sampled_from(DEVICES)))
     return call, layout, keys
@@ -104,7 +109,7 @@ def test_bytes_buffers_and_operations_are_those_of_the_reference(drawn: tuple[Ca
     exact, counted = listed(*drawn), call.counted(layout, keys)
     incoming = call.batch * exact.counts * call.heads * call.value_dim * call.dtype.itemsize
     assert counted.widest == exact.widest
-    for exchange, device in product({call.exchange, *KEY_EXCHANGES}, DEVICES):
+    for exchange, device in product({call.exchange, *of_keys(layout.world_size)}, DEVICES):
         row = row_of(replace(call, exchange=exchange, device=device), layout, keys)
         # Gradients travel in the working dtype.
         narrow = groups_of(exchange, layout.world_size).exchange == "direct" and device == "cuda"

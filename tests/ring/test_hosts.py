@@ -65,7 +65,7 @@ def _same(hosts: Sequence[str], members: Sequence[int] | None, names: dict[str, 
         (
             "aabb", None, (0, 0, 1, 1),
             {"all-to-all+ring": "all-to-all:2+ring", "ring+all-to-all": "ring+all-to-all:2",
-             "all-to-all+direct": "all-to-all:2+direct"},
+             "all-to-all+direct": "all-to-all:2+direct", "ring+direct": "ring:2+direct"},
         ),
         ("aaaa", None, (0, 0, 0, 0), {"all-to-all+ring": "all-to-all", "ring+direct": "ring"}),
         ("abcd", None, (0, 1, 2, 3), {"all-to-all+ring": "ring", "ring+direct": "direct"}),

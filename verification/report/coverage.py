@@ -338,6 +338,7 @@ GROUPS |= {name: {f"{name} {x}": _chosen(name, x) for x in choices} for name, ch
 GROUPS["exchange"] |= {
     "heads among neighbours": lambda case: case.exchange.startswith(f"{ALL_TO_ALL}:"),
     "keys among neighbours": lambda case: f"+{ALL_TO_ALL}:" in case.exchange,
+    "keys round neighbours": lambda case: case.exchange.startswith("ring:"),
 }
 FEATURES: dict[str, Has] = {name: has for features in GROUPS.values() for name, has in features.items()}
 

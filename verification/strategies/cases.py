@@ -208,10 +208,12 @@ def fused(draw: Draw, case: Case) -> Case:
 
 
 def exchange_of(draw: Draw, ranks: int) -> str:
-    """Draw an exchange among so many ranks. Of those by heads, half are among some of the ranks, if these divide."""
+    """Draw an exchange among so many ranks. Half of rings, and of those by heads, are in groups if some divide."""
     exchange, degrees = draw(_exchanges), [n for n in range(2, ranks) if ranks % n == 0]
-    if exchange != ALL_TO_ALL or not degrees or draw(_flags):
+    if exchange not in ("ring", ALL_TO_ALL) or not degrees or draw(_flags):
         return exchange
+    if exchange == "ring":
+        return f"ring:{draw(st.sampled_from(degrees))}+direct"
     parts = [f"{ALL_TO_ALL}:{draw(st.sampled_from(degrees))}", draw(st.sampled_from(KEY_EXCHANGES))]
     return "+".join(parts if draw(_flags) else parts[::-1])
 
