@@ -55,12 +55,15 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=integer, default=1, metavar="B")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--exchange", default="ring", metavar="X", help="ring (default), direct, gather, all-to-all, or two of them: "
-        "all-to-all:2+ring or ring+all-to-all:2")  # fmt: skip
+        "all-to-all:2+ring, ring+all-to-all:2, ring:2+direct; without a number with --ranks-per-host")  # fmt: skip
     add("--bucket", type=integer, metavar="N", help="tokens (default: that of ring_attention)")
     add("--device", choices=DEVICES, default="cuda")
     for name, unit in (("forward-rate", "FLOP/s"), ("backward-rate", "FLOP/s"), ("link-rate", "bytes/s")):
         add(f"--{name}", type=float, metavar="R", help=f"{unit}, for times")
     add("--latency", type=float, metavar="S", help="seconds of a message beyond its bytes (default: 0)")
+    add("--ranks-per-host", type=integer, metavar="P", help="neighbours that share a host (default: all ranks)")
+    add("--link-rate-between", type=float, metavar="R", help="bytes/s between hosts (default: as within)")
+    add("--latency-between", type=float, metavar="S", help="of a message between hosts (default: as within)")
     add("--memory", type=integer, metavar="BYTES", help="of a rank: adds the longest sequence that fits, such as 80Gi")
     form = top.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
@@ -85,11 +88,12 @@ def pattern_of(given: argparse.Namespace) -> Pattern:
 def rates_of(given: argparse.Namespace) -> Rates | None:
     """Return the rates of the options; None without any."""
     rates = given.forward_rate, given.backward_rate, given.link_rate
-    if (*rates, given.latency) == (None,) * 4:
+    rest = given.latency, given.ranks_per_host, given.link_rate_between, given.latency_between
+    if (*rates, *rest) == (None,) * 7:
         return None
     if None in rates:
         raise ValueError("--forward-rate, --backward-rate and --link-rate must be given together")
-    return Rates(*rates, given.latency or 0.0)
+    return Rates(*rates, given.latency or 0.0, *rest[1:])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

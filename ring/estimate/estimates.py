@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from ring.default_bucket import default_bucket
 from ring.estimate.counting import MAX_TOKENS, Counted
 from ring.estimate.stages import Rates, stages_of, times
 from ring.layout import Layout
+from ring.plan.host_groups import is_by_host, with_number
 from ring.plan.relay_groups import is_by_group
 from ring.validation import DTYPES, validate_exchange
 
@@ -170,7 +171,8 @@ class Call:
         self.pattern.validate(self.heads)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(map(str, DTYPES))}")
-        validate_exchange(self.exchange)
+        if not is_by_host(self.exchange):
+            validate_exchange(self.exchange)
         validators.optional(validators.integer, "bucket", self.bucket, 1, MAX_TOKENS)
         validators.choice("device", self.device, DEVICES)
 
@@ -241,6 +243,7 @@ def estimate(
         batch: sequences.
         dtype: of the tensors.
         exchange: as in `ring_attention`: "ring", "direct", "gather", "all-to-all", or two, as "all-to-all:2+ring".
+            Without a number, as "all-to-all+ring", only with rates that have ranks_per_host.
         bucket: in tokens; None: the default one.
         device: "cuda" or "cpu": the default bucket depends on it, and the dtype in which gradients travel.
         key_layout: of keys of another sequence; None: `layout`.
@@ -257,6 +260,8 @@ def estimate(
     call = Call(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, exchange, bucket, device)
     if rates is not None:
         check_rates(rates)
+    if is_by_host(exchange) and (rates is None or rates.ranks_per_host is None):
+        raise ValueError(f"exchange is {exchange!r}; it must have a number, or rates ranks_per_host")
     if memory is not None:
         validators.integer("memory", memory, 1)
         if layout is not None or pattern.documents is not None:
@@ -323,11 +328,13 @@ def checked_layouts(layout: Layout, key_layout: Layout | None, pattern: Pattern)
 
 
 def _row(call: Call, order: str, layout: Layout, keys: Layout, rates: Rates | None, memory: int | None) -> Estimate:
+    hosts = (0,) * layout.world_size if rates is None else rates.hosts(layout.world_size)
+    call = replace(call, exchange=with_number(call.exchange, hosts))
     setting, bucket = call.counted(layout, keys), call.bucket_of(layout, keys)
-    sent, stages = cost.sent(setting, call.exchange, call.narrow), stages_of(setting, call.exchange, bucket)
+    sent, stages = cost.sent(setting, call.exchange, call.narrow), stages_of(setting, call.exchange, bucket, hosts)
     terms = {name: int(term.max()) for name, term in call.memory(setting, bucket).items()}
     flops = cost.flops(setting, call.exchange)
-    messages = (np.sum([x.out for stage in stages for x in stage.messages(i)], axis=0) for i in (False, True))
+    messages = (np.sum([x.out for stage in stages for x in stage.messages(i)], axis=(0, 1)) for i in (False, True))
     seconds = ({}, {}) if rates is None else times(stages, call.operations, setting.slot_bytes(call.narrow), rates)
     passes = {
         name: Pass(
