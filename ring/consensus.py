@@ -27,7 +27,7 @@ from ring.comm.call_order import NumberedCall, within_backward
 from ring.comm.rank_error import described, error_of
 from ring.comm.transport import Consensus, MissingRanks, Transport, all_gather_json
 from ring.layout import Layout
-from ring.plan.host_groups import is_by_host, with_number
+from ring.plan.host_groups import AUTO, needs_hosts, with_number
 from ring.validation import Call, refuse_unknown, validate
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ def _with_values(signature: Signature, sinks: torch.Tensor) -> Signature:
 
 def hosts_of(call: Call, this: NumberedCall, transport: Transport) -> tuple[int, ...]:
     """Return the hosts of the ranks if the exchange depends on them. Raises RuntimeError for ranks that do not come."""
-    if not is_by_host(call.exchange):
+    if not needs_hosts(call.exchange):
         return ()
     try:
         return transport.hosts
@@ -119,8 +119,7 @@ def setting_of(call: Call, transport: Transport, hosts: tuple[int, ...]) -> Call
     key = call.key(), transport.rank, transport.world_size, thread, hosts
 
     def validated() -> CallSetting:
-        resolved = replace(call, exchange=with_number(call.exchange, hosts))
-        validate(resolved, transport)
+        resolved = _with_exchange(call, transport, hosts)
         return CallSetting(signature_of(kind_of(resolved, thread)), resolved.exchange)
 
     try:
@@ -128,6 +127,18 @@ def setting_of(call: Call, transport: Transport, hosts: tuple[int, ...]) -> Call
     except TypeError:  # an unhashable argument is invalid: raise its own error
         pass
     return validated()
+
+
+def _with_exchange(call: Call, transport: Transport, hosts: tuple[int, ...]) -> Call:
+    """Validate a call and return it with the name of its exchange, without "auto", and with a number of ranks."""
+    automatic = isinstance(call.exchange, str) and call.exchange == AUTO
+    call = replace(call, exchange="direct" if automatic else with_number(call.exchange, hosts))
+    validate(call, transport)
+    if not automatic:
+        return call
+    from ring.estimate.choice import chosen  # most calls need no estimates
+
+    return replace(call, exchange=chosen(call, hosts))
 
 
 def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) -> None:

@@ -9,13 +9,16 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from reference.pattern import Pattern
-from ring.estimate.estimates import DEVICES, ORDERS, estimate
+from ring.estimate.choice import choose
+from ring.estimate.estimates import DEVICES, ORDERS, Estimates, estimate
 from ring.estimate.stages import Rates
+from ring.plan.host_groups import AUTO
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_WIDTH = 2**12  # characters of a line in a file
@@ -54,8 +57,9 @@ def parser() -> argparse.ArgumentParser:
     add("--value-dim", type=integer, metavar="D", help="head dim of the values (default: the same)")
     add("--batch", type=integer, default=1, metavar="B")
     add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--exchange", default="ring", metavar="X", help="ring (default), direct, gather, all-to-all, or two of them: "
-        "all-to-all:2+ring, ring+all-to-all:2, ring:2+direct; without a number with --ranks-per-host")  # fmt: skip
+    add("--exchange", default="ring", metavar="X", help="ring (default), direct, gather, all-to-all; two of them: "
+        "all-to-all:2+ring, ring+all-to-all:2, ring:2+direct, without a number with --ranks-per-host; auto: all of "
+        "these but gather, in order of time")  # fmt: skip
     add("--bucket", type=integer, metavar="N", help="tokens (default: that of ring_attention)")
     add("--device", choices=DEVICES, default="cuda")
     for name, unit in (("forward-rate", "FLOP/s"), ("backward-rate", "FLOP/s"), ("link-rate", "bytes/s")):
@@ -96,17 +100,28 @@ def rates_of(given: argparse.Namespace) -> Rates | None:
     return Rates(*rates, given.latency or 0.0, *rest[1:])
 
 
+def rows_of(given: argparse.Namespace) -> Estimates:
+    """Return the estimates of the options, or raise ValueError."""
+    pattern = pattern_of(given)
+    arguments: dict[str, Any] = {
+        "order": given.order, "heads": given.heads, "kv_heads": given.kv_heads, "head_dim": given.head_dim,
+        "value_dim": given.value_dim, "batch": given.batch, "dtype": DTYPES[given.dtype], "bucket": given.bucket,
+        "device": given.device, "rates": rates_of(given),
+    }  # fmt: skip
+    if given.exchange != AUTO:
+        sizes = {"tokens": given.tokens, "ranks": given.ranks, "memory": given.memory}
+        return estimate(pattern, exchange=given.exchange, **sizes, **arguments)
+    if given.memory is not None or len(given.tokens) > 1 or len(given.ranks) > 1:
+        raise ValueError("--exchange auto takes one number of --tokens and of --ranks, and no --memory")
+    return choose(pattern, tokens=given.tokens[0], ranks=given.ranks[0], **arguments)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the estimates, and return the exit status: 2 for a wrong argument."""
     top = parser()
     given = top.parse_args(arguments)
     try:
-        rows = estimate(
-            pattern_of(given), tokens=given.tokens, ranks=given.ranks, order=given.order, heads=given.heads,
-            kv_heads=given.kv_heads, head_dim=given.head_dim, value_dim=given.value_dim, batch=given.batch,
-            dtype=DTYPES[given.dtype], exchange=given.exchange, bucket=given.bucket, device=given.device,
-            rates=rates_of(given), memory=given.memory,
-        )  # fmt: skip
+        rows = rows_of(given)
     except (ValueError, OSError, RecursionError) as error:
         top.error(str(error))
     if given.json or given.csv:

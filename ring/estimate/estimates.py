@@ -266,17 +266,24 @@ def estimate(
         validators.integer("memory", memory, 1)
         if layout is not None or pattern.documents is not None:
             raise ValueError("memory must be None for a given layout, or documents: they have one number of tokens")
+    order, layouts = layouts_of(pattern, layout, tokens, ranks, order, key_layout)
+    return Estimates(row_of(call, order, *each, rates, memory) for each in layouts)
+
+
+def layouts_of(
+    pattern: Pattern, layout: Layout | None, tokens: int | Sequence[int] | None, ranks: int | Sequence[int] | None,
+    order: str | None, key_layout: Layout | None,
+) -> tuple[str, Iterator[tuple[Layout, Layout]]]:  # fmt: skip
+    """Return the name of the order, and layouts of queries and keys. Raises ValueError for invalid arguments."""
     if layout is None:
         if tokens is None or ranks is None or key_layout is not None:
             raise ValueError("layout must be given with a key_layout, and where tokens or ranks are None")
         order = "zigzag" if order is None else order
         sizes = _several("tokens", tokens, MAX_TOKENS), _several("ranks", ranks, MAX_RANKS)
-        layouts = _layouts(pattern, *sizes, order)
-    else:
-        if tokens is not None or ranks is not None or order is not None:
-            raise ValueError("tokens, ranks and order must be None for a given layout, which has them")
-        layouts, order = iter([checked_layouts(layout, key_layout, pattern)]), "given"
-    return Estimates(_row(call, order, *each, rates, memory) for each in layouts)
+        return order, _layouts(pattern, *sizes, order)
+    if tokens is not None or ranks is not None or order is not None:
+        raise ValueError("tokens, ranks and order must be None for a given layout, which has them")
+    return "given", iter([checked_layouts(layout, key_layout, pattern)])
 
 
 def _several(name: str, given: object, most: int) -> Sequence[int]:
@@ -327,10 +334,14 @@ def checked_layouts(layout: Layout, key_layout: Layout | None, pattern: Pattern)
     return layout, keys
 
 
-def _row(call: Call, order: str, layout: Layout, keys: Layout, rates: Rates | None, memory: int | None) -> Estimate:
+def row_of(
+    call: Call, order: str, layout: Layout, keys: Layout, rates: Rates | None, memory: int | None = None,
+    setting: Counted | None = None,
+) -> Estimate:  # fmt: skip
+    """Return the estimate of checked arguments. setting: counted before; None: counted here."""
     hosts = (0,) * layout.world_size if rates is None else rates.hosts(layout.world_size)
     call = replace(call, exchange=with_number(call.exchange, hosts))
-    setting, bucket = call.counted(layout, keys), call.bucket_of(layout, keys)
+    setting, bucket = call.counted(layout, keys) if setting is None else setting, call.bucket_of(layout, keys)
     sent, stages = cost.sent(setting, call.exchange, call.narrow), stages_of(setting, call.exchange, bucket, hosts)
     terms = {name: int(term.max()) for name, term in call.memory(setting, bucket).items()}
     flops = cost.flops(setting, call.exchange)

@@ -10,19 +10,21 @@ stage i - 1 are in flight, and goes on when both are done:
     forward   T =       sum_{i=0..S} max(C_i, K_{i+1})
     backward  T = G_S + sum_{i=0..S} max(C_i, K_{i+1} + G_{i-1})
 
-    C_i = pairs of stage i * operations of a pair / rate of the kernels
+    C_i = pairs of stage i * operations of a pair / rate of the kernels + seconds of a stage
     K_i, G_i = latency * messages + bytes / rate of the link, of the direction that has more; of the links within a
     host and between hosts, which work at the same time, the one that takes longer
 
 An exchange by heads does so for its blocks of heads b = 1..B, each of which has such stages of keys and takes T_b
 alone. In the meantime rows of the next block, Q, and results of the one before, R, are in flight. They share the link
-with the block's own messages, which take M_b = sum_i K_i + G_i:
+with the block's own messages, which take M_b = sum_i K_i + G_i. T_b includes the packing of both, P_b:
 
     T = Q_1 + sum_b max(T_b, M_b + Q_{b+1} + R_{b-1}) + R_B
 
 The time is that of the rank that takes longest.
 
-Ranks do not wait for each other, links do not share a wire, and merging, packing and starting kernels take no time.
+Ranks do not wait for each other, and links do not share a wire. Merging and starting kernels take the seconds of a
+stage. Packing the rows of a block takes two such times, and bytes sent and received / rate of packing. By default all
+of these are 0.
 """
 
 from __future__ import annotations
@@ -57,9 +59,11 @@ class Rates:
         latency: seconds that a message takes beyond its bytes; within a host.
         ranks_per_host: neighbours that share a host; None: all ranks do.
         link_between, latency_between: of messages between hosts; None: as within a host.
+        stage: seconds that a stage takes beyond the operations of its pairs, to start kernels and merge.
+        packing: bytes/s of the rows sent and received by an exchange by heads; None: packing takes no time.
 
     Raises:
-        ValueError: a rate is less than 1e-9, a latency negative, or a rate between hosts given without ranks_per_host.
+        ValueError: a rate is less than 1e-9, a time negative, or a rate between hosts given without ranks_per_host.
     """
 
     forward: float
@@ -69,12 +73,16 @@ class Rates:
     ranks_per_host: int | None = None
     link_between: float | None = None
     latency_between: float | None = None
+    stage: float = 0.0
+    packing: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "link"):
             _rate(name, getattr(self, name))
-        validators.real("latency", self.latency)
-        validators.optional(_rate, "link_between", self.link_between)
+        for name in ("latency", "stage"):
+            validators.real(name, getattr(self, name))
+        for name in ("link_between", "packing"):
+            validators.optional(_rate, name, getattr(self, name))
         validators.optional(validators.real, "latency_between", self.latency_between)
         validators.optional(validators.integer, "ranks_per_host", self.ranks_per_host, 1)
         for name in ("link_between", "latency_between"):
@@ -155,6 +163,10 @@ class HeadStage(NamedTuple):
     own: np.ndarray
     stages: list[Stage]
     rows: tuple[Messages, ...]
+
+    def packed(self, backward: bool) -> np.ndarray:
+        """Bytes of rows that each rank sends and receives in a pass, (p,)."""
+        return np.sum([x.sent + x.received for x in self.rows[2 * backward :][:2]], axis=(0, 1))
 
     def messages(self, backward: bool) -> list[Messages]:
         """List the messages of a pass."""
@@ -342,6 +354,8 @@ def _times(
     for stage, onward, returning in zip(stages, [*there[1:], none], [none, *back[:-1]], strict=True):
         spent = key_seconds(stage, backward, pair, sizes, rates)
         of_pairs, of_messages = spent.computing.sum(0), spent.messages.sum(0) + spent.last + onward + returning
+        packed = stage.packed(backward)
+        of_pairs = of_pairs + packed / (rates.packing or np.inf) + 2 * rates.stage * (packed > 0)
         computing, messaging = computing + of_pairs, messaging + of_messages
         exposed = exposed + np.maximum(spent.exposed, of_messages - of_pairs)
     total = computing + exposed
@@ -366,7 +380,7 @@ class Seconds(NamedTuple):
 def key_seconds(stage: HeadStage, backward: bool, pair: float, sizes: tuple[int, int], rates: Rates) -> Seconds:
     """Return the times of a block on each rank. pair: seconds of a pair; sizes: bytes of a slot and of its gradient."""
     none = np.zeros_like(stage.own, float)
-    computing = np.array([stage.own, *(x.pairs for x in stage.stages)]) * pair
+    computing = np.array([stage.own, *(x.pairs for x in stage.stages)]) * pair + rates.stage
     messages = np.array([*(x.keys.seconds(sizes[0], rates) for x in stage.stages), none])
     last = none
     if backward and stage.stages:

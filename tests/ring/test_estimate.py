@@ -28,7 +28,7 @@ from reference.head_groups import KEY_EXCHANGES, groups_of
 from reference.pattern import Branch, Pattern, multiplicity
 from ring import all_to_all, validation
 from ring.default_bucket import default_bucket
-from ring.estimate import Estimate, Rates, estimate, stages, timeline
+from ring.estimate import Estimate, Rates, choose, estimate, stages, timeline
 from ring.estimate.__main__ import main
 from ring.estimate.counting import _floor_sum, to_readers
 from ring.estimate.estimates import DEVICES, ORDERS, Call, layout_of, longest
@@ -427,7 +427,10 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
         capsys.readouterr().out
         == estimate(Pattern.dense(), **same, rates=far, exchange="all-to-all+ring").to_json() + "\n"
     )
+    main(["--tokens", "1Ki", "--ranks", "4", *sizes[5:], "--exchange", "auto", "--csv"])
+    assert capsys.readouterr().out == choose(Pattern.dense(), tokens=1024, ranks=4, **SIZES).to_csv()
     for wrong, named in (
+        (["--exchange", "auto"], "--exchange auto takes one number of --tokens and of --ranks"),
         (["--window", "3", "--segments", "4"], "exclude each other"),
         (["--segments", "4"], "--segments and --dilations must be given together"),
         (["--link-rate", "1"], "--link-rate must be given together"),
