@@ -254,7 +254,7 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
     if groups.round:
         keys, gradients = np.zeros((2, p, p), np.int64)
         ending = setting.ending(groups.round)
-        for away, hop, sender, receiver in ways(p, groups.round):
+        for away, hop, sender, receiver in _ways(p, groups.round):
             in_flight = ending[:, away, hop:].sum(axis=1)
             keys[sender, receiver] += in_flight
             if hop > 1:
@@ -269,9 +269,9 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
     return Traffic(keys * size, keys * size, gradients * gradient_size)
 
 
-def ways(p: int, size: int) -> Iterator[tuple[int, int, Ints, Ints]]:
-    """Yield the hops of slots among p ranks in groups of that size: groups away, hop, and for each owner the rank that
-    sends and the one that receives, (p,).
+def _ways(p: int, size: int) -> Iterator[tuple[int, int, Ints, Ints]]:
+    """Yield every hop of slots that are passed round groups of `size` ranks: groups away, number of the hop, and for
+    each owner the rank that sends and the one that receives, (p,).
     """
     owners = np.arange(p)
     for away in range(p // size):
@@ -358,7 +358,7 @@ def _buffer_slots(setting: Setting, groups: Groups, bucket: int) -> tuple[Ints, 
         return own.sum() - own, own if p > 1 else 0 * own, (p - 1) * own
     if groups.round:
         ending = setting.ending(groups.round)
-        for away, hop, _, receiver in ways(p, groups.round):
+        for away, hop, _, receiver in _ways(p, groups.round):
             in_flight = np.minimum(ending[:, away, hop:].sum(axis=1), most)
             receive[receiver] = np.maximum(receive[receiver], in_flight)
             returned = np.maximum(returned, np.minimum(ending[:, away, hop], most))

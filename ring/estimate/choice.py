@@ -121,6 +121,8 @@ def chosen(call: validation.Call, hosts: tuple[int, ...]) -> str:
     (batch, _, heads, head_dim), (_, _, kv_heads, value_dim) = call.q.shape, call.v.shape
     device = "cuda" if call.q.is_cuda else "cpu"
     sizes = heads, kv_heads, head_dim, value_dim, batch, call.q.dtype
+    if len(names := candidates(call.layout.world_size)) == 1:
+        return names[0]
     try:
         estimated = Call(call.pattern, *sizes, "direct", call.bucket, device)
         rows = _ordered(estimated, "given", call.layout, call.key_layout, None, call.differentiated, hosts)

@@ -210,10 +210,10 @@ def fused(draw: Draw, case: Case) -> Case:
 def exchange_of(draw: Draw, ranks: int) -> str:
     """Draw an exchange among so many ranks. Half of rings, and of those by heads, are in groups if some divide."""
     exchange, degrees = draw(_exchanges), [n for n in range(2, ranks) if ranks % n == 0]
-    if exchange not in ("ring", ALL_TO_ALL) or not degrees or draw(_flags):
-        return exchange
-    if exchange == "ring":
+    if exchange == "ring" and degrees and draw(_flags):
         return f"ring:{draw(st.sampled_from(degrees))}+direct"
+    if exchange != ALL_TO_ALL or not degrees or draw(_flags):
+        return exchange
     parts = [f"{ALL_TO_ALL}:{draw(st.sampled_from(degrees))}", draw(st.sampled_from(KEY_EXCHANGES))]
     return "+".join(parts if draw(_flags) else parts[::-1])
 

@@ -374,7 +374,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
         {"world": 1, "tokens": 20, "order": "permuted", "seed": seed} for seed in (5, 0)
     ),
     "heads among neighbours": tuple({"world": 4, "exchange": x} for x in ("all-to-all:2+ring", "ring+all-to-all:2")),
-    "keys round neighbours": ({"world": 4, "exchange": "ring:2+direct"},),
+    "keys round neighbours": tuple({"world": 4, "exchange": x} for x in ("ring:2+direct", "ring")),
     "keys among neighbours": tuple({"world": 4, "exchange": x} for x in ("ring+all-to-all:2", "all-to-all:2+ring")),
     "fewer keys than queries": ({"keys": Keys(23)}, {"keys": Keys(24)}),
     "more keys than queries": ({"keys": Keys(25)}, {"keys": Keys(24)}),
