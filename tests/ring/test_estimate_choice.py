@@ -197,3 +197,24 @@ def test_one_rank_and_modules() -> None:
     assert torch.equal(out, plain(q, k, v, CAUSAL, Layout.contiguous(6, 1), exchange="direct"))
     with pytest.raises(ValueError, match="dtype must be one of"):
         plain(q.int(), k.int(), v.int(), CAUSAL, Layout.contiguous(6, 1), exchange="auto")
+
+
+def _compiled(exchange: str) -> float:
+    """Return how far results of a graph are from those without one."""
+    layout, rank = Layout.zigzag(12, 2), dist.get_rank()
+    q, k, v = (layout.shard(normal(1, 12, 2, 4, seed=seed), rank).requires_grad_() for seed in range(3))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return plain(q, k, v, CAUSAL, layout, group=dist.group.WORLD, exchange=exchange)
+
+    results = []
+    for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        out = function(q, k, v)
+        results.append(torch.cat([x.flatten() for x in (out, *torch.autograd.grad(out.sum(), (q, k, v)))]))
+    return float((results[0] - results[1]).abs().max())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("exchange", ("auto", "all-to-all+ring"))
+def test_graphs_take_the_same_exchange(ranks: Ranks, exchange: str) -> None:
+    assert ranks(2).run(_compiled, exchange) == [0.0, 0.0]
