@@ -23,6 +23,17 @@ from ring.plan.host_groups import AUTO
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_WIDTH = 2**12  # characters of a line in a file
 UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+RATES = {  # options of `Rates`
+    "forward": ("--forward-rate", "R", "FLOP/s, for times"),
+    "backward": ("--backward-rate", "R", "FLOP/s, for times"),
+    "link": ("--link-rate", "R", "bytes/s, for times"),
+    "latency": ("--latency", "S", "seconds of a message beyond its bytes (default: 0)"),
+    "stage": ("--stage", "S", "seconds of a stage beyond its operations (default: 0)"),
+    "packing": ("--packing-rate", "R", "bytes/s of rows exchanged for heads (default: packing takes no time)"),
+    "ranks_per_host": ("--ranks-per-host", "P", "neighbours that share a host (default: all ranks)"),
+    "link_between": ("--link-rate-between", "R", "bytes/s between hosts (default: as within)"),
+    "latency_between": ("--latency-between", "S", "seconds of a message between hosts (default: as within)"),
+}
 EPILOG = """example, of which every time needs all of the rates:
   python -m ring.estimate --tokens 1Mi --ranks 8 64 --causal --heads 32 --kv-heads 8 --head-dim 128 \\
       --forward-rate 600e12 --backward-rate 450e12 --link-rate 100e9 --latency 1e-5 --memory 80Gi"""
@@ -62,12 +73,8 @@ def parser() -> argparse.ArgumentParser:
         "these but gather, in order of time")  # fmt: skip
     add("--bucket", type=integer, metavar="N", help="tokens (default: that of ring_attention)")
     add("--device", choices=DEVICES, default="cuda")
-    for name, unit in (("forward-rate", "FLOP/s"), ("backward-rate", "FLOP/s"), ("link-rate", "bytes/s")):
-        add(f"--{name}", type=float, metavar="R", help=f"{unit}, for times")
-    add("--latency", type=float, metavar="S", help="seconds of a message beyond its bytes (default: 0)")
-    add("--ranks-per-host", type=integer, metavar="P", help="neighbours that share a host (default: all ranks)")
-    add("--link-rate-between", type=float, metavar="R", help="bytes/s between hosts (default: as within)")
-    add("--latency-between", type=float, metavar="S", help="of a message between hosts (default: as within)")
+    for name, (option, metavar, text) in RATES.items():
+        add(option, dest=name, type=integer if metavar == "P" else float, metavar=metavar, help=text)
     add("--memory", type=integer, metavar="BYTES", help="of a rank: adds the longest sequence that fits, such as 80Gi")
     form = top.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
@@ -91,13 +98,10 @@ def pattern_of(given: argparse.Namespace) -> Pattern:
 
 def rates_of(given: argparse.Namespace) -> Rates | None:
     """Return the rates of the options; None without any."""
-    rates = given.forward_rate, given.backward_rate, given.link_rate
-    rest = given.latency, given.ranks_per_host, given.link_rate_between, given.latency_between
-    if (*rates, *rest) == (None,) * 7:
-        return None
-    if None in rates:
+    rates = {name: getattr(given, name) for name in RATES if getattr(given, name) is not None}
+    if rates and not {"forward", "backward", "link"} <= set(rates):
         raise ValueError("--forward-rate, --backward-rate and --link-rate must be given together")
-    return Rates(*rates, given.latency or 0.0, *rest[1:])
+    return Rates(**rates) if rates else None
 
 
 def rows_of(given: argparse.Namespace) -> Estimates:

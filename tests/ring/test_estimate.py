@@ -306,6 +306,8 @@ def test_times_by_hand() -> None:
         assert (row.backward.exposed, row.backward.seconds) == (message, 320 + message)  # the keys are hidden
     alone = row_of(call, Layout.contiguous(8, 1), Layout.contiguous(8, 1), rates=HAND)
     assert (alone.forward.seconds, alone.backward.seconds, alone.forward.messaging) == (256, 640, 0)
+    stages_alone = row_of(call, layout, layout, rates=replace(HAND, stage=3.0, packing=1.0)).forward
+    assert (stages_alone.computing, stages_alone.seconds) == (128 + 2 * 3, 67 + 67)  # no rows are packed
     halves = row_of(replace(call, bucket=2), layout, layout, rates=HAND)  # 64, then max(32, 32), then 32
     assert (halves.forward.seconds, halves.forward.messages) == (128, 2)
     assert halves.backward.seconds == 160 + 80 + 80 + 32  # one return is hidden
@@ -327,6 +329,9 @@ def test_times_by_heads_by_hand() -> None:
         assert (row.forward.seconds, row.backward.seconds) == (seconds, back)
         assert (row.forward.computing, row.forward.exposed) == (512, seconds - 512)
         assert row.forward.messaging == 2 * (160 / link + 5 * latency)
+    # A block of keys and two of rows, 96 bytes there and 64 back, sent and received.
+    packed = row_of(call, layout, layout, rates=replace(HAND, stage=2.0, packing=0.5)).forward
+    assert packed.seconds == 96 + 2 * (256 + 3 * 2 + 2 * (96 + 64) / 0.5) + 64
     # Two such groups: the others' keys come in chunks of 3, 3 and 2 rows of 16 bytes, with 8 pairs each.
     slow, four = replace(HAND, link=0.25), Layout.contiguous(16, 4)
     row = row_of(replace(call, exchange="all-to-all:2+direct", bucket=3), four, four, rates=slow)
@@ -421,8 +426,9 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
     main([*sizes, *rates])
     assert "forward exposed" in capsys.readouterr().out
     between = ["--ranks-per-host", "2", "--link-rate-between", "1e9", "--latency-between", "1e-4"]
+    between += ["--stage", "1e-5", "--packing-rate", "1e12"]
     main([*sizes, *rates, *between, "--exchange", "all-to-all+ring", "--json"])
-    far = Rates(4e14, 3e14, 1e11, 1e-5, 2, 1e9, 1e-4)
+    far = Rates(4e14, 3e14, 1e11, 1e-5, 2, 1e9, 1e-4, 1e-5, 1e12)
     assert (
         capsys.readouterr().out
         == estimate(Pattern.dense(), **same, rates=far, exchange="all-to-all+ring").to_json() + "\n"
