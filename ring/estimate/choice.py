@@ -2,7 +2,7 @@
 
 Rates by default, of device types, so that all ranks choose the same:
 - cuda: kernels as in `ring.compute.gpu.kernel_times`, the rest such that the model fits records of H200s
-  (`tests/ring/test_estimate_choice.py`). Between hosts a port of 400 Gbit/s for each GPU is assumed.
+  (`tests/ring/test_estimate_records.py`). Between hosts a port of 400 Gbit/s for each GPU is assumed.
 - cpu: one core a rank and gloo, by `python -m verification.cli.validate --backend gloo`. Between hosts 10 Gbit/s.
 """
 

@@ -1,11 +1,8 @@
-"""`ring.estimate.choose` and `exchange="auto"`: against records of GPUs, and on ranks."""
+"""`ring.estimate.choose`, and `exchange="auto"` on ranks."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,38 +22,8 @@ from tests.ring.test_hosts import call, group_on
 from tests.support.attention_cases import normal, plain
 from tests.support.ranks import Ranks
 
-DATA = Path(__file__).parents[2] / "notebooks" / "data"
 SIZES: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 CAUSAL = Pattern.dense(causal=True)
-
-
-def measured() -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
-    """Iterate over the settings of which a record has several exchanges, with milliseconds by exchange."""
-    for file in sorted([*DATA.glob("*.json"), *DATA.glob("fa4/*.json")]):
-        record = json.loads(file.read_text())
-        rows = record.get("rows", []) if isinstance(record, dict) else []
-        settings: dict[str, dict[str, float]] = {}
-        for row in rows:
-            if row.get("method") == "ring_attention" and row.get("section") == "dense" and "ms" in row:
-                names = ("tokens", "world", "kv_heads", "dims", "pass", "graph")
-                settings.setdefault(json.dumps({name: row.get(name) for name in names}), {})[row["exchange"]] = row[
-                    "ms"
-                ]
-        yield from ((json.loads(setting), ms) for setting, ms in settings.items() if len(ms) > 1)
-
-
-def test_the_exchange_that_the_model_prefers_is_among_the_fastest_in_records_of_gpus() -> None:
-    """Within 5 % of the fastest that was measured, in 90 % of the settings."""
-    good = []
-    for setting, ms in measured():
-        tokens, world = setting["tokens"], setting["world"]
-        rows = choose(
-            CAUSAL, Layout.zigzag(tokens * world, world), heads=32, kv_heads=setting["kv_heads"],
-            head_dim=setting["dims"][0], backward=setting["pass"] != "forward",
-        )  # fmt: skip
-        taken = next(row.exchange for row in rows if row.exchange in ms)
-        good.append(ms[taken] <= 1.05 * min(ms.values()))
-    assert len(good) >= 20 and np.mean(good) >= 0.9
 
 
 def test_rows_are_those_of_estimates_in_order_of_time() -> None:
