@@ -3,7 +3,8 @@
 Rates by default, of device types, so that all ranks choose the same:
 - cuda: kernels as in `ring.compute.gpu.kernel_times`, the rest such that the model fits records of H200s
   (`tests/ring/test_estimate_records.py`). Between hosts a port of 400 Gbit/s for each GPU is assumed.
-- cpu: one core a rank and gloo, by `python -m verification.cli.validate --backend gloo`. Between hosts 10 Gbit/s.
+- cpu: one core a rank and gloo, by `python -m verification.cli.validate --backend gloo` on two; between hosts
+  the same.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _CUDA: dict[str, Any] = {"link": 3e11, "latency": 5e-6, "stage": 2e-5, "packing"
 _CPU: dict[str, Any] = {"forward": 2e10, "backward": 2e10, "link": 5e8, "latency": 3e-4, "stage": 3e-4, "packing": 2e9}
 _BETWEEN: dict[str, dict[str, Any]] = {
     "cuda": {"link_between": 4e10, "latency_between": 3e-5},
-    "cpu": {"link_between": 1e9, "latency_between": 3e-4},
+    "cpu": {},
 }
 
 
