@@ -57,6 +57,9 @@ def loss(setting: dict[str, Any], ms: dict[str, float]) -> tuple[str, float]:
 
 
 def test_the_exchange_that_the_model_prefers_is_among_the_fastest_in_records_of_gpus() -> None:
-    """Within 5 % of the fastest that was measured, in 90 % of the settings."""
-    losses = [loss(*each)[1] for each in measured(sorted([*DATA.glob("*.json"), *DATA.glob("fa4/*.json")]))]
-    assert len(losses) >= 20 and np.mean(np.array(losses) <= 1.05) >= 0.9
+    """Within 5 % of the fastest that was measured, in 90 % of the settings, by CUDA graphs: without one, short calls
+    take the time of the host, which varies by more from run to run.
+    """
+    settings = [(setting, ms) for setting, ms in measured(sorted(DATA.glob("**/*.json"))) if setting["graph"]]
+    losses = np.array([loss(*each)[1] for each in settings])
+    assert len(losses) >= 24 and np.mean(losses <= 1.05) >= 0.9 and losses.max() < 1.1
