@@ -27,6 +27,7 @@ from ring.comm.call_order import NumberedCall, within_backward
 from ring.comm.rank_error import described, error_of
 from ring.comm.transport import Consensus, MissingRanks, Transport, all_gather_json
 from ring.layout import Layout
+from ring.plan.host_groups import AUTO, needs_hosts, with_number
 from ring.validation import Call, refuse_unknown, validate
 
 T = TypeVar("T")
@@ -43,13 +44,17 @@ class Signature(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CallSetting:
-    """The validated setting of all calls that differ only in tensors' values: one object, by which plans are cached."""
+    """The validated setting of all calls that differ only in tensors' values: one object, by which plans are cached.
+
+    exchange: with a number in place of the ranks of a host.
+    """
 
     signature: Signature
+    exchange: str
 
 
 _NO_ARGUMENTS = Signature({}, b"")
-_UNKNOWN = CallSetting(_NO_ARGUMENTS)
+_UNKNOWN = CallSetting(_NO_ARGUMENTS, "")
 _settings: BoundedCache[Hashable, CallSetting] = BoundedCache(256, most_bytes=2**26)
 
 
@@ -58,6 +63,7 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
 
     Raises ValueError or NotImplementedError; with `check` the same one on every rank.
     """
+    hosts = hosts_of(call, numbered, transport)
     error: Exception | None = None
     setting, signature, where = _UNKNOWN, _NO_ARGUMENTS, f"the forward of call {numbered.number}"
     try:
@@ -67,7 +73,7 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
             refuse_unknown(call.unknown)
         if transport.world_size > 1:
             numbered.calls.check_thread(numbered)
-        setting = setting_of(call, transport)
+        setting = setting_of(call, transport, hosts)
         signature = setting.signature if call.sinks is None else _with_values(setting.signature, call.sinks)
         if transport.world_size > 1:
             where = numbered.forward
@@ -94,23 +100,45 @@ def _with_values(signature: Signature, sinks: torch.Tensor) -> Signature:
     return Signature({**signature.entries, "sinks": values}, signature.digest + str(values).encode())
 
 
-def setting_of(call: Call, transport: Transport) -> CallSetting:
+def hosts_of(call: Call, this: NumberedCall, transport: Transport) -> tuple[int, ...]:
+    """Return the hosts of the ranks if the exchange depends on them. Raises RuntimeError for ranks that do not come."""
+    if not needs_hosts(call.exchange):
+        return ()
+    try:
+        return transport.hosts
+    except MissingRanks as missing:
+        raise RuntimeError(missing.message(this.forward)) from missing
+
+
+def setting_of(call: Call, transport: Transport, hosts: tuple[int, ...]) -> CallSetting:
     """Validate a call and return its setting. Cached, so that equal calls are validated once.
 
-    Raises ValueError or NotImplementedError for an invalid call.
+    hosts: of the ranks, if the exchange depends on them. Raises ValueError or NotImplementedError for an invalid call.
     """
     thread = _thread_role() if transport.world_size > 1 else ""
-    key = call.key(), transport.rank, transport.world_size, thread
+    key = call.key(), transport.rank, transport.world_size, thread, hosts
 
     def validated() -> CallSetting:
-        validate(call, transport)
-        return CallSetting(signature_of(kind_of(call, thread)))
+        resolved = _with_exchange(call, transport, hosts)
+        return CallSetting(signature_of(kind_of(resolved, thread)), resolved.exchange)
 
     try:
         return _settings.get_or_make(key, validated, lambda _: _LENGTH_BYTES * len(call.pattern.documents or ()))
     except TypeError:  # an unhashable argument is invalid: raise its own error
         pass
     return validated()
+
+
+def _with_exchange(call: Call, transport: Transport, hosts: tuple[int, ...]) -> Call:
+    """Validate a call and return it with the name of its exchange, without "auto", and with a number of ranks."""
+    automatic = isinstance(call.exchange, str) and call.exchange == AUTO
+    call = replace(call, exchange="direct" if automatic else with_number(call.exchange, hosts))
+    validate(call, transport)
+    if not automatic:
+        return call
+    from ring.estimate.choice import chosen  # most calls need no estimates
+
+    return replace(call, exchange=chosen(call, hosts))
 
 
 def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -62,7 +62,11 @@ def execution_of(
     call: Call, setting: CallSetting, numbered: NumberedCall, transport: Transport, check: bool
 ) -> Execution:
     """Return the execution of a validated call. Its programs are cached on its setting, which determines them."""
-    programs = _programs.get_or_make(setting, lambda: _programs_of(call, transport), lambda programs: programs.nbytes)
+
+    def made() -> Programs | HeadPrograms:
+        return _programs_of(replace(call, exchange=setting.exchange), transport)
+
+    programs = _programs.get_or_make(setting, made, lambda programs: programs.nbytes)
     return Execution(programs, transport, numbered, check)
 
 

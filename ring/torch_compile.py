@@ -22,7 +22,7 @@ from reference.pattern import Branch, Pattern, numbered_pattern
 from ring.comm.group import is_mesh
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import SoloTransport, Transport
-from ring.consensus import agree, agree_backward, setting_of
+from ring.consensus import agree, agree_backward, hosts_of, setting_of
 from ring.execute import backward, execution_of, forward, select_transport
 from ring.layout import Layout, numbered_layout
 from ring.precision import accumulator_dtype
@@ -178,7 +178,8 @@ def attention_backward(
             bucket, kernel_name, scale, softcap, sinks, return_lse, differentiated=True,
             sinks_differentiated=sinks_differentiated,
         )  # fmt: skip
-        execution = execution_of(call, setting_of(call, transport), numbered, select_transport(q, transport), check)
+        setting = setting_of(call, transport, hosts_of(call, numbered, transport))
+        execution = execution_of(call, setting, numbered, select_transport(q, transport), check)
         agree_backward(numbered, execution.transport, check)
         grads = backward(execution, q, k, v, out, lse, dout, dlse, sinks if sinks_differentiated else None)
     dq, dk, dv, *dsinks = (grad.contiguous() for grad in grads)

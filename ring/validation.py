@@ -137,7 +137,7 @@ def validate_exchange(exchange: object) -> None:
         allowed = ", ".join(map(repr, (*EXCHANGES, ALL_TO_ALL)))
         raise ValueError(
             f"exchange must be one of {allowed}, or two as 'all-to-all:2+ring', 'ring+all-to-all:2' and "
-            f"'ring:2+direct', got {exchange!r}"
+            f"'ring:2+direct', in a call also without the number, or 'auto', got {exchange!r}"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -17,15 +17,14 @@ import torch.distributed.nn.functional
 
 from ring.comm.call_order import Calls
 from ring.comm.missing_ranks import Marks, done_by_event, done_by_work, timeout_of, wait_for_all
-from ring.comm.shared_page import FIRST, SharedPage, key_of, shared_page_of
+from ring.comm.shared_page import FIRST, Meeting, key_of, meet
 from ring.comm.transport import LocalBuffers, Message, Pending
 
 T = TypeVar("T")
 _ALLREDUCE_MAX = dist.AllreduceOptions()
 _ALLREDUCE_MAX.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 _group_infos: WeakKeyDictionary[dist.ProcessGroup, _GroupInfo] = WeakKeyDictionary()
-# For consensus; None: use the group's own backend.
-_shared_pages: WeakKeyDictionary[dist.ProcessGroup, SharedPage | None] = WeakKeyDictionary()
+_meetings: WeakKeyDictionary[dist.ProcessGroup, Meeting] = WeakKeyDictionary()
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
@@ -146,10 +145,9 @@ class ProcessGroupTransport(LocalBuffers):
         if self.world_size == 1:
             return True
         number = self.calls.next_round()
-        first = self.group not in _shared_pages
-        page = self.meet()
+        page = self.meet().page
         # NCCL connects all ranks in their first collective: later ones may send messages to some of them only.
-        if page is None or (first and self._on_gpu):
+        if page is None or (number == 1 and self._on_gpu):
             return self.all_equal_by_group(payload, number)
         return page.all_equal(payload, number)
 
@@ -163,20 +161,24 @@ class ProcessGroupTransport(LocalBuffers):
         wait_for_all(done_by_work(self.group.allreduce([maximum], _ALLREDUCE_MAX)), self.group, number)
         return torch.equal(maximum, both)
 
-    def meet(self) -> SharedPage | None:
-        """Return the shared page, None on several machines. Collective in the first call on a group.
+    @cached_property
+    def hosts(self) -> tuple[int, ...]:
+        return self.meet().hosts
+
+    def meet(self) -> Meeting:
+        """Return the meeting of the ranks. Collective in the first call on a group.
 
         That one goes through the group's store. A rank that is in a collective of the caller's own is missed there; by
         the group's backend the two would match, and exchange their numbers.
         """
-        if self.group not in _shared_pages:
+        if self.group not in _meetings:
             # A destroyed group of the same name may have left keys in the store.
-            fresh = self._meeting(self.group.get_group_store().add(self._meetings, 1))
-            _shared_pages[self.group] = shared_page_of(fresh, self.rank, self.world_size, timeout_of(self.group))
-        return _shared_pages[self.group]
+            fresh = self._meeting(self.group.get_group_store().add(self._meeting_count, 1))
+            _meetings[self.group] = meet(fresh, self.rank, self.world_size, timeout_of(self.group))
+        return _meetings[self.group]
 
     @property
-    def _meetings(self) -> str:
+    def _meeting_count(self) -> str:
         """Key in the group's store of the number of this rank's meetings."""
         return f"ring/machines/rank {self.rank}"
 
@@ -189,10 +191,10 @@ class ProcessGroupTransport(LocalBuffers):
         Where ranks are on several machines, those that have come a second ago.
         """
         number = self.calls.rounds + 1
-        if self.group not in _shared_pages:
-            meeting = self._meeting(self.group.get_group_store().add(self._meetings, 0) + 1)
+        if self.group not in _meetings:
+            meeting = self._meeting(self.group.get_group_store().add(self._meeting_count, 0) + 1)
             return [rank for rank in range(self.world_size) if meeting.check([key_of(FIRST, rank)])]
-        page = _shared_pages[self.group]
+        page = _meetings[self.group].page
         came = Marks(self.group, number).has if page is None else partial(page.has_come, number=number)
         return [rank for rank in range(self.world_size) if came(rank)]
 

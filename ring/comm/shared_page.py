@@ -18,6 +18,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -25,7 +26,7 @@ from ring.comm.transport import MissingRanks
 
 _NO_FILE = "/no file"  # cannot be opened
 _GIVEN_UP = "given up at"  # key in the store: name of the gather that a rank gave up
-FIRST = "machine"  # name of the first gather of `shared_page_of`
+FIRST = "machine"  # name of the first gather of `meet`
 PAYLOAD = 16  # bytes
 _NUMBER, _CHECK = 8, 8  # bytes of a round's number, and of the checksum that shows a half-written slot
 _SLOT = _NUMBER + PAYLOAD + _CHECK
@@ -38,17 +39,31 @@ _LOOK = 0.2  # seconds between checks that the other processes are alive, or hav
 _STORE_PAUSES, _STORE_SHARE = (2e-4, 0.25), 0.05  # seconds, first and longest; share of the time waited so far
 
 
-def shared_page_of(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> SharedPage | None:
-    """Return the page of a group's ranks. Collective. Every rank returns None if the ranks are on several machines, if
-    two share a process, or if one of them cannot open the page.
+class Meeting(NamedTuple):
+    """Facts that the ranks of a group exchange once. page: None if the ranks are on several machines, if two share a
+    process, or if one of them cannot open the page. hosts: number of each rank's host, by first appearance.
+    """
+
+    page: SharedPage | None
+    hosts: tuple[int, ...]
+
+
+def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Meeting:
+    """Return the meeting of a group's ranks, the same on each. Collective.
 
     store: used by this group only. timeout: of this call, and of a round. Raises MissingRanks if a rank does not come.
     """
     ranks = _StoreGather(store, rank, world_size, timeout)
-    places = ranks.gather(FIRST, f"{machine()} {os.getpid()}")
-    machines, processes = {place.rpartition(" ")[0] for place in places}, set(places)
-    if len(machines) > 1 or len(processes) < world_size:
-        return None
+    gathered = ranks.gather(FIRST, f"{host()}\n{machine()} {os.getpid()}")
+    hosts, _, places = zip(*(entry.rpartition("\n") for entry in gathered), strict=True)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(hosts))}
+    together = len({place.rpartition(" ")[0] for place in places}) == 1 and len(set(places)) == world_size
+    page = _shared_page(ranks, rank, world_size, timeout) if together else None
+    return Meeting(page, tuple(numbers[name] for name in hosts))
+
+
+def _shared_page(ranks: _StoreGather, rank: int, world_size: int, timeout: timedelta) -> SharedPage | None:
+    """Return the page of ranks on one machine; None on every rank if one of them cannot open it."""
     size = 2 * world_size * _SLOT
     file, page = _new_file(size) if rank == 0 else None, None
     try:
@@ -130,7 +145,7 @@ class _StoreGather:
 
 
 class SharedPage:
-    """The page of a group whose ranks run on one machine: see `shared_page_of`.
+    """The page of a group whose ranks run on one machine: see `meet`.
 
     file: open for reading and writing; the page closes it. size: in bytes. timeout: of a round.
     """
@@ -216,9 +231,18 @@ def _slot_of(number: int, payload: bytes) -> bytes:
     return content + hashlib.blake2b(content, digest_size=_CHECK).digest()
 
 
+def host() -> str:
+    """Return an id that processes on one host share: NCCL_HOSTID, by which NCCL tells hosts apart too, or the boot."""
+    return os.environ.get("NCCL_HOSTID", _boot())
+
+
 def machine() -> str:
     """Return an id that processes share if they have the same boot and the same numbers of processes. Host names are no
     such id: many machines are called localhost.
     """
+    return f"{_boot()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _boot() -> str:
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+        return file.read().strip()

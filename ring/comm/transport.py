@@ -131,6 +131,11 @@ class Consensus(Protocol):
 class Transport(Consensus, Protocol):
     """The ranks of one group, seen from one of them: `rank` of `world_size`. `calls` numbers this rank's calls."""
 
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """Number of the host of each rank, by first appearance, the same on every rank. Collective on first use."""
+        raise NotImplementedError
+
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Return the posted batch of messages, to wait for; it may be empty.
 
@@ -158,7 +163,11 @@ class Transport(Consensus, Protocol):
 
 
 class LocalBuffers(Transport):
-    """A transport that sends from ordinary tensors."""
+    """A transport that sends from ordinary tensors, between ranks of one host unless a subclass knows better."""
+
+    @cached_property
+    def hosts(self) -> tuple[int, ...]:
+        return (0,) * self.world_size
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
         """Do nothing."""
@@ -232,6 +241,10 @@ class SomeRanks(Transport):
     def _translated(self, messages: Sequence[M]) -> list[M]:
         return [replace(m, peer=self._ranks[m.peer], label=m.label + self._part) for m in messages]
 
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
     def all_equal(self, payload: bytes) -> bool:
         raise NotImplementedError
 
@@ -246,6 +259,10 @@ class RecordingTransport(Transport):
         self.inner, self.rank, self.world_size, self.calls = inner, inner.rank, inner.world_size, inner.calls
         self.sent: list[tuple[int, int, str]] = []
         self.received: list[tuple[int, int, str]] = []
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        return self.inner.hosts
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         self.sent += [(m.peer, m.bytes, m.label) for m in sends]

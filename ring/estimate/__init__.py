@@ -1,7 +1,8 @@
 """Predictions for a call of `ring_attention`: `estimate`, `timeline`, and the command `python -m ring.estimate`."""
 
+from ring.estimate.choice import choose, default_rates
 from ring.estimate.estimates import Estimate, Estimates, estimate
 from ring.estimate.stages import Rates
 from ring.estimate.timeline import timeline
 
-__all__ = ["Estimate", "Estimates", "Rates", "estimate", "timeline"]
+__all__ = ["Estimate", "Estimates", "Rates", "choose", "default_rates", "estimate", "timeline"]

@@ -9,17 +9,31 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from reference.pattern import Pattern
-from ring.estimate.estimates import DEVICES, ORDERS, estimate
+from ring.estimate.choice import choose
+from ring.estimate.estimates import DEVICES, ORDERS, Estimates, estimate
 from ring.estimate.stages import Rates
+from ring.plan.host_groups import AUTO
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_WIDTH = 2**12  # characters of a line in a file
 UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+RATES = {  # options of `Rates`
+    "forward": ("--forward-rate", "R", "FLOP/s, for times"),
+    "backward": ("--backward-rate", "R", "FLOP/s, for times"),
+    "link": ("--link-rate", "R", "bytes/s, for times"),
+    "latency": ("--latency", "S", "seconds of a message beyond its bytes (default: 0)"),
+    "stage": ("--stage", "S", "seconds of a stage beyond its operations (default: 0)"),
+    "packing": ("--packing-rate", "R", "bytes/s of rows exchanged for heads (default: packing takes no time)"),
+    "ranks_per_host": ("--ranks-per-host", "P", "neighbours that share a host (default: all ranks)"),
+    "link_between": ("--link-rate-between", "R", "bytes/s between hosts (default: as within)"),
+    "latency_between": ("--latency-between", "S", "seconds of a message between hosts (default: as within)"),
+}
 EPILOG = """example, of which every time needs all of the rates:
   python -m ring.estimate --tokens 1Mi --ranks 8 64 --causal --heads 32 --kv-heads 8 --head-dim 128 \\
       --forward-rate 600e12 --backward-rate 450e12 --link-rate 100e9 --latency 1e-5 --memory 80Gi"""
@@ -54,13 +68,13 @@ def parser() -> argparse.ArgumentParser:
     add("--value-dim", type=integer, metavar="D", help="head dim of the values (default: the same)")
     add("--batch", type=integer, default=1, metavar="B")
     add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--exchange", default="ring", metavar="X", help="ring (default), direct, gather, all-to-all, or two of them: "
-        "all-to-all:2+ring or ring+all-to-all:2")  # fmt: skip
+    add("--exchange", default="ring", metavar="X", help="ring (default), direct, gather, all-to-all; two of them: "
+        "all-to-all:2+ring, ring+all-to-all:2, ring:2+direct, without a number with --ranks-per-host; auto: all of "
+        "these but gather, in order of time")  # fmt: skip
     add("--bucket", type=integer, metavar="N", help="tokens (default: that of ring_attention)")
     add("--device", choices=DEVICES, default="cuda")
-    for name, unit in (("forward-rate", "FLOP/s"), ("backward-rate", "FLOP/s"), ("link-rate", "bytes/s")):
-        add(f"--{name}", type=float, metavar="R", help=f"{unit}, for times")
-    add("--latency", type=float, metavar="S", help="seconds of a message beyond its bytes (default: 0)")
+    for name, (option, metavar, text) in RATES.items():
+        add(option, dest=name, type=integer if metavar == "P" else float, metavar=metavar, help=text)
     add("--memory", type=integer, metavar="BYTES", help="of a rank: adds the longest sequence that fits, such as 80Gi")
     form = top.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
@@ -84,12 +98,26 @@ def pattern_of(given: argparse.Namespace) -> Pattern:
 
 def rates_of(given: argparse.Namespace) -> Rates | None:
     """Return the rates of the options; None without any."""
-    rates = given.forward_rate, given.backward_rate, given.link_rate
-    if (*rates, given.latency) == (None,) * 4:
-        return None
-    if None in rates:
+    rates = {name: getattr(given, name) for name in RATES if getattr(given, name) is not None}
+    if rates and not {"forward", "backward", "link"} <= set(rates):
         raise ValueError("--forward-rate, --backward-rate and --link-rate must be given together")
-    return Rates(*rates, given.latency or 0.0)
+    return Rates(**rates) if rates else None
+
+
+def rows_of(given: argparse.Namespace) -> Estimates:
+    """Return the estimates of the options, or raise ValueError."""
+    pattern = pattern_of(given)
+    arguments: dict[str, Any] = {
+        "order": given.order, "heads": given.heads, "kv_heads": given.kv_heads, "head_dim": given.head_dim,
+        "value_dim": given.value_dim, "batch": given.batch, "dtype": DTYPES[given.dtype], "bucket": given.bucket,
+        "device": given.device, "rates": rates_of(given),
+    }  # fmt: skip
+    if given.exchange != AUTO:
+        sizes = {"tokens": given.tokens, "ranks": given.ranks, "memory": given.memory}
+        return estimate(pattern, exchange=given.exchange, **sizes, **arguments)
+    if given.memory is not None or len(given.tokens) > 1 or len(given.ranks) > 1:
+        raise ValueError("--exchange auto takes one number of --tokens and of --ranks, and no --memory")
+    return choose(pattern, tokens=given.tokens[0], ranks=given.ranks[0], **arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,12 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     top = parser()
     given = top.parse_args(arguments)
     try:
-        rows = estimate(
-            pattern_of(given), tokens=given.tokens, ranks=given.ranks, order=given.order, heads=given.heads,
-            kv_heads=given.kv_heads, head_dim=given.head_dim, value_dim=given.value_dim, batch=given.batch,
-            dtype=DTYPES[given.dtype], exchange=given.exchange, bucket=given.bucket, device=given.device,
-            rates=rates_of(given), memory=given.memory,
-        )  # fmt: skip
+        rows = rows_of(given)
     except (ValueError, OSError, RecursionError) as error:
         top.error(str(error))
     if given.json or given.csv:

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from ring.default_bucket import default_bucket
 from ring.estimate.counting import MAX_TOKENS, Counted
 from ring.estimate.stages import Rates, stages_of, times
 from ring.layout import Layout
+from ring.plan.host_groups import is_by_host, with_number
 from ring.plan.relay_groups import is_by_group
 from ring.validation import DTYPES, validate_exchange
 
@@ -170,7 +171,8 @@ class Call:
         self.pattern.validate(self.heads)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(map(str, DTYPES))}")
-        validate_exchange(self.exchange)
+        if not is_by_host(self.exchange):
+            validate_exchange(self.exchange)
         validators.optional(validators.integer, "bucket", self.bucket, 1, MAX_TOKENS)
         validators.choice("device", self.device, DEVICES)
 
@@ -241,6 +243,7 @@ def estimate(
         batch: sequences.
         dtype: of the tensors.
         exchange: as in `ring_attention`: "ring", "direct", "gather", "all-to-all", or two, as "all-to-all:2+ring".
+            Without a number, as "all-to-all+ring", only with rates that have ranks_per_host.
         bucket: in tokens; None: the default one.
         device: "cuda" or "cpu": the default bucket depends on it, and the dtype in which gradients travel.
         key_layout: of keys of another sequence; None: `layout`.
@@ -257,21 +260,30 @@ def estimate(
     call = Call(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, exchange, bucket, device)
     if rates is not None:
         check_rates(rates)
+    if is_by_host(exchange) and (rates is None or rates.ranks_per_host is None):
+        raise ValueError(f"exchange is {exchange!r}; it must have a number, or rates ranks_per_host")
     if memory is not None:
         validators.integer("memory", memory, 1)
         if layout is not None or pattern.documents is not None:
             raise ValueError("memory must be None for a given layout, or documents: they have one number of tokens")
+    order, layouts = layouts_of(pattern, layout, tokens, ranks, order, key_layout)
+    return Estimates(row_of(call, order, *each, rates, memory) for each in layouts)
+
+
+def layouts_of(
+    pattern: Pattern, layout: Layout | None, tokens: int | Sequence[int] | None, ranks: int | Sequence[int] | None,
+    order: str | None, key_layout: Layout | None,
+) -> tuple[str, Iterator[tuple[Layout, Layout]]]:  # fmt: skip
+    """Return the name of the order, and layouts of queries and keys. Raises ValueError for invalid arguments."""
     if layout is None:
         if tokens is None or ranks is None or key_layout is not None:
             raise ValueError("layout must be given with a key_layout, and where tokens or ranks are None")
         order = "zigzag" if order is None else order
         sizes = _several("tokens", tokens, MAX_TOKENS), _several("ranks", ranks, MAX_RANKS)
-        layouts = _layouts(pattern, *sizes, order)
-    else:
-        if tokens is not None or ranks is not None or order is not None:
-            raise ValueError("tokens, ranks and order must be None for a given layout, which has them")
-        layouts, order = iter([checked_layouts(layout, key_layout, pattern)]), "given"
-    return Estimates(_row(call, order, *each, rates, memory) for each in layouts)
+        return order, _layouts(pattern, *sizes, order)
+    if tokens is not None or ranks is not None or order is not None:
+        raise ValueError("tokens, ranks and order must be None for a given layout, which has them")
+    return "given", iter([checked_layouts(layout, key_layout, pattern)])
 
 
 def _several(name: str, given: object, most: int) -> Sequence[int]:
@@ -322,12 +334,18 @@ def checked_layouts(layout: Layout, key_layout: Layout | None, pattern: Pattern)
     return layout, keys
 
 
-def _row(call: Call, order: str, layout: Layout, keys: Layout, rates: Rates | None, memory: int | None) -> Estimate:
-    setting, bucket = call.counted(layout, keys), call.bucket_of(layout, keys)
-    sent, stages = cost.sent(setting, call.exchange, call.narrow), stages_of(setting, call.exchange, bucket)
+def row_of(
+    call: Call, order: str, layout: Layout, keys: Layout, rates: Rates | None, memory: int | None = None,
+    setting: Counted | None = None,
+) -> Estimate:  # fmt: skip
+    """Return the estimate of checked arguments. setting: counted before; None: counted here."""
+    hosts = (0,) * layout.world_size if rates is None else rates.hosts(layout.world_size)
+    call = replace(call, exchange=with_number(call.exchange, hosts))
+    setting, bucket = call.counted(layout, keys) if setting is None else setting, call.bucket_of(layout, keys)
+    sent, stages = cost.sent(setting, call.exchange, call.narrow), stages_of(setting, call.exchange, bucket, hosts)
     terms = {name: int(term.max()) for name, term in call.memory(setting, bucket).items()}
     flops = cost.flops(setting, call.exchange)
-    messages = (np.sum([x.out for stage in stages for x in stage.messages(i)], axis=0) for i in (False, True))
+    messages = (np.sum([x.out for stage in stages for x in stage.messages(i)], axis=(0, 1)) for i in (False, True))
     seconds = ({}, {}) if rates is None else times(stages, call.operations, setting.slot_bytes(call.narrow), rates)
     passes = {
         name: Pass(

@@ -10,18 +10,21 @@ stage i - 1 are in flight, and goes on when both are done:
     forward   T =       sum_{i=0..S} max(C_i, K_{i+1})
     backward  T = G_S + sum_{i=0..S} max(C_i, K_{i+1} + G_{i-1})
 
-    C_i = pairs of stage i * operations of a pair / rate of the kernels
-    K_i, G_i = latency * messages + bytes / rate of the link, of the direction that has more
+    C_i = pairs of stage i * operations of a pair / rate of the kernels + seconds of a stage
+    K_i, G_i = latency * messages + bytes / rate of the link, of the direction that has more; of the links within a
+    host and between hosts, which work at the same time, the one that takes longer
 
 An exchange by heads does so for its blocks of heads b = 1..B, each of which has such stages of keys and takes T_b
 alone. In the meantime rows of the next block, Q, and results of the one before, R, are in flight. They share the link
-with the block's own messages, which take M_b = sum_i K_i + G_i:
+with the block's own messages, which take M_b = sum_i K_i + G_i. T_b includes the packing of both, P_b:
 
     T = Q_1 + sum_b max(T_b, M_b + Q_{b+1} + R_{b-1}) + R_B
 
 The time is that of the rank that takes longest.
 
-Ranks do not wait for each other, links do not share a wire, and merging, packing and starting kernels take no time.
+Ranks do not wait for each other, and links do not share a wire. Merging and starting kernels take the seconds of a
+stage. Packing the rows of a block takes two such times, and bytes sent and received / rate of packing. By default all
+of these are 0.
 """
 
 from __future__ import annotations
@@ -52,26 +55,62 @@ class Rates:
     Args:
         forward: FLOP/s of the kernels in forward, counted as 2 products: 2 * 2 * head dim for a pair.
         backward: FLOP/s of the kernels in backward, counted as 5 products.
-        link: bytes/s that a rank sends, and receives at the same time.
-        latency: seconds that a message takes beyond its bytes.
+        link: bytes/s that a rank sends, and receives at the same time; within a host.
+        latency: seconds that a message takes beyond its bytes; within a host.
+        ranks_per_host: neighbours that share a host; None: all ranks do.
+        link_between, latency_between: of messages between hosts; None: as within a host.
+        stage: seconds that a stage takes beyond the operations of its pairs, to start kernels and merge.
+        packing: bytes/s of the rows sent and received by an exchange by heads; None: packing takes no time.
 
     Raises:
-        ValueError: a rate is less than 1e-9, or the latency negative.
+        ValueError: a rate is less than 1e-9, a time negative, or a rate between hosts given without ranks_per_host.
     """
 
     forward: float
     backward: float
     link: float
     latency: float = 0.0
+    ranks_per_host: int | None = None
+    link_between: float | None = None
+    latency_between: float | None = None
+    stage: float = 0.0
+    packing: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "link"):
-            validators.at_least(name, validators.positive(name, getattr(self, name)), _LEAST_RATE)
-        validators.real("latency", self.latency)
+            _rate(name, getattr(self, name))
+        for name in ("latency", "stage"):
+            validators.real(name, getattr(self, name))
+        for name in ("link_between", "packing"):
+            validators.optional(_rate, name, getattr(self, name))
+        validators.optional(validators.real, "latency_between", self.latency_between)
+        validators.optional(validators.integer, "ranks_per_host", self.ranks_per_host, 1)
+        for name in ("link_between", "latency_between"):
+            if self.ranks_per_host is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be None without ranks_per_host")
+
+    @property
+    def links(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Rate and latency within a host, and between hosts."""
+        between = self.link_between, self.latency_between
+        return (self.link, self.latency), (
+            self.link if between[0] is None else between[0],
+            self.latency if between[1] is None else between[1],
+        )
+
+    def hosts(self, ranks: int) -> tuple[int, ...]:
+        """Return the number of each rank's host, (ranks,).
+
+        Args:
+            ranks: p.
+        """
+        return tuple(rank // (self.ranks_per_host or ranks) for rank in range(ranks))
 
 
 class Messages(NamedTuple):
-    """Slots or bytes, and messages, that each rank sends and receives at a time, each (p,)."""
+    """Slots or bytes, and messages, that each rank sends and receives at a time within its host, and between hosts:
+    each (2, p).
+    """
 
     sent: Ints
     received: Ints
@@ -79,19 +118,31 @@ class Messages(NamedTuple):
     into: Ints
 
     @classmethod
-    def of(cls, slots: Ints) -> Messages:
-        """Count messages given as slots of rank [s] to rank [d]."""
-        return cls(slots.sum(1), slots.sum(0), (slots > 0).sum(1), (slots > 0).sum(0))
+    def of(cls, slots: Ints, hosts: Ints) -> Messages:
+        """Count messages given as slots of rank [s] to rank [d]. hosts: of the ranks, (p,)."""
+        slots = slots * _kinds(hosts[:, None], hosts)
+        return cls(slots.sum(2), slots.sum(1), (slots > 0).sum(2), (slots > 0).sum(1))
 
     def seconds(self, slot: int, rates: Rates) -> np.ndarray:
         """Time them on each rank, (p,), for slots of so many bytes."""
         most = np.maximum(self.sent, self.received), np.maximum(self.out, self.into)
-        return most[0] * (slot / rates.link) + most[1] * rates.latency
+        links = np.array(rates.links)[:, :, None]
+        found: np.ndarray = (most[0] * (slot / links[:, 0]) + most[1] * links[:, 1]).max(0)
+        return found
 
     @property
     def returned(self) -> Messages:
         """The same messages in the other direction."""
         return Messages(self.received, self.sent, self.into, self.out)
+
+
+def _rate(name: str, given: object) -> None:
+    validators.at_least(name, validators.positive(name, given), _LEAST_RATE)
+
+
+def _kinds(hosts: Ints, others: Ints) -> np.ndarray:
+    """Return for each pair of hosts whether they are one, and whether they are two: (2, ...)."""
+    return np.stack([hosts == others, hosts != others]).astype(np.int64)
 
 
 class Stage(NamedTuple):
@@ -113,18 +164,25 @@ class HeadStage(NamedTuple):
     stages: list[Stage]
     rows: tuple[Messages, ...]
 
+    def packed(self, backward: bool) -> np.ndarray:
+        """Bytes of rows that each rank sends and receives in a pass, (p,)."""
+        return np.sum([x.sent + x.received for x in self.rows[2 * backward :][:2]], axis=(0, 1))
+
     def messages(self, backward: bool) -> list[Messages]:
         """List the messages of a pass."""
         keys = [x for stage in self.stages for x in (stage.keys, stage.gradients)[: 1 + backward]]
         return [*self.rows[2 * backward :][:2], *keys]
 
 
-def stages_of(setting: Counted, exchange: str, bucket: int) -> list[HeadStage]:
-    """Return the stages of an exchange. Raises ValueError if there are too many, or the exchange is unknown."""
+def stages_of(setting: Counted, exchange: str, bucket: int, on: Sequence[int]) -> list[HeadStage]:
+    """Return the stages of an exchange. on: host of each rank. Raises ValueError if there are too many stages, or the
+    exchange is unknown.
+    """
+    hosts = np.array(on)
     p, groups = setting.world, groups_of(exchange, setting.world)
     if groups.degree == 1:
-        none = Messages.of(np.zeros((p, p)))
-        return [HeadStage(setting.work[:, 0], _key_stages(setting, exchange, bucket), (none,) * 4)]
+        none = Messages.of(np.zeros((p, p), np.int64), hosts)
+        return [HeadStage(setting.work[:, 0], _key_stages(setting, exchange, bucket, hosts), (none,) * 4)]
     shares, found = blocks_of(setting, groups, bucket), []
     sizes = row_bytes(setting, shares)
     for blocks in zip_longest(*shares, fillvalue=(range(0), 0)):
@@ -134,50 +192,59 @@ def stages_of(setting: Counted, exchange: str, bucket: int) -> list[HeadStage]:
             if block[1]:
                 part = setting.of_heads(groups.dividing, *block)
                 own[ranks] = part.work[:, 0]
-                within.append([(ranks, stage) for stage in _key_stages(part, groups.exchange, bucket)])
+                within.append([(ranks, stage) for stage in _key_stages(part, groups.exchange, bucket, hosts[ranks])])
         stages = [_together(p, [x for x in each if x is not None]) for each in zip_longest(*within)]
-        found.append(HeadStage(own, stages, _of_rows(setting, groups, blocks, sizes)))
+        found.append(HeadStage(own, stages, _of_rows(setting, groups, blocks, sizes, hosts)))
     return found
 
 
 def _together(p: int, stages: list[tuple[list[int], Stage]]) -> Stage:
     """Make one stage of all ranks from those of some ranks."""
-    columns = np.zeros((9, p))
+    messages, computed = np.zeros((8, 2, p)), np.zeros(p)
     for ranks, (keys, gradients, pairs) in stages:
-        columns[:, ranks] = [*keys, *gradients, pairs]
-    return Stage(Messages(*columns[:4]), Messages(*columns[4:8]), columns[8])
+        messages[:, :, ranks], computed[ranks] = [*keys, *gradients], pairs
+    return Stage(Messages(*messages[:4]), Messages(*messages[4:]), computed)
 
 
 def _of_rows(
-    setting: Counted, groups: Groups, blocks: Sequence[tuple[range, int]], sizes: Ints
+    setting: Counted, groups: Groups, blocks: Sequence[tuple[range, int]], sizes: Ints, hosts: Ints
 ) -> tuple[Messages, ...]:
     """Count the messages with rows of a block of each rank of a group, as `ring.comm.head_exchange` sends them."""
     members, heads = np.array(groups.dividing), np.array([(len(queries), keys) for queries, keys in blocks])
     rows = np.stack([setting.counts, setting.key_counts], axis=1)[members]  # (groups, members, queries and keys)
     found = []
     for size, tensors, back in zip(sizes, _TENSORS, (False, True) * 2, strict=True):
-        columns = np.zeros((4, setting.world), np.int64)
+        columns = np.zeros((4, 2, setting.world), np.int64)
         for at, (some_rows, some_heads, each) in enumerate(((rows, heads, size), (rows > 0, heads > 0, tensors))):
-            there, here = (
-                some_rows * (some_heads.sum(0) - some_heads),
-                some_heads * (some_rows.sum(1, keepdims=True) - some_rows),
-            )
-            columns[2 * at : 2 * at + 2, members] = there @ each, here @ each
+            for column, own, others in ((0, some_rows, some_heads), (1, some_heads, some_rows)):
+                columns[2 * at + column][:, members] = own * _of_others(others, hosts[members]) @ each
         messages = Messages(*columns)
         found.append(messages.returned if back else messages)
     return tuple(found)
 
 
-def _key_stages(setting: Counted, exchange: str, bucket: int) -> list[Stage]:
+def _of_others(x: Ints, hosts: Ints) -> Ints:
+    """Sum over the other members of each group, on the same host and on others: (2, groups, members, 2).
+
+    x: of each member, (groups, members, 2) or the same for all groups. hosts: of the members, (groups, members).
+    """
+    x = np.broadcast_to(x, (*hosts.shape, 2)).astype(np.int64)
+    by_host = np.zeros((len(hosts), hosts.max() + 1, 2), np.int64)
+    at = np.arange(len(hosts))[:, None], hosts
+    np.add.at(by_host, at, x)
+    return np.stack([by_host[at] - x, x.sum(1, keepdims=True) - by_host[at]])
+
+
+def _key_stages(setting: Counted, exchange: str, bucket: int, hosts: Ints) -> list[Stage]:
     """Return the stages of an exchange of keys, which pairs of own keys precede."""
     if setting.world == 1:
         return []
     stages: list[Stage] = []
     most = bucket * setting.kv_heads
     if exchange in ("direct", "gather"):
-        made = (_direct if exchange == "direct" else _gather)(setting, most)
+        made = (_direct if exchange == "direct" else _gather)(setting, most, hosts)
     else:
-        made = _ring(setting, most, relay_groups(exchange, setting.world))
+        made = _ring(setting, most, relay_groups(exchange, setting.world), hosts)
     for stage in made:
         if len(stages) == _MAX_STAGES:
             raise ValueError(f"bucket is {bucket}; it must be large enough for at most 2**16 stages of messages")
@@ -185,13 +252,13 @@ def _key_stages(setting: Counted, exchange: str, bucket: int) -> list[Stage]:
     return stages
 
 
-def _gather(setting: Counted, most: int) -> Iterator[Stage]:
+def _gather(setting: Counted, most: int, hosts: Ints) -> Iterator[Stage]:
     slots = (setting.key_counts * setting.kv_heads)[:, None] * ~np.eye(setting.world, dtype=bool)
-    keys, work = Messages.of(slots), to_readers(setting.work)
+    keys, work = Messages.of(slots, hosts), to_readers(setting.work)
     yield Stage(keys, keys.returned, (work - np.diag(np.diag(work))).sum(0))
 
 
-def _direct(setting: Counted, most: int) -> Iterator[Stage]:
+def _direct(setting: Counted, most: int, hosts: Ints) -> Iterator[Stage]:
     p, work = setting.world, to_readers(setting.work)
     ranks = np.arange(p)
     distance = (ranks - ranks[:, None]) % p  # from owner to reader
@@ -201,11 +268,11 @@ def _direct(setting: Counted, most: int) -> Iterator[Stage]:
         for begin, end in _chunks(spans * of_round.reshape(-1, 1), setting.widths, most) if cut else [(0, None)]:
             whole = setting.slots * of_round
             slots = whole if end is None else (end - begin).reshape(p, p)
-            keys = Messages.of(slots)
+            keys = Messages.of(slots, hosts)
             yield Stage(keys, keys.returned, (work * slots / np.maximum(whole, 1)).sum(0))
 
 
-def _ring(setting: Counted, most: int, groups: RelayGroups) -> Iterator[Stage]:
+def _ring(setting: Counted, most: int, groups: RelayGroups, hosts: Ints) -> Iterator[Stage]:
     p, ranks, work = setting.world, np.arange(setting.world), to_readers(setting.work)
     stopping = setting.stopping(groups.size)
     in_flight = np.append(np.flip(np.cumsum(np.flip(stopping.sum(0), 2), 2), 2), np.zeros((p, groups.count, 1), int), 2)
@@ -221,20 +288,28 @@ def _ring(setting: Counted, most: int, groups: RelayGroups) -> Iterator[Stage]:
                     break
                 reader = groups.visited(ranks, away, t)
                 share = chunk[:, t] / np.maximum(in_flight[:, away, t], 1)
-                yield _hop(groups, sender, reader, chunk[:, t], chunk[:, t + 1], work[ranks, reader] * share)
+                to = sender, reader, groups.neighbour(reader, 1)
+                yield _hop(hosts, *to, chunk[:, t], chunk[:, t + 1], work[ranks, reader] * share)
                 sender = reader
 
 
-def _hop(groups: RelayGroups, sender: Ints, reader: Ints, arriving: Ints, onward: Ints, pairs: np.ndarray) -> Stage:
-    """Return a hop of the slots of every owner: arriving at `reader`, of which some go onward. All (p,), by owner."""
-    keys, gradients = np.zeros((2, 4, len(reader)), np.int64)
-    stop, after = arriving - onward, groups.neighbour(reader, 1)
+def _hop(
+    hosts: Ints, sender: Ints, reader: Ints, after: Ints, arriving: Ints, onward: Ints, pairs: np.ndarray
+) -> Stage:
+    """Return a hop of the slots of every owner: arriving at `reader`, of which some go onward to the rank `after`. All
+    (p,), by owner, but hosts, by rank.
+    """
+    keys, gradients = np.zeros((2, 4, 2, len(reader)), np.int64)
+    way, on_way, way_back = (
+        _kinds(hosts[a], b) for a, b in ((sender, hosts[reader]), (reader, hosts[after]), (reader, hosts))
+    )
+    stop = arriving - onward
     for row, slots in ((0, arriving), (2, arriving > 0)):
-        keys[row, sender], keys[row + 1, reader] = slots, slots
+        keys[row][:, sender], keys[row + 1][:, reader] = slots * way, slots * way
     for row, on, back in ((0, onward, stop), (2, onward > 0, stop > 0)):
-        gradients[row, reader] = on.astype(np.int64) + back
-        gradients[row + 1, after] += on
-        gradients[row + 1] += back
+        gradients[row][:, reader] = on * on_way + back * way_back
+        gradients[row + 1][:, after] += on * on_way
+        gradients[row + 1] += back * way_back
     computed = np.zeros_like(pairs)
     computed[reader] = pairs
     return Stage(Messages(*keys), Messages(*gradients), computed)
@@ -279,6 +354,8 @@ def _times(
     for stage, onward, returning in zip(stages, [*there[1:], none], [none, *back[:-1]], strict=True):
         spent = key_seconds(stage, backward, pair, sizes, rates)
         of_pairs, of_messages = spent.computing.sum(0), spent.messages.sum(0) + spent.last + onward + returning
+        packed = stage.packed(backward)
+        of_pairs = of_pairs + packed / (rates.packing or np.inf) + 2 * rates.stage * (packed > 0)
         computing, messaging = computing + of_pairs, messaging + of_messages
         exposed = exposed + np.maximum(spent.exposed, of_messages - of_pairs)
     total = computing + exposed
@@ -303,7 +380,7 @@ class Seconds(NamedTuple):
 def key_seconds(stage: HeadStage, backward: bool, pair: float, sizes: tuple[int, int], rates: Rates) -> Seconds:
     """Return the times of a block on each rank. pair: seconds of a pair; sizes: bytes of a slot and of its gradient."""
     none = np.zeros_like(stage.own, float)
-    computing = np.array([stage.own, *(x.pairs for x in stage.stages)]) * pair
+    computing = np.array([stage.own, *(x.pairs for x in stage.stages)]) * pair + rates.stage
     messages = np.array([*(x.keys.seconds(sizes[0], rates) for x in stage.stages), none])
     last = none
     if backward and stage.stages:

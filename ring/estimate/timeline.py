@@ -43,7 +43,7 @@ def timeline(
     validators.choice("exchange", exchange, EXCHANGES)
     layouts = checked_layouts(layout, key_layout, pattern)
     setting = call.counted(*layouts)
-    (block,) = blocks = stages_of(setting, exchange, call.bucket_of(*layouts))
+    (block,) = blocks = stages_of(setting, exchange, call.bucket_of(*layouts), rates.hosts(layout.world_size))
     sizes, pair = (
         setting.slot_bytes(call.narrow),
         call.operations[backward] / (rates.backward if backward else rates.forward),

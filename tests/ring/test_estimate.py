@@ -28,7 +28,7 @@ from reference.head_groups import KEY_EXCHANGES, groups_of
 from reference.pattern import Branch, Pattern, multiplicity
 from ring import all_to_all, validation
 from ring.default_bucket import default_bucket
-from ring.estimate import Estimate, Rates, estimate, stages, timeline
+from ring.estimate import Estimate, Rates, choose, estimate, stages, timeline
 from ring.estimate.__main__ import main
 from ring.estimate.counting import _floor_sum, to_readers
 from ring.estimate.estimates import DEVICES, ORDERS, Call, layout_of, longest
@@ -40,6 +40,7 @@ from tests.support import drawn_patterns
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 SIZES: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 HAND = Rates(forward=1.0, backward=1.0, link=1.0)
+HOSTS = (0, 1, 1, 0, 2, 2)  # of ranks
 budget = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -139,16 +140,24 @@ def test_bytes_buffers_and_operations_are_those_of_the_reference(drawn: tuple[Ca
 def test_messages_and_work_are_those_of_the_plans_and_the_mask(drawn: tuple[Call, Layout, Layout]) -> None:
     call, layout, keys = drawn
     setting, bucket, p = call.counted(layout, keys), call.bucket_of(layout, keys), layout.world_size
-    ((own, found, rows),) = stages.stages_of(setting, call.exchange, bucket)
+    ((own, found, rows),) = stages.stages_of(setting, call.exchange, bucket, HOSTS[:p])
     assert not np.any(rows) and np.array_equal(own, setting.work[:, 0])
     passes, sent = [[stage.keys for stage in found], [stage.gradients for stage in found]], np.zeros((2, p), np.int64)
     for rank in range(p):
         plan = plan_of(call.pattern, layout, rank, call.heads, call.kv_heads, call.exchange, bucket, key_layout=keys)
         for each, prefix in enumerate(("", "return_")):
             for out, into, name in (("out", "sent", "sends"), ("into", "received", "receives")):
-                planned = [[x.stop - x.start for x in getattr(step, prefix + name)] for step in plan.steps]
-                counted = [(getattr(x, out)[rank], getattr(x, into)[rank]) for x in passes[each]]
-                assert [x for x in counted if x[0]] == [(len(x), sum(x)) for x in planned if x]
+                for kind in (0, 1):  # to ranks of the own host, and of others
+                    planned = [
+                        [
+                            x.stop - x.start
+                            for x in getattr(step, prefix + name)
+                            if (HOSTS[x.peer] != HOSTS[rank]) == kind
+                        ]
+                        for step in plan.steps
+                    ]
+                    counted = [(getattr(x, out)[kind, rank], getattr(x, into)[kind, rank]) for x in passes[each]]
+                    assert [x for x in counted if x[0]] == [(len(x), sum(x)) for x in planned if x]
             sent[each, rank] = sum(len(getattr(step, f"{prefix}sends")) for step in plan.steps)
     row = row_of(*drawn)
     assert (row.forward.messages, row.backward.messages) == (sent[0].max(), sent.sum(0).max())
@@ -216,20 +225,20 @@ def test_messages_and_work_by_heads_are_those_of_the_ranks(drawn: tuple[Call, La
     p, groups = layout.world_size, groups_of(call.exchange, layout.world_size)
     assume(groups.degree > 1)
     setting, bucket = call.counted(layout, keys), call.bucket_of(layout, keys)
-    found, slot = stages.stages_of(setting, call.exchange, bucket), setting.slot_bytes()
+    found, slot = stages.stages_of(setting, call.exchange, bucket, HOSTS[:p]), setting.slot_bytes()
     sent, received = Counter[Any](), Counter[Any]()
     for rank in range(p):
         for backward, messages in enumerate(announced(call, layout, keys, rank)):
             for x in messages:
                 way = "keys" if " of stage " in x.label else "there" if " by owner" in x.buffer else "back"
                 for end, at in ((sent, rank), (received, x.peer)):
-                    kind = int(x.label.split()[-1]), way, backward, at
+                    kind = int(x.label.split()[-1]), way, backward, HOSTS[rank] != HOSTS[x.peer], at
                     end[*kind, "bytes"] += x.stop - x.start
                     end[*kind, "messages"] += 1
     mask = multiplicity(call.pattern, torch.arange(layout.n), torch.arange(keys.n), call.heads).numpy()
     held = [[x.positions(rank).numpy() for rank in range(p)] for x in (layout, keys)]
     for number, stage in enumerate(found, start=1):
-        none = np.zeros(p)
+        none = np.zeros((2, p))
         for backward in (0, 1):
             within = [(x.keys, slot[0]) for x in stage.stages]
             within += [(x.gradients, slot[1]) for x in stage.stages[: backward * len(stage.stages)]]
@@ -244,10 +253,14 @@ def test_messages_and_work_by_heads_are_those_of_the_ranks(drawn: tuple[Call, La
                     ("out", sent, "messages"), ("into", received, "messages"),
                 ):  # fmt: skip
                     counted = sum((getattr(x, name) * (size if unit == "bytes" else 1) for x, size in batches), none)
-                    assert counted.tolist() == [end.pop((number, way, backward, rank, unit), 0) for rank in range(p)]
+                    assert counted.tolist() == [
+                        [end.pop((number, way, backward, kind, rank, unit), 0) for rank in range(p)] for kind in (0, 1)
+                    ]
     assert not sent and not received
     row = row_of(call, layout, keys)
-    sides = [np.sum([x.out for stage in found for x in stage.messages(back)], axis=0).max() for back in (False, True)]
+    sides = [
+        np.sum([x.out for stage in found for x in stage.messages(back)], axis=(0, 1)).max() for back in (False, True)
+    ]
     assert [row.forward.messages, row.backward.messages] == sides
     for rank in range(p):
         programs, place = programs_of(call, layout, keys, rank)[0], [rank in x for x in groups.alike].index(True)
@@ -293,6 +306,8 @@ def test_times_by_hand() -> None:
         assert (row.backward.exposed, row.backward.seconds) == (message, 320 + message)  # the keys are hidden
     alone = row_of(call, Layout.contiguous(8, 1), Layout.contiguous(8, 1), rates=HAND)
     assert (alone.forward.seconds, alone.backward.seconds, alone.forward.messaging) == (256, 640, 0)
+    stages_alone = row_of(call, layout, layout, rates=replace(HAND, stage=3.0, packing=1.0)).forward
+    assert (stages_alone.computing, stages_alone.seconds) == (128 + 2 * 3, 67 + 67)  # no rows are packed
     halves = row_of(replace(call, bucket=2), layout, layout, rates=HAND)  # 64, then max(32, 32), then 32
     assert (halves.forward.seconds, halves.forward.messages) == (128, 2)
     assert halves.backward.seconds == 160 + 80 + 80 + 32  # one return is hidden
@@ -314,11 +329,52 @@ def test_times_by_heads_by_hand() -> None:
         assert (row.forward.seconds, row.backward.seconds) == (seconds, back)
         assert (row.forward.computing, row.forward.exposed) == (512, seconds - 512)
         assert row.forward.messaging == 2 * (160 / link + 5 * latency)
+    # A block of keys and two of rows, 96 bytes there and 64 back, sent and received.
+    packed = row_of(call, layout, layout, rates=replace(HAND, stage=2.0, packing=0.5)).forward
+    assert packed.seconds == 96 + 2 * (256 + 3 * 2 + 2 * (96 + 64) / 0.5) + 64
     # Two such groups: the others' keys come in chunks of 3, 3 and 2 rows of 16 bytes, with 8 pairs each.
     slow, four = replace(HAND, link=0.25), Layout.contiguous(16, 4)
     row = row_of(replace(call, exchange="all-to-all:2+direct", bucket=3), four, four, rates=slow)
     alone, messages = 256 + 192 + 128 + 64, 192 + 192 + 128
     assert row.forward.seconds == 384 + max(alone, messages + 384) + max(alone, messages + 256) + 256
+
+
+def test_times_between_hosts_by_hand() -> None:
+    """Four ranks, two a host. A shard of keys and values is 4 tokens of 16 bytes; within a host it takes 64 seconds."""
+    call, layout = Call(Pattern.dense(), 1, 1, 1, 1, 1, torch.float64, "gather", 4, "cpu"), Layout.contiguous(16, 4)
+    far = replace(HAND, latency=1.0, ranks_per_host=2)
+    for rates, message in (
+        (replace(HAND, latency=1.0), 3 * 65),  # to all three others
+        (far, max(65, 2 * 65)),  # two links at once
+        (replace(far, link_between=0.5), 2 * 129),
+        (replace(far, link_between=100.0, latency_between=0.0), 65),
+        (replace(far, latency_between=50.0), 2 * 114),
+        (replace(far, ranks_per_host=1, link_between=0.5), 3 * 129),
+        (replace(far, ranks_per_host=8, link_between=0.5), 3 * 65),
+    ):
+        row = row_of(call, layout, layout, rates=rates)
+        assert (row.forward.messaging, row.backward.messaging) == (message, 2 * message)
+    # Rows of 4 heads: 4 tokens x 1 head to each of the others, 24 bytes there; and 16 back.
+    rows = row_of(replace(call, exchange="all-to-all", heads=4, kv_heads=4, bucket=64), layout, layout, rates=far)
+    assert rows.forward.messaging == 2 * (4 * (24 + 16) + 5)
+    # A ring of neighbours and its last hop between hosts, where a message takes 129 seconds.
+    row = row_of(replace(call, exchange="ring"), layout, layout, rates=replace(far, link_between=0.5))
+    assert row.forward.messaging == 3 * 129
+
+
+def test_exchanges_by_hosts_are_estimated_as_their_number() -> None:
+    far = replace(HAND, ranks_per_host=2, link_between=0.5)
+    same: dict[str, Any] = {"tokens": 64, "ranks": [2, 4, 8], "rates": far, **SIZES}
+    for name, numbers in (
+        ("all-to-all+ring", ["all-to-all", "all-to-all:2+ring", "all-to-all:2+ring"]),
+        ("ring+all-to-all", ["ring", "ring+all-to-all:2", "ring+all-to-all:4"]),
+        ("ring+direct", ["ring", "ring:2+direct", "ring:2+direct"]),
+    ):
+        rows = estimate(Pattern.dense(True), exchange=name, **same)
+        assert [row.exchange for row in rows] == numbers
+        for row in rows:
+            alike = estimate(Pattern.dense(True), exchange=row.exchange, **{**same, "ranks": row.ranks})
+            assert alike == (row,)
 
 
 @pytest.mark.parametrize("exchange", [*KEY_EXCHANGES, "all-to-all", "ring+all-to-all:2"])
@@ -369,11 +425,25 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == estimate(packed, **same, order="balanced").to_csv()
     main([*sizes, *rates])
     assert "forward exposed" in capsys.readouterr().out
+    between = ["--ranks-per-host", "2", "--link-rate-between", "1e9", "--latency-between", "1e-4"]
+    between += ["--stage", "1e-5", "--packing-rate", "1e12"]
+    main([*sizes, *rates, *between, "--exchange", "all-to-all+ring", "--json"])
+    far = Rates(4e14, 3e14, 1e11, 1e-5, 2, 1e9, 1e-4, 1e-5, 1e12)
+    assert (
+        capsys.readouterr().out
+        == estimate(Pattern.dense(), **same, rates=far, exchange="all-to-all+ring").to_json() + "\n"
+    )
+    main(["--tokens", "1Ki", "--ranks", "4", *sizes[5:], "--exchange", "auto", "--csv"])
+    assert capsys.readouterr().out == choose(Pattern.dense(), tokens=1024, ranks=4, **SIZES).to_csv()
     for wrong, named in (
+        (["--exchange", "auto"], "--exchange auto takes one number of --tokens and of --ranks"),
         (["--window", "3", "--segments", "4"], "exclude each other"),
         (["--segments", "4"], "--segments and --dilations must be given together"),
         (["--link-rate", "1"], "--link-rate must be given together"),
         (["--latency", "5"], "--link-rate must be given together"),
+        (["--ranks-per-host", "2"], "--link-rate must be given together"),
+        ([*rates, "--latency-between", "2"], "latency_between is 2.0; it must be None without ranks_per_host"),
+        (["--exchange", "ring+direct"], "exchange is 'ring+direct'; it must have a number, or rates ranks_per_host"),
         (["--bucket", "0"], "bucket is 0"),
         (["--tokens", "1K"], "'1K'; it must be an integer such as"),
     ):
@@ -431,8 +501,16 @@ def test_refuses_what_it_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert estimate(Pattern.dense(), tokens=8, ranks=2, bucket=2, **SIZES)[0].forward.messages == 2
     with pytest.raises(ValueError, match="bucket is 1; it must be large enough"):
         estimate(Pattern.dense(), tokens=8, ranks=2, bucket=1, **SIZES)
-    with pytest.raises(ValueError, match="link is 0"):
-        Rates(1, 1, 0)
+    for wrong, named in (
+        ({"link": 0}, "link is 0"),
+        ({"link": None}, "link is None"),
+        ({"latency": None}, "latency is None"),
+        ({"ranks_per_host": 0}, "ranks_per_host is 0"),
+        ({"ranks_per_host": 2, "link_between": 0}, "link_between is 0"),
+        ({"link_between": 1}, "link_between is 1; it must be None without ranks_per_host"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            replace(HAND, **wrong)
 
 
 @pytest.mark.parametrize("exchange", KEY_EXCHANGES)

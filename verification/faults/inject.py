@@ -194,7 +194,7 @@ def shorten_timeout(transport: Transport) -> None:
     """
     assert isinstance(transport, ProcessGroupTransport)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LATE_TIMEOUT), transport.group)
-    process_group._shared_pages.pop(transport.group, None)
+    process_group._meetings.pop(transport.group, None)
 
 
 def await_words(transport: Transport, indices: Sequence[int]) -> None:

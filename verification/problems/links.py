@@ -3,12 +3,13 @@
 - Every rank's number goes all the way round the ring, and is checked at each hop.
 - A message that is not contiguous, or empty, or to a rank that does not exist, is refused by name, without damage.
 - Messages from a byte to 256 MiB between every two ranks, in each direction and in both at once, arrive unchanged.
-  Their rates are reported, not judged.
+  Their rates within hosts, and between hosts, are reported, not judged.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +36,16 @@ PRIME = 251  # period of the contents in bytes; no power of two, so that a mispl
 class Rate:
     """The slowest rank's sending rate, in GB/s (10^9 bytes).
 
-    ways: 1 to the next rank, -1 to the previous one, 2 both at once, in which case the bytes of both count."""
+    ways: 1 to the next rank, -1 to the previous one, 2 both at once, in which case the bytes of both count.
+    between: False among the ranks of a host, True from each rank to the one at its place on the next host."""
 
     size: int
     ways: int
     rate: float
+    between: bool = False
+
+
+Timing = tuple[bool, int, float]  # between, ways, seconds
 
 
 def pass_round() -> list[int]:
@@ -90,17 +96,29 @@ NAMED = {
 }
 
 
-def transfers(size: int) -> tuple[list[str], list[tuple[int, float]]]:
-    """Exchange messages of so many bytes with every other rank; return errors, and (ways, seconds)."""
+def transfers(size: int) -> tuple[list[str], list[Timing]]:
+    """Exchange messages of so many bytes with every other rank; return errors, and the times."""
     transport = ProcessGroupTransport()
-    wrong, timings = [], []
-    for shift in range(1, transport.world_size):
-        wrong += _exchange(transport, size, [shift])[0]
-    for ways, shifts in ((1, [1]), (-1, [-1]), (2, [1, -1])):
-        rounds = [_exchange(transport, size, shifts) for _ in range(ROUNDS)]
-        wrong += [error for errors, _ in rounds for error in errors]
-        timings.append((ways, min(seconds for _, seconds in rounds)))
+    wrong, timings, everyone = [], [], range(transport.world_size)
+    for shift in everyone[1:]:
+        wrong += _exchange(transport, size, everyone, [shift])[0]
+    for between, ring in _rings(transport.rank, transport.hosts):
+        for ways, shifts in ((1, [1]), (-1, [-1]), (2, [1, -1])):
+            rounds = [_exchange(transport, size, ring, shifts) for _ in range(ROUNDS)]
+            wrong += [error for errors, _ in rounds for error in errors]
+            if len(ring) > 1:
+                timings.append((between, ways, min(seconds for _, seconds in rounds)))
     return wrong, timings
+
+
+def _rings(rank: int, hosts: Sequence[int]) -> Iterator[tuple[bool, list[int]]]:
+    """Iterate over the ring of the ranks on this rank's host and, where there are several hosts, that of the ranks at
+    its place on each. They may hold this rank alone."""
+    within = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    yield False, within
+    if len(set(hosts)) > 1:
+        place = within.index(rank)
+        yield True, [other for other, host in enumerate(hosts) if hosts[:other].count(host) == place]
 
 
 def contents(size: int, sender: int, shift: int) -> Tensor:
@@ -110,14 +128,15 @@ def contents(size: int, sender: int, shift: int) -> Tensor:
     return row.repeat(-(-size // PRIME))[:size]
 
 
-def _exchange(transport: Transport, size: int, shifts: list[int]) -> tuple[list[str], float]:
-    """Send to the ranks these shifts ahead, receive from those behind.
+def _exchange(transport: Transport, size: int, ring: Sequence[int], shifts: list[int]) -> tuple[list[str], float]:
+    """Send to the ranks these shifts ahead in a ring, receive from those behind. A rank alone waits for the others.
 
     Returns errors, and the seconds from when all ranks are ready until the messages have arrived."""
-    rank, world = transport.rank, transport.world_size
-    sources = [(rank - shift) % world for shift in shifts]
+    rank, place, count = transport.rank, ring.index(transport.rank), len(ring)
+    shifts = shifts if count > 1 else []
+    sources = [ring[(place - shift) % count] for shift in shifts]
     received = [torch.full((size,), 255, dtype=torch.uint8, device=rank_device()) for _ in shifts]
-    sends = [Message((rank + shift) % world, contents(size, rank, shift), f"{size} bytes") for shift in shifts]
+    sends = [Message(ring[(place + x) % count], contents(size, rank, x), f"{size} bytes") for x in shifts]
     receives = [Message(peer, x, f"{size} bytes") for peer, x in zip(sources, received, strict=True)]
     dist.barrier()
     finish()
@@ -157,13 +176,15 @@ def check_refusals(answers: list[dict[str, str]]) -> None:
                 raise WrongResult(f"links: rank {rank} said {reply} to {name}; the error must name {word!r}")
 
 
-def check_transfers(size: int, answers: list[tuple[list[str], list[tuple[int, float]]]]) -> list[Rate]:
+def check_transfers(size: int, answers: list[tuple[list[str], list[Timing]]]) -> list[Rate]:
     """Return the rates. Raises WrongResult for a message that did not arrive unchanged."""
     for rank, (wrong, _) in enumerate(answers):
         if wrong:
             raise WrongResult(f"links: on rank {rank}: {'; '.join(wrong)}")
-    slowest = [(ways, max(timings[i][1] for _, timings in answers)) for i, (ways, _) in enumerate(answers[0][1])]
-    return [Rate(size, ways, abs(ways) * size / seconds / 1e9) for ways, seconds in slowest]
+    slowest: dict[tuple[bool, int], float] = {}
+    for between, ways, seconds in sorted(timing for _, timings in answers for timing in timings):
+        slowest[between, ways] = seconds
+    return [Rate(size, ways, abs(ways) * size / seconds / 1e9, far) for (far, ways), seconds in slowest.items()]
 
 
 def check_links(run: Any, sizes: tuple[int, ...]) -> list[Rate]:
@@ -177,17 +198,28 @@ def check_links(run: Any, sizes: tuple[int, ...]) -> list[Rate]:
 
 
 def table(rates: list[Rate]) -> list[str]:
-    """One line for each size, for the slowest rank."""
-    lines = ["  bytes       GB/s to the next rank, to the one before, both at once"]
-    for size in dict.fromkeys(rate.size for rate in rates):
-        by_ways = {rate.ways: rate.rate for rate in rates if rate.size == size}
-        lines.append(f"  {size:>9,}   " + "".join(f"{by_ways[ways]:>12.3g}" for ways in (1, -1, 2)))
+    """One line for each size, for the slowest rank; within hosts, then between hosts."""
+    lines = []
+    for between in sorted({rate.between for rate in rates}):
+        lines.append(f"  bytes       GB/s {_where(rates, between)}to the next rank, to the one before, both at once")
+        for size in dict.fromkeys(rate.size for rate in rates):
+            by_ways = {rate.ways: rate.rate for rate in rates if (rate.size, rate.between) == (size, between)}
+            lines.append(f"  {size:>9,}   " + "".join(f"{by_ways[ways]:>12.3g}" for ways in (1, -1, 2)))
     return lines
+
+
+def _where(rates: list[Rate], between: bool) -> str:
+    """Return which links a line is about, if there are several hosts."""
+    hosts = "between hosts " if between else "within a host "
+    return hosts if any(rate.between for rate in rates) else ""
 
 
 def fastest(rates: list[Rate]) -> str:
     """Describe the rates of the largest messages."""
     largest = max(rate.size for rate in rates)
-    by_ways = {rate.ways: f"{rate.rate:.3g}" for rate in rates if rate.size == largest}
-    each = f"{by_ways[1]} GB/s to the next rank, {by_ways[-1]} to the one before, {by_ways[2]} both at once"
-    return f"links, messages of {largest:,} bytes: {each}"
+    lines = []
+    for between in sorted({rate.between for rate in rates}):
+        by_ways = {x.ways: f"{x.rate:.3g}" for x in rates if (x.size, x.between) == (largest, between)}
+        each = f"{by_ways[1]} GB/s to the next rank, {by_ways[-1]} to the one before, {by_ways[2]} both at once"
+        lines.append(f"{_where(rates, between)}{each}")
+    return f"links, messages of {largest:,} bytes: {'; '.join(lines)}"

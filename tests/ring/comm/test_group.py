@@ -32,7 +32,7 @@ class Alike:
     def __init__(self, inner: SoloTransport) -> None:
         self.rank, self.world_size, self.calls = inner.rank, inner.world_size, inner.calls
         self.post, self.prepare, self.empty = inner.post, inner.prepare, inner.empty
-        self.all_equal, self.all_gather = inner.all_equal, inner.all_gather
+        self.all_equal, self.all_gather, self.hosts = inner.all_equal, inner.all_gather, inner.hosts
 
 
 @pytest.mark.parametrize("transport", (RecordingTransport(SoloTransport()), Alike(SoloTransport())))

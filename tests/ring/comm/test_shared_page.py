@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from ring.comm import shared_page
-from ring.comm.shared_page import PAYLOAD, SharedPage, machine, shared_page_of
+from ring.comm.shared_page import PAYLOAD, SharedPage, machine, meet
 from ring.comm.transport import MissingRanks
 from tests.support.ranks import Ranks
 
@@ -27,7 +27,7 @@ def page_of(name: str, seconds: float = 60.0) -> SharedPage | None:
     group = dist.group.WORLD
     assert group is not None
     store = dist.PrefixStore(name, group.get_group_store())
-    return shared_page_of(store, dist.get_rank(), dist.get_world_size(), timedelta(seconds=seconds))
+    return meet(store, dist.get_rank(), dist.get_world_size(), timedelta(seconds=seconds)).page
 
 
 def answer(value: int) -> bytes:

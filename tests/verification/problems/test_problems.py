@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ import torch
 from rich.console import Console
 
 from reference.fast_oracle import QUANTITIES
+from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import SoloTransport
+from tests.support.ranks import Ranks
 from verification.check.expectation import expect
 from verification.cli import validate
 from verification.failures import WrongResult
@@ -94,10 +97,36 @@ def test_what_links_do_wrong_is_named_and_the_rate_is_that_of_the_slowest_rank()
     links.check_refusals([said, said])
     with pytest.raises(WrongResult, match="rank 1 said nothing to an empty send"):
         links.check_refusals([said, said | {"an empty send": ""}])
-    answers: list[Any] = [([], [(1, 1e-3), (2, 1e-3)]), ([], [(1, 2e-3), (2, 4e-3)])]
-    assert [(x.ways, round(x.rate, 9)) for x in links.check_transfers(10**6, answers)] == [(1, 0.5), (2, 0.5)]
+    fast, slow = [(False, 1, 1e-3), (False, 2, 1e-3)], [(False, 1, 2e-3), (False, 2, 4e-3), (True, 1, 8e-3)]
+    found = [(x.between, x.ways, round(x.rate, 9)) for x in links.check_transfers(10**6, [([], fast), ([], slow)])]
+    assert found == [(False, 1, 0.5), (False, 2, 0.5), (True, 1, 0.125)]
     seen = {tuple(links.contents(64, sender, shift).tolist()) for sender in range(8) for shift in (-1, 1)}
     assert len(seen) == 16
+
+
+def _timed_on(hosts: tuple[int, ...]) -> tuple[list[str], list[links.Timing]]:
+    with patch.object(ProcessGroupTransport, "hosts", hosts):
+        return links.transfers(64)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("hosts", "kinds", "said"),
+    [
+        ((0, 0, 0), [{False}] * 3, "^links, messages of 64 bytes: [^;]*$"),
+        ((0, 1, 0), [{False, True}, {True}, {False}], "bytes: within a host .*; between hosts .*both at once$"),
+        ((0, 1, 2), [{True}] * 3, "bytes: between hosts [^;]*$"),
+    ],
+)
+def test_links_within_hosts_and_between_are_timed_apart(
+    ranks: Ranks, hosts: tuple[int, ...], kinds: list[set[bool]], said: str
+) -> None:
+    answers = ranks(3).run(_timed_on, hosts)
+    assert [{between for between, _, _ in timings} for _, timings in answers] == kinds
+    rates = links.check_transfers(64, answers)
+    both = sorted(set.union(*kinds))
+    assert [(rate.between, rate.ways) for rate in rates] == [(x, ways) for x in both for ways in (-1, 1, 2)]
+    assert re.search(said, links.fastest(rates)) and len(links.table(rates)) == 2 * len(both)
 
 
 def test_a_long_case_of_ones_own() -> None:

@@ -1,0 +1,168 @@
+"""The exchange that takes the least time by the model of `ring.estimate.stages`: `choose`, and `exchange="auto"`.
+
+Rates by default, of device types, so that all ranks choose the same:
+- cuda: kernels as in `ring.compute.gpu.kernel_times`, the rest such that the model fits records of H200s
+  (`tests/ring/test_estimate_records.py`). Between hosts a port of 400 Gbit/s for each GPU is assumed.
+- cpu: one core a rank and gloo, by `python -m verification.cli.validate --backend gloo` on two; between hosts
+  the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from reference import validators
+from reference.pattern import Pattern
+from ring import validation
+from ring.compute.gpu.kernel_times import PASSES, rate
+from ring.estimate.estimates import DEVICES, Call, Estimate, Estimates, check_rates, layouts_of, row_of
+from ring.estimate.stages import Rates
+from ring.layout import Layout
+
+_CUDA: dict[str, Any] = {"link": 3e11, "latency": 5e-6, "stage": 2e-5, "packing": 7e11}
+_CPU: dict[str, Any] = {"forward": 2e10, "backward": 2e10, "link": 5e8, "latency": 3e-4, "stage": 3e-4, "packing": 2e9}
+_BETWEEN: dict[str, dict[str, Any]] = {
+    "cuda": {"link_between": 4e10, "latency_between": 3e-5},
+    "cpu": {},
+}
+
+
+def default_rates(
+    device: str, *, head_dim: int, value_dim: int, length: int, ranks_per_host: int | None = None
+) -> Rates:
+    """Return the rates by which `exchange="auto"` chooses.
+
+    Args:
+        device: "cuda" or "cpu".
+        head_dim, value_dim: of queries and keys, and of values.
+        length: tokens of a rank.
+        ranks_per_host: neighbours that share a host; None: all ranks do.
+
+    Returns:
+        Rates of the device type.
+
+    Raises:
+        ValueError: an argument is invalid.
+    """
+    validators.choice("device", device, DEVICES)
+    between = {} if ranks_per_host is None else _BETWEEN[device] | {"ranks_per_host": ranks_per_host}
+    if device == "cpu":
+        return Rates(**_CPU, **between)
+    forward, backward = (rate(name, head_dim, value_dim, max(1, length)) for name in PASSES[:2])
+    return Rates(forward, backward, **_CUDA, **between)
+
+
+def candidates(ranks: int) -> list[str]:
+    """Return the exchanges to choose from: all but those with `gather`, whose memory does not shrink with more ranks.
+
+    Args:
+        ranks: p.
+
+    Returns:
+        Names, of which the first is taken where times are equal.
+    """
+    names = ["direct", "ring", "all-to-all"] if ranks > 1 else ["direct"]
+    for size in (size for size in range(2, ranks) if ranks % size == 0):
+        names += [f"ring:{size}+direct"]
+        names += [f"all-to-all:{size}+{keys}" for keys in ("direct", "ring")]
+        names += [f"{keys}+all-to-all:{size}" for keys in ("direct", "ring")]
+    return names
+
+
+def choose(
+    pattern: Pattern, layout: Layout | None = None, *, tokens: int | None = None, ranks: int | None = None,
+    order: str | None = None, heads: int, kv_heads: int | None = None, head_dim: int, value_dim: int | None = None,
+    batch: int = 1, dtype: torch.dtype = torch.bfloat16, bucket: int | None = None, device: str = "cuda",
+    key_layout: Layout | None = None, rates: Rates | None = None, backward: bool = True,
+) -> Estimates:  # fmt: skip
+    """Estimate every exchange, and order them by time: `ring_attention(exchange="auto")` takes the first.
+
+    Args:
+        pattern, layout, order, heads, kv_heads, head_dim, value_dim, batch: as in `estimate`.
+        dtype, bucket, device, key_layout: as in `estimate`.
+        tokens, ranks: of the sequence, and p; one of each.
+        rates: of the machine; None: those of `default_rates`.
+        backward: True to order by forward and backward together, False by forward alone.
+
+    Returns:
+        A row for each of `candidates`. Times within 0.5 % are taken as equal.
+
+    Raises:
+        ValueError: an argument is invalid, or cannot be counted exactly.
+    """
+    kv_heads, value_dim = heads if kv_heads is None else kv_heads, head_dim if value_dim is None else value_dim
+    call = Call(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, "direct", bucket, device)
+    validators.flag("backward", backward)
+    for name, given in (("tokens", tokens), ("ranks", ranks)):
+        validators.optional(validators.integer, name, given, 1)
+    order, ((queries, keys),) = layouts_of(pattern, layout, tokens, ranks, order, key_layout)
+    if rates is not None:
+        check_rates(rates)
+    return _ordered(call, order, queries, keys, rates, backward)
+
+
+def chosen(call: validation.Call, hosts: tuple[int, ...]) -> str:
+    """Return the exchange of a valid call with `exchange="auto"`.
+
+    Args:
+        call: of this rank; only what is equal on all ranks matters.
+        hosts: number of each rank's host. Where hosts have unequal numbers of ranks, or no neighbours, all messages
+            count as messages between hosts.
+
+    Returns:
+        An exchange with numbers.
+
+    Raises:
+        ValueError: the call cannot be counted exactly.
+    """
+    (batch, _, heads, head_dim), (_, _, kv_heads, value_dim) = call.q.shape, call.v.shape
+    device = "cuda" if call.q.is_cuda else "cpu"
+    sizes = heads, kv_heads, head_dim, value_dim, batch, call.q.dtype
+    if len(names := candidates(call.layout.world_size)) == 1:
+        return names[0]
+    try:
+        estimated = Call(call.pattern, *sizes, "direct", call.bucket, device)
+        rows = _ordered(estimated, "given", call.layout, call.key_layout, None, call.differentiated, hosts)
+    except ValueError as error:
+        raise ValueError(f"exchange 'auto' cannot predict this call: {error}; name one, as 'direct'") from error
+    return rows[0].exchange
+
+
+def _ordered(
+    call: Call,
+    order: str,
+    layout: Layout,
+    keys: Layout,
+    rates: Rates | None,
+    backward: bool,
+    hosts: tuple[int, ...] = (0,),
+) -> Estimates:
+    if rates is None:
+        rates = default_rates(
+            call.device, head_dim=call.head_dim, value_dim=call.value_dim, length=layout.n // layout.world_size,
+            ranks_per_host=_ranks_per_host(hosts),
+        )  # fmt: skip
+    setting = call.counted(layout, keys)
+    rows = [
+        row_of(replace(call, exchange=name), order, layout, keys, rates, setting=setting)
+        for name in candidates(layout.world_size)
+    ]
+    seconds = {row.exchange: _seconds(row, backward) for row in rows}
+    least = max(min(seconds.values()), 1e-30)  # above 0, for a sequence without pairs
+    return Estimates(sorted(rows, key=lambda row: round(seconds[row.exchange] / least, 2)))
+
+
+def _seconds(row: Estimate, backward: bool) -> float:
+    assert row.forward.seconds is not None and row.backward.seconds is not None
+    return row.forward.seconds + (row.backward.seconds if backward else 0.0)
+
+
+def _ranks_per_host(hosts: tuple[int, ...]) -> int | None:
+    """Return the ranks of each host, None for one host, and 1 where hosts are unequal or interleaved."""
+    size = len(list(next(groupby(hosts))[1]))
+    regular = hosts == tuple(rank // size for rank in range(len(hosts)))
+    return None if len(set(hosts)) == 1 else size if regular and len(hosts) % size == 0 else 1
