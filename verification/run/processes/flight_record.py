@@ -64,7 +64,8 @@ def analysis(records: Mapping[int, bytes]) -> str:
         except subprocess.TimeoutExpired:
             return f"torch's analysis of the flight records took longer than {ANALYSIS_TIMEOUT:.0f} s"
     text = done.stdout + done.stderr
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith(_NOISE)]
+    # Each line once: of a hang the analyser says the same for every operation that was posted.
+    lines = [line for line in dict.fromkeys(text.splitlines()) if line.strip() and not line.startswith(_NOISE)]
     if done.returncode:
         return f"torch could not analyse the flight records: {lines[-1] if lines else ''}"
     return "\n".join(["torch's analysis of the flight records:", *(lines or ["nothing"])[:MAX_LINES]])
