@@ -16,6 +16,9 @@ If there is none, it takes the division with the smallest maximum work; among th
 with the smallest maximum of tokens. In step 2 the load of a rank is the larger of its work and its tokens, relative to
 the mean: memory, and all work but attention, depend on tokens. Step 3 considers work alone.
 
+With several hosts it divides the tokens among the hosts in this way, then those of each host among its ranks: a
+document that fits into a host sends nothing to another.
+
 Sources: WLB-LLM (arXiv 2503.17924) divides each document head and tail; MagiAttention deals chunks by their area.
 """
 
@@ -36,13 +39,28 @@ PARTS = (1, 2, 4, 8, 16)  # step 2 divides documents longer than 1 / part of a r
 EXCHANGES = 200  # at most, in step 3
 
 
-def owners(pattern: Pattern, n: int, p: int, heads: int | None = None) -> Ints:
-    """Return the rank of each position, (n,)."""
+def owners(pattern: Pattern, n: int, p: int, heads: int | None = None, hosts: int = 1) -> Ints:
+    """Return the rank of each position, (n,). hosts: of equally many neighbouring ranks."""
     if p == 1 or n == 0:
         return np.zeros(n, np.int64)
     cost = work(pattern, n, heads)
+    documents = np.array((n,) if pattern.documents is None else pattern.documents, np.int64)
+    if hosts == 1:
+        return _divided(documents, cost, p)
+    document, ranks = np.repeat(np.arange(len(documents)), documents), p // hosts
+    owner = _divided(documents, cost, hosts) * ranks
+    for first in range(0, p, ranks):
+        own = np.flatnonzero(owner == first)
+        pieces = np.bincount(document[own], minlength=len(documents))
+        owner[own] += _divided(pieces, cost[own], ranks)
+    return owner
+
+
+def _divided(documents: Ints, cost: Ints, p: int) -> Ints:
+    """Return the rank of each token, (n,). documents: their tokens; cost: the work of each token, (n,)."""
+    n = len(cost)
     best, owner = (np.inf, np.inf), np.zeros(n, np.int64)
-    for division in _divisions(pattern, cost, p):
+    for division in _divisions(documents, cost, p):
         imbalances = _imbalance(division, cost, p), _imbalance(division, np.ones(n), p)
         penalty = max(imbalances[0], ENOUGH), max(imbalances[1], ENOUGH_TOKENS)
         if penalty < best:
@@ -134,17 +152,16 @@ def _keys_seen(branch: Branch, offset: int, causal: bool, within: Ints, length: 
 # --- divisions --------------------------------------------------------------------------------------------------------
 
 
-def _divisions(pattern: Pattern, cost: Ints, p: int) -> Iterator[Ints]:
+def _divisions(documents: Ints, cost: Ints, p: int) -> Iterator[Ints]:
     """Yield the rank of each position, (n,), for one division after another."""
     n = len(cost)
     cuts = np.arange(1, p) * n // p
     yield np.searchsorted(cuts, np.arange(n), side="right")
     yield _by_cuts(cost, p)
-    documents = (n,) if pattern.documents is None else pattern.documents
     begins = np.cumsum([0, *documents])
     costs = np.diff(np.concatenate(([0], np.cumsum(cost)))[begins])
     for part in PARTS:
-        yield _by_documents(documents, costs, p, part)
+        yield _by_documents(documents.tolist(), costs, p, part)
     yield _by_chunks(cost, p)
 
 

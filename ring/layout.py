@@ -131,7 +131,7 @@ class Layout:
         return cls(n, _even_cuts(n, p), None, order) if n else cls(n, (0,) * (p + 1), ())
 
     @classmethod
-    def balanced(cls, pattern: Pattern, n: int, p: int, heads: int | None = None) -> Layout:
+    def balanced(cls, pattern: Pattern, n: int, p: int, heads: int | None = None, hosts: int = 1) -> Layout:
         """Ranks have nearly equal work for this pattern, whatever the lengths of its documents. Documents stay whole
         where possible, since a document within one rank sends nothing: see `ring.balance`.
         Deterministic: every rank computes the same, without a message. Takes time linear in n.
@@ -140,17 +140,21 @@ class Layout:
             pattern: the attention mask; its documents, if any, add up to n.
             n, p: numbers of tokens, 0 to 2^28, and of ranks, at least 1.
             heads: number of query heads; None: the number that the pattern implies.
+            hosts: number of hosts, each of p / hosts neighbouring ranks. Work is balanced between hosts first, so that
+                documents and windows send little from host to host.
 
         Raises:
-            ValueError: the documents do not add up to n, or the pattern does not fit the heads.
+            ValueError: the documents do not add up to n, the pattern does not fit the heads, or hosts do not divide p.
         """
         _check_sizes(n, p)
+        if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1 or p % hosts:
+            raise ValueError(f"hosts must be a number that divides the {p} ranks, got {hosts!r}")
         if n > MAX_BALANCED:
             raise ValueError(f"n must be at most 2**28 for a balanced layout, got {n}")
         pattern.validate_tokens(n)
         if heads is not None:
             pattern.validate(heads)
-        return cls._of_owners(owners(pattern, n, p, heads), p)
+        return cls._of_owners(owners(pattern, n, p, heads, hosts), p)
 
     @classmethod
     def _of_owners(cls, owner: np.ndarray, p: int) -> Layout:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from reference.cost import Setting, flops, sent
 from reference.documents import documents_from_cu_seqlens
 from reference.pattern import Branch, Pattern, multiplicity
 from ring.balance import CHUNK, ENOUGH, ENOUGH_TOKENS, work
@@ -158,3 +159,36 @@ def test_without_documents_contiguous_or_zigzag_are_enough() -> None:
     causal, zigzag = Layout.balanced(Pattern.dense(True), 1 << 12, 4), Layout.zigzag(1 << 12, 4)
     assert causal == zigzag == Layout.zigzag(1 << 12, 4, documents=(1 << 12,))
     assert Layout.balanced(Pattern.longnet((64,), (1,), 4, True), 1 << 12, 4) == Layout.contiguous(1 << 12, 4)
+
+
+@given(st.lists(st.integers(0, 600), min_size=1, max_size=12), st.sampled_from(((2, 4), (2, 8), (3, 6))))
+@settings(max_examples=40, deadline=None)
+def test_between_hosts_go_only_documents_that_no_host_could_hold(lengths: list[int], place: tuple[int, int]) -> None:
+    hosts, p = place
+    pattern = Pattern((Branch(),), True, tuple(lengths))
+    layout = Layout.balanced(pattern, sum(lengths), p, hosts=hosts)
+    assert sorted(itertools.chain(*(layout.positions(rank).tolist() for rank in range(p)))) == [*range(sum(lengths))]
+    by_host = Layout.balanced(pattern, sum(lengths), hosts)
+    ranks = p // hosts
+    for host in range(hosts):
+        own = [layout.positions(rank).numpy() for rank in range(host * ranks, (host + 1) * ranks)]
+        assert np.array_equal(np.sort(np.concatenate(own)), np.sort(by_host.positions(host).numpy()))
+
+
+def test_hosts_divide_whole_documents_and_keep_their_bytes() -> None:
+    lengths = (500, 500, *(100,) * 8)  # contiguous halves would have unequal work
+    pattern = Pattern((Branch(),), True, lengths)
+    leaving = []
+    for hosts in (1, 2):
+        layout = Layout.balanced(pattern, sum(lengths), 8, hosts=hosts)
+        setting = Setting(pattern, [layout.positions(rank).numpy() for rank in range(8)], 1, 1, 1, 1)
+        matrix = sent(setting, "direct").forward
+        leaving.append(int(matrix[:4, 4:].sum() + matrix[4:, :4].sum()))
+        assert flops(setting).imbalance <= ENOUGH**hosts
+    assert leaving[0] > 0 and leaving[1] == 0
+
+
+@pytest.mark.parametrize("hosts", (0, 3, 2.0, True, "2"))
+def test_hosts_that_do_not_divide_the_ranks_are_refused(hosts: Any) -> None:
+    with pytest.raises(ValueError, match="hosts must be a number that divides the 4 ranks, got"):
+        Layout.balanced(Pattern.dense(), 16, 4, hosts=hosts)
