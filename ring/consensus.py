@@ -27,7 +27,7 @@ from ring.comm.call_order import NumberedCall, within_backward
 from ring.comm.rank_error import described, error_of
 from ring.comm.transport import Consensus, MissingRanks, Transport, all_gather_json
 from ring.layout import Layout
-from ring.plan.host_groups import AUTO, needs_hosts, with_number
+from ring.plan.host_groups import AUTO, OF_HOSTS, with_number
 from ring.validation import Call, refuse_unknown, validate
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
 
     Raises ValueError or NotImplementedError; with `check` the same one on every rank.
     """
-    hosts = hosts_of(call, numbered, transport)
+    hosts = hosts_of(numbered, transport) if call.exchange in OF_HOSTS else ()
     error: Exception | None = None
     setting, signature, where = _UNKNOWN, _NO_ARGUMENTS, f"the forward of call {numbered.number}"
     try:
@@ -100,10 +100,8 @@ def _with_values(signature: Signature, sinks: torch.Tensor) -> Signature:
     return Signature({**signature.entries, "sinks": values}, signature.digest + str(values).encode())
 
 
-def hosts_of(call: Call, this: NumberedCall, transport: Transport) -> tuple[int, ...]:
-    """Return the hosts of the ranks if the exchange depends on them. Raises RuntimeError for ranks that do not come."""
-    if not needs_hosts(call.exchange):
-        return ()
+def hosts_of(this: NumberedCall, transport: Transport) -> tuple[int, ...]:
+    """Return the hosts of the ranks. Raises RuntimeError for ranks that do not come."""
     try:
         return transport.hosts
     except MissingRanks as missing:

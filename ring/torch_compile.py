@@ -25,6 +25,7 @@ from ring.comm.transport import SoloTransport, Transport
 from ring.consensus import agree, agree_backward, hosts_of, setting_of
 from ring.execute import backward, execution_of, forward, select_transport
 from ring.layout import Layout, numbered_layout
+from ring.plan.host_groups import OF_HOSTS
 from ring.precision import accumulator_dtype
 from ring.validation import Call, wants_gradients
 
@@ -178,7 +179,8 @@ def attention_backward(
             bucket, kernel_name, scale, softcap, sinks, return_lse, differentiated=True,
             sinks_differentiated=sinks_differentiated,
         )  # fmt: skip
-        setting = setting_of(call, transport, hosts_of(call, numbered, transport))
+        hosts = hosts_of(numbered, transport) if call.exchange in OF_HOSTS else ()
+        setting = setting_of(call, transport, hosts)
         execution = execution_of(call, setting, numbered, select_transport(q, transport), check)
         agree_backward(numbered, execution.transport, check)
         grads = backward(execution, q, k, v, out, lse, dout, dlse, sinks if sinks_differentiated else None)

@@ -20,16 +20,12 @@ from ring.plan.plan import EXCHANGES
 
 AUTO = "auto"  # the exchange that is predicted to take the least time, by `ring.estimate.choice`
 BY_HOST = (*(f"{ALL_TO_ALL}+{x}" for x in EXCHANGES), *(f"{x}+{ALL_TO_ALL}" for x in EXCHANGES), "ring+direct")
+OF_HOSTS = (*BY_HOST, AUTO)  # depend on which ranks share a host
 
 
 def is_by_host(exchange: object) -> bool:
     """Return True for a name in BY_HOST."""
     return isinstance(exchange, str) and exchange in BY_HOST
-
-
-def needs_hosts(exchange: object) -> bool:
-    """Return True for an exchange that depends on which ranks share a host."""
-    return is_by_host(exchange) or (isinstance(exchange, str) and exchange == AUTO)
 
 
 def with_number(exchange: str, hosts: Sequence[int]) -> str:

@@ -137,8 +137,10 @@ def _plan(
         route = schedule.gather(key_layout, kv_heads, rank)
     else:
         at = ranges, key_layout, pattern.causal, rank, bucket * kv_heads
-        groups = relay_groups(exchange, key_layout.world_size)
-        route = schedule.direct(*at) if exchange == "direct" else schedule.ring(*at, groups)
+        if exchange == "direct":
+            route = schedule.direct(*at)
+        else:
+            route = schedule.ring(*at, relay_groups(exchange, key_layout.world_size))
     limits = Limits(bucket=bucket, own=bucket if own is None else own, varlen=varlen)
     local, *received = tiles_of(
         ranges, key_layout, route, rank=rank, kv_heads=kv_heads, causal=pattern.causal, limits=limits

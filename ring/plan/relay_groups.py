@@ -78,6 +78,7 @@ def relay_groups(exchange: str, ranks: int) -> RelayGroups:
     Raises ValueError if the size does not divide the ranks.
     """
     found = _BY_GROUP.fullmatch(exchange)
+    assert found or exchange == "ring", exchange
     size = int(found[1]) if found else ranks
     if ranks % size:
         raise ValueError(

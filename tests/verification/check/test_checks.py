@@ -14,12 +14,13 @@ from hypothesis import given as drawing
 from hypothesis import strategies as st
 
 from reference.fast_oracle import QUANTITIES, multiplicity
+from reference.head_groups import KEY_EXCHANGES
 from reference.pattern import Branch, Pattern
 from reference.roundoff import max_pairs, window_factor
 from ring.plan.tile import Tile
 from tests.ring.plan.plan_walk import PlanSetting, PlanWalk
 from tests.support.plain_case import plain
-from verification.case import EXCHANGES, Case
+from verification.case import Case
 from verification.check import properties
 from verification.check.checks import CHECKS, assemble
 from verification.check.expectation import counts_of, expect
@@ -236,7 +237,8 @@ ALONE = plain(4, tokens=128, order="striped", pattern=Pattern((Branch(16),), Tru
 @example(plain(3, tokens=55, order="striped", cuts=(0, 41, 45, 55), pattern=Pattern((Branch(27),), True)))
 @settings(max_examples=100, derandomize=True, deadline=None, database=None)
 def test_nothing_is_merged_more_often(case: Case) -> None:
-    for exchange in EXCHANGES:
+    sizes = [size for size in range(2, len(case.ranks)) if len(case.ranks) % size == 0]
+    for exchange in (*KEY_EXCHANGES, *(f"ring:{size}+direct" for size in sizes)):
         for bucket in {case.bucket, None, 3}:
             other = replace(case, exchange=exchange, bucket=bucket)
             counts = counts_of(other, "math")
