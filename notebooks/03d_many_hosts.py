@@ -14,115 +14,189 @@
 # ---
 
 # %% [markdown]
-# # Many hosts: a projection
+# # Many hosts: when links between hosts bound a layer
 #
-# One sequence over hosts of 8 GPUs, ranks in order, with 32 Ki tokens a GPU for dense attention and 128 Ki for LongNet,
-# at the recorded kernel rates. The links between hosts were not measured: the figure shows the rate that they *must*
-# have, which is all bytes that leave a host in forward, over the time that the kernels take.
+# One sequence over hosts of 8 GPUs, whose links to other hosts are slower than those within. The time of attention,
+# forward and backward, is that of the model of `ring.estimate`. It is divided by the time of its kernels: 1 means that
+# computing hides every message. Below, the model is compared with records of two pretended hosts. No run on real hosts
+# is recorded yet.
 #
-# With `NOTEBOOKS_LONG=1` in the environment, counts are made for longer sequences.
+# With `NOTEBOOKS_LONG=1` in the environment, for more GPUs.
 
 # %%
 import os
-from functools import cache
+from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import numpy as np
-from figures import BLUE, VERMILLION, recorded_rows, style
+from figures import COLOURS, binary, record, style
 
 from reference import Pattern, cost
 from reference import shards as definitions
+from ring.estimate import Estimate, Rates, default_rates, estimate
 
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
+HOST = 8  # GPUs
+BETWEEN = 5e10  # bytes/s: a port of 400 Gbit/s for each GPU
+HIDDEN = 1.05  # messages count as hidden if the time is at most this times that of the kernels
+EXCHANGES = ("direct", "ring", f"ring:{HOST}+direct", f"all-to-all:{HOST}+direct")
+GPUS = {"dense": (8, 32, 128, 512), "LongNet": (8, 16, 32, 64)}
+if LONG:
+    GPUS = {"dense": (*GPUS["dense"], 2048), "LongNet": (*GPUS["LongNet"], 256)}
 style()
 
+# %% [markdown]
+# Rates of kernels and of links within a host are recorded ones, and latencies those that `exchange="auto"` takes. The
+# time of the host and of packing rows is left out.
+
+
 # %%
-HOST = 8
-SCALE = 16 if LONG else 64  # counts are made for so many times fewer tokens and shorter segments
+def rows_of(name: str, **wanted: object) -> list[dict]:
+    return [row for row in record(name, ["rows"])["rows"] if all(row.get(key) == wanted[key] for key in wanted)]
 
 
-def leaving(matrix: np.ndarray) -> int:
-    """Bytes that leave the busiest host."""
-    hosts = np.arange(len(matrix)) // HOST
-    return max(int(matrix[np.ix_(hosts == h, hosts != h)].sum()) for h in range(hosts[-1] + 1))
+def rates_of(name: str, ranks_per_host: int, link_between: float, **wanted: object) -> Rates:
+    """Rates of a record's "kernels alone": backward is 5 products of 7."""
+    forward, both = rows_of(name, method="kernels alone", **wanted)
+    backward = 2.5 * forward["tflops"] * forward["ms"] / (both["ms"] - forward["ms"])
+    return replace(
+        default_rates("cuda", head_dim=128, value_dim=128, length=1, ranks_per_host=ranks_per_host),
+        forward=forward["tflops"] * 1e12, backward=backward * 1e12, link=WITHIN, link_between=link_between, stage=0.0,
+        packing=None,
+    )  # fmt: skip
 
 
-@cache
-def many(kind: str, p: int) -> cost.Setting:
+def estimated(kind: str, local: int, p: int, exchange: str, rates: Rates) -> Estimate:
     if kind == "dense":
-        held = definitions.shards("zigzag", 32 * 2**10 // SCALE * p, p, None).positions
-        return cost.Setting(Pattern.dense(causal=True), held, 1, 32, 8, 128, 2)
-    local = 128 * 2**10 // SCALE
-    lengths = [2**11 // SCALE * 4**k for k in range(12) if 2**11 // SCALE * 4**k <= local * p]
-    pattern = Pattern.longnet(lengths, [4**k for k in range(len(lengths))], 32, causal=True)
-    return cost.Setting(pattern, definitions.shards("contiguous", local * p, p, None).positions, 1, 32, 32, 128, 2)
+        pattern, order, kv_heads = Pattern.dense(causal=True), "zigzag", 8
+    else:
+        lengths = [2**11 * 4**k for k in range(12) if 2**11 * 4**k <= local * p]
+        pattern = Pattern.longnet(lengths, [4**k for k in range(len(lengths))], 32, causal=True)
+        order, kv_heads = "contiguous", 32
+    sizes = {"heads": 32, "kv_heads": kv_heads, "head_dim": 128}
+    return estimate(pattern, tokens=local * p, ranks=p, order=order, exchange=exchange, rates=rates, **sizes)[0]
 
 
-alone = [row for row in recorded_rows(method="kernels alone") if row["pass"] == "forward"]
-dense_alone = max((row for row in alone if row["section"] == "dense"), key=lambda row: row["tokens"])
-sparse_alone = next(row for row in alone if row["section"] == "longnet")
-rates_of = {"dense": dense_alone["tflops"] * 1e12, "LongNet": sparse_alone["tflops"] * 1e12}
-HOSTS = (2, 4, 8)
-need = {}
-for kind in rates_of:
-    for hosts in HOSTS:
-        one = many(kind, HOST * hosts)
-        work = max(cost.flops(one).forward) * SCALE**2  # pairs grow with the square
-        for exchange in ("ring", "direct"):
-            need[kind, exchange, hosts] = leaving(cost.sent(one, exchange).forward) * SCALE / (work / rates_of[kind])
+WITHIN = 1e9 * max(entry["rate"] for entry in record("h200x4_links", ["links"])["links"] if entry["ways"] != 2)
+RATES = {
+    "dense": rates_of("h200x2_dense", HOST, BETWEEN, tokens=32 * 2**10, kernel="fa4", graph=True),
+    "LongNet": rates_of("h200x2_longnet", HOST, BETWEEN, tokens=512 * 2**10, graph=True),
+}
+for kind, rates in RATES.items():
+    print(f"{kind}: {rates.forward / 1e12:.0f} TFLOP/s forward, {rates.backward / 1e12:.0f} backward")
+print(f"a GPU sends {WITHIN / 1e9:.0f} GB/s within a host, {BETWEEN / 1e9:.0f} between hosts")
 
-figure, axes = plt.subplots(figsize=(6.5, 3.6))
-for (kind, line), colour in zip((("dense", "-"), ("LongNet", "--")), (BLUE, VERMILLION), strict=True):
-    for exchange, mark in (("ring", "o"), ("direct", "s")):
-        axes.loglog(
-            [HOST * h for h in HOSTS],
-            [need[kind, exchange, h] / 1e9 for h in HOSTS],
-            mark + line,
-            color=colour,
-            label=f"{kind}, {exchange}",
-        )
-ratio = {h: need["dense", "direct", h] / need["dense", "ring", h] for h in HOSTS}
-axes.set(
-    title=f"Between hosts, dense, 64 GPUs: direct needs {ratio[8]:.1f} times the rate of ring",
-    xlabel="GPUs",
-    ylabel="needed out of a host (GB/s)",
-)
-axes.set_xticks([HOST * h for h in HOSTS], [str(HOST * h) for h in HOSTS])
-axes.set_ylim(1, 200)
-axes.minorticks_off()
-axes.legend()
+# %%
+PANELS = [("dense", local * 2**10) for local in (1, 2, 4, 8)] + [("LongNet", 128 * 2**10)]
+ratio = {}
+for kind, local in PANELS:
+    rates = RATES[kind]
+    for exchange in EXCHANGES:
+        for p in GPUS[kind]:
+            passes = (row := estimated(kind, local, p, exchange, rates)).forward, row.backward
+            kernels = row.forward.flops / rates.forward + row.backward.flops / rates.backward
+            ratio[kind, local, exchange, p] = sum(each.seconds for each in passes) / kernels
+
+figure, axes = plt.subplots(1, len(PANELS), figsize=(11, 3.2), sharey=True)
+for each, (kind, local) in zip(axes, PANELS, strict=True):
+    for exchange, colour, mark in zip(EXCHANGES, COLOURS, "os^D", strict=False):
+        times = [ratio[kind, local, exchange, p] for p in GPUS[kind]]
+        each.loglog(GPUS[kind], times, mark + "-", color=colour, label=exchange)
+        on = [str(p) for p, time in zip(GPUS[kind], times, strict=True) if time <= HIDDEN]
+        shown = "  ".join(f"{time:5.2f}" for time in times)
+        print(f"{kind:7} {binary(local):>6} {exchange:20} {shown}   hidden on {', '.join(on) or 'none'}")
+    each.axhline(HIDDEN, color="black", linewidth=0.8, linestyle=":")
+    each.set(title=f"{kind}, {binary(local)} a GPU", xlabel="GPUs")
+    each.set_xticks(GPUS[kind], [str(p) for p in GPUS[kind]])
+    each.minorticks_off()
+axes[0].set(ylabel="time / that of the kernels")
+axes[0].set_yticks([1, 1.5, 2, 3, 4, 6, 8], ["1", "1.5", "2", "3", "4", "6", "8"])
+figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(EXCHANGES), fontsize=8)
 plt.show()
-for key, value in need.items():
-    print(f"{key[0]:8} {key[1]:7} {HOST * key[2]:3} GPUs: {value / 1e9:7.2f} GB/s out of each host")
-assert ratio[8] > ratio[4] > ratio[2] > 4
-assert need["dense", "ring", 8] < 1.1 * need["dense", "ring", 2], (
-    "with ring, the rate does not grow with the number of hosts"
-)
-assert need["LongNet", "ring", 8] < need["LongNet", "direct", 8]
-# Scaling the counts is legitimate: half the scale gives the same rates.
-if not LONG:
-    p, kept = HOST * 2, SCALE
-    for kind in rates_of:
-        before = (
-            leaving(cost.sent(many(kind, p), "ring").forward)
-            * kept
-            / (max(cost.flops(many(kind, p)).forward) * kept**2)
-        )
-        many.cache_clear()
-        SCALE = kept // 2
-        after = (
-            leaving(cost.sent(many(kind, p), "ring").forward)
-            * SCALE
-            / (max(cost.flops(many(kind, p)).forward) * SCALE**2)
-        )
-        many.cache_clear()
-        SCALE = kept
-        print(f"{kind}: at half the scale {after / before - 1:+.1%}")
-        assert abs(after / before - 1) < 0.05
+assert all(ratio["dense", 2**12, "ring:8+direct", p] < ratio["dense", 2**12, "direct", p] for p in GPUS["dense"])
+assert all(ratio["dense", 2**13, "ring:8+direct", p] <= HIDDEN for p in GPUS["dense"])
+assert ratio["LongNet", 2**17, "direct", 64] < ratio["LongNet", 2**17, "ring:8+direct", 64]
+hosts = np.arange(64) // HOST
+held = definitions.shards("zigzag", 64 * 64, 64, None).positions  # the ratio depends on no length
+sent = {e: cost.sent(cost.Setting(Pattern.dense(causal=True), held, 1, 32, 8, 128, 2), e).forward for e in EXCHANGES}
+out = {e: max(int(sent[e][np.ix_(hosts == h, hosts != h)].sum()) for h in range(64 // HOST)) for e in EXCHANGES}
+for exchange in EXCHANGES:
+    print(f"dense, 64 GPUs: {exchange:20} {out[exchange] / out['ring']:5.2f} times the bytes of ring out of a host")
+assert out["direct"] > 7 * out["ring"] > 7 * out["ring:8+direct"]
 
 # %% [markdown]
-# Within a host `direct` sends least. Between hosts it is the other way round: with `ring` only the last GPU of a host
-# sends to another host, each slot once, whereas with `direct` every GPU of every other host fetches its own copy. For
-# dense attention with `ring`, the rate that is needed out of a host does not grow with the number of hosts.
+# Dense attention of 8 Ki tokens a GPU hides nearly everything, with any exchange. Shorter shards need one that sends a
+# key to a host once, over all ports: `ring:8+direct` (within 6 % at 4 Ki), or
+# `all-to-all:8+direct` on many GPUs. `direct`
+# sends a key out of a host once for every GPU that needs it. `ring` sends few bytes, all through the port of one GPU,
+# and its gradients travel in fp32. For LongNet's pattern few rows are needed elsewhere, and `direct` is ahead.
 #
-# There is no record yet of links between hosts, or of runs on more than one host.
+# ## The model against two pretended hosts
+#
+# NCCL went over sockets between the halves of 2 or 4 GPUs. All predictions follow from one rate between hosts, that of
+# `direct`'s forward of 8 Ki tokens a GPU: its bytes across / its time. The GPUs of a half share one port. With `ring`
+# only one of them sends across at a time, so it is predicted a second time with the rate of a half of one GPU.
+
+
+# %%
+def across(name: str, world: int) -> float:
+    """Bytes/s that a GPU sends to the other half, by `direct`."""
+    (row,) = rows_of(name, method="ring_attention", exchange="direct", tokens=2**13, **{"pass": "forward"})
+    return row["sent_bytes"] * (world // 2) / (world - 1) / row["ms"] * 1e3
+
+
+FOUR, SPARSE, TWO = "hosts/h200x4_dense", "hosts/h200x4_longnet", "hosts/h200x2_dense"
+LENGTHS = (2**11, 2**13, 2**15)
+RECORDS = {FOUR: (4, "dense", LENGTHS), TWO: (2, "dense", LENGTHS), SPARSE: (4, "LongNet", (2**17,))}
+shared, lone = across(FOUR, 4), across(TWO, 2)
+print(f"a GPU sends {shared / 1e9:.2f} GB/s where two share a port, {lone / 1e9:.2f} where it has one alone\n")
+measured, off = {}, {}
+for name, (world, kind, lengths) in RECORDS.items():
+    for local in lengths:
+        timed = rows_of(name, method="ring_attention", tokens=local)
+        measured |= {(name, local, row["exchange"], row["pass"]): row["ms"] for row in timed}
+        for exchange in dict.fromkeys(row["exchange"] for row in timed):
+            for rate in (shared, lone) if world == 4 and exchange == "ring" else (shared if world == 4 else lone,):
+                row = estimated(kind, local, world, exchange, rates_of(name, world // 2, rate, tokens=local))
+                spent = {"forward": row.forward.seconds, "forward+backward": row.forward.seconds + row.backward.seconds}
+                found = {key: measured[name, local, exchange, key] / 1e3 / spent[key] for key in spent}
+                off[name, local, exchange, rate] = found
+                print(
+                    f"{world} GPUs {kind:7} {binary(local):>6} {exchange:19} at {rate / 1e9:.2f} GB/s: "
+                    "measured / predicted " + ", ".join(f"{value:.2f} {key}" for key, value in found.items())
+                )
+assert all(
+    0.75 < value < 1.25
+    for (_, local, exchange, rate), found in off.items()
+    for value in found.values()
+    if local >= 2**13 and (exchange, rate) != ("ring", shared)
+)
+assert off[FOUR, 2**13, "ring", shared]["forward"] < 0.75
+
+# %% [markdown]
+# From 8 Ki tokens a GPU on, these predictions are right to within 25 %, if `ring` has the rate of a lone GPU. What does
+# not hold:
+# - With the rate of a shared port, `ring` is predicted too slow for dense attention: the model gives each GPU a port.
+# - `direct`'s forward and backward takes less than predicted, by up to 23 %. The record does not show why.
+# - At 2 Ki the time of the host, which the model leaves out, and small messages count: up to 33 % off, both ways.
+#
+# ## Does a key once to each host pay?
+
+# %%
+for (name, local, exchange, which), ms in measured.items():
+    if exchange == "ring:2+direct":
+        others = ("direct", "ring", "all-to-all:2+direct")[: 3 if name == FOUR else 2]
+        than = {e: ms / measured[name, local, e, which] for e in others}
+        shown = ", ".join(f"{value:.2f} of {e}" for e, value in than.items())
+        print(f"{RECORDS[name][1]:7} {binary(local):>6}, {which}: ring:2+direct takes {shown}")
+        if name == FOUR:
+            assert than["direct"] < 0.9 and than["ring"] < 0.85
+            assert local < 2**13 or than["all-to-all:2+direct"] > 1
+            assert which != "forward" or than["direct"] < 0.7
+        else:
+            assert than["direct"] > 1 > than["ring"], "LongNet's pattern: not less than direct"
+
+# %% [markdown]
+# It does for dense attention: `ring:2+direct` takes 0.56 to 0.67 of the time of `direct` in forward. In forward and
+# backward, where its gradients travel in fp32 and those of `direct` in 16 bits, it takes 0.78 to 0.87. From 8 Ki tokens
+# a GPU on, `all-to-all:2+direct` is ahead of it. It does not for LongNet's pattern.
