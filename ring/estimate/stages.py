@@ -41,7 +41,7 @@ from reference.cost import blocks_of, rounds, row_bytes
 from reference.head_groups import Groups, groups_of
 from ring.estimate.counting import Counted, to_readers
 from ring.plan.ranges import Ints
-from ring.plan.relay_groups import RelayGroups, relay_groups
+from ring.plan.relay_groups import RelayGroups, is_by_group, relay_groups
 
 _TENSORS = np.array([(1, 2), (2, 0), (4, 2), (1, 2)])  # messages that carry the bytes of `row_bytes`
 _MAX_STAGES = 2**16
@@ -182,7 +182,8 @@ def stages_of(setting: Counted, exchange: str, bucket: int, on: Sequence[int]) -
     p, groups = setting.world, groups_of(exchange, setting.world)
     if groups.degree == 1:
         none = Messages.of(np.zeros((p, p), np.int64), hosts)
-        return [HeadStage(setting.work[:, 0], _key_stages(setting, exchange, bucket, hosts), (none,) * 4)]
+        of_keys = exchange if is_by_group(exchange) else groups.exchange  # of "all-to-all:1+direct" the second
+        return [HeadStage(setting.work[:, 0], _key_stages(setting, of_keys, bucket, hosts), (none,) * 4)]
     shares, found = blocks_of(setting, groups, bucket), []
     sizes = row_bytes(setting, shares)
     for blocks in zip_longest(*shares, fillvalue=(range(0), 0)):
