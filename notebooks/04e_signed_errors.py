@@ -98,7 +98,7 @@ ULP = 2.0**-7  # of bf16 numbers from 1 to 2
 
 
 def bias(size: float) -> dict[str, list[tuple[float, float]]]:
-    """Of each way, by gap: mean signed error of magnitudes in ulp, and its standard error."""
+    """Return by way and gap the mean signed error of magnitudes in ulp, and its standard error."""
     found = {name: [] for name in WAYS}
     for gap in GAPS:
         q, k, v = drawn(gap, size)

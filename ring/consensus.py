@@ -63,7 +63,9 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
 
     Raises ValueError or NotImplementedError; with `check` the same one on every rank.
     """
-    hosts = hosts_of(numbered, transport) if call.exchange in OF_HOSTS else ()
+    # An array is compared entry by entry, and would raise here, on this rank alone.
+    of_hosts = isinstance(call.exchange, str) and call.exchange in OF_HOSTS
+    hosts = hosts_of(numbered, transport) if of_hosts else ()
     error: Exception | None = None
     setting, signature, where = _UNKNOWN, _NO_ARGUMENTS, f"the forward of call {numbered.number}"
     try:
