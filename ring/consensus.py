@@ -64,7 +64,7 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
     Raises ValueError or NotImplementedError; with `check` the same one on every rank.
     """
     # An array is compared entry by entry, and would raise here, on this rank alone.
-    of_hosts = isinstance(call.exchange, str) and call.exchange in OF_HOSTS
+    of_hosts = type(call.exchange) is str and call.exchange in OF_HOSTS
     hosts = hosts_of(numbered, transport) if of_hosts else ()
     error: Exception | None = None
     setting, signature, where = _UNKNOWN, _NO_ARGUMENTS, f"the forward of call {numbered.number}"
@@ -131,7 +131,7 @@ def setting_of(call: Call, transport: Transport, hosts: tuple[int, ...]) -> Call
 
 def _with_exchange(call: Call, transport: Transport, hosts: tuple[int, ...]) -> Call:
     """Validate a call and return it with the name of its exchange, without "auto", and with a number of ranks."""
-    automatic = isinstance(call.exchange, str) and call.exchange == AUTO
+    automatic = type(call.exchange) is str and call.exchange == AUTO
     call = replace(call, exchange="direct" if automatic else with_number(call.exchange, hosts))
     validate(call, transport)
     if not automatic:
