@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reference import validators
-from reference.head_groups import ALL_TO_ALL, KEY_EXCHANGES, Groups, groups_of, head_blocks
+from reference.head_groups import ALL_TO_ALL, KEY_EXCHANGES, Groups, groups_of, head_blocks, ways
 from reference.pattern import Pattern
 from reference.remote_rows import Need, branch_need
 
@@ -254,7 +254,7 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
     if groups.round:
         keys, gradients = np.zeros((2, p, p), np.int64)
         ending = setting.ending(groups.round)
-        for away, hop, sender, receiver in _ways(p, groups.round):
+        for away, hop, sender, receiver in ways(p, groups.round):
             in_flight = ending[:, away, hop:].sum(axis=1)
             keys[sender, receiver] += in_flight
             if hop > 1:
@@ -267,20 +267,6 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
         gradients = keys.T
     size, gradient_size = setting.slot_bytes(narrow)
     return Traffic(keys * size, keys * size, gradients * gradient_size)
-
-
-def _ways(p: int, size: int) -> Iterator[tuple[int, int, Ints, Ints]]:
-    """Yield every hop of slots that are passed round groups of `size` ranks: groups away, number of the hop, and for
-    each owner the rank that sends and the one that receives, (p,).
-    """
-    owners = np.arange(p)
-    for away in range(p // size):
-        at, first = owners // size + away, int(away == 0)
-        group, sender = at % (p // size) * size, owners
-        for hop in range(1, size + (away > 0)):
-            receiver = group + (owners + hop - 1 + first) % size
-            yield away, hop, sender, receiver
-            sender = receiver
 
 
 @dataclass(frozen=True)
@@ -358,7 +344,7 @@ def _buffer_slots(setting: Setting, groups: Groups, bucket: int) -> tuple[Ints, 
         return own.sum() - own, own if p > 1 else 0 * own, (p - 1) * own
     if groups.round:
         ending = setting.ending(groups.round)
-        for away, hop, _, receiver in _ways(p, groups.round):
+        for away, hop, _, receiver in ways(p, groups.round):
             in_flight = np.minimum(ending[:, away, hop:].sum(axis=1), most)
             receive[receiver] = np.maximum(receive[receiver], in_flight)
             returned = np.maximum(returned, np.minimum(ending[:, away, hop], most))

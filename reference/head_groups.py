@@ -9,10 +9,13 @@ round the rings 0 2 4 and 1 3 5. "ring+all-to-all:2": rings 0 1 2 and 3 4 5; ran
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
+Ints = NDArray[np.int64]
 KEY_EXCHANGES = ("ring", "direct", "gather")
 ALL_TO_ALL = "all-to-all"
 _DIVIDING = re.compile(f"{ALL_TO_ALL}:([1-9][0-9]{{0,8}})")
@@ -98,3 +101,21 @@ def head_blocks(heads: int, kv_heads: int, ranks: int, most: int) -> list[list[t
             first += int(size)
         shares.append(blocks)
     return shares
+
+
+def ways(p: int, size: int) -> Iterator[tuple[int, int, Ints, Ints]]:
+    """Return an iterator over every hop of slots that are passed round groups of neighbours: groups away, number of the
+    hop, and for each owner the rank that sends and the one that receives, (p,).
+
+    Args:
+        p: number of ranks.
+        size: ranks of a group.
+    """
+    owners = np.arange(p)
+    for away in range(p // size):
+        at, first = owners // size + away, int(away == 0)
+        group, sender = at % (p // size) * size, owners
+        for hop in range(1, size + (away > 0)):
+            receiver = group + (owners + hop - 1 + first) % size
+            yield away, hop, sender, receiver
+            sender = receiver

@@ -89,7 +89,7 @@ def choose(
         backward: True to order by forward and backward together, False by forward alone.
 
     Returns:
-        A row for each of `candidates`. Times within 0.5 % are taken as equal.
+        A row for each of `candidates`. Times are compared in whole percents of the least.
 
     Raises:
         ValueError: an argument is invalid, or cannot be counted exactly.
