@@ -186,11 +186,13 @@ WIDE = {
 for axes, kind in zip(both, ("dense", "LongNet"), strict=True):
     for order, colour in ORDERS.items():
         one = setting(kind, TOKENS, RANKS, order)
-        fullest = one.in_flight[:, 1:].max(0) * item / MIB
+        ending = one.ending(RANKS)[:, 0, 1:]  # slots by the hops that they take round the ring of all ranks
+        in_flight = np.cumsum(ending[:, ::-1], axis=1)[:, ::-1]
+        fullest = in_flight.max(0) * item / MIB
         axes.plot(range(1, RANKS), fullest, "o-", color=colour, label=order, **WIDE[order])
-        assert one.in_flight[:, 1:].sum() * item == total[kind, order, "ring"].sum()
+        assert in_flight.sum() * item == total[kind, order, "ring"].sum()
         if kind == "dense":
-            assert (one.in_flight[:, 1:].max(0) == TOKENS // RANKS * 8).all(), "a whole shard at every hop"
+            assert (in_flight.max(0) == TOKENS // RANKS * 8).all(), "a whole shard at every hop"
         if (kind, order) == ("LongNet", "contiguous"):
             assert (np.diff(fullest) <= 0).all() and fullest[0] < 0.7 * TOKENS // RANKS * 8 * item / MIB
     axes.set(
