@@ -233,25 +233,37 @@ def verification(folder: Path, *arguments: str) -> subprocess.CompletedProcess[s
     )  # fmt: skip
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_the_examples_of_the_page(tmp_path: Path) -> None:
-    """All hold. Without `grad_placements` the second is found, shrunk, its place named as there, and replayed."""
+def example_of_the_page(name: str) -> str:
+    """The program that verification/README.md shows under this name."""
     pytest.importorskip("transformers")
     page = (ROOT / "verification/README.md").read_text()
-    for name in ("my_model", "my_block", "my_step"):
-        (code,) = re.findall(rf"```python\n(# {name}\.py.*?)```", page, re.DOTALL)
-        (tmp_path / f"{name}.py").write_text(code)
-    (tmp_path / "wrong.py").write_text(code.replace("grad_placements=[Partial()]", ""))
+    (code,) = re.findall(rf"```python\n(# {name}\.py.*?)```", page, re.DOTALL)
+    return code
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["my_model:Llama", "my_block:build", "my_step:Gathered"])
+def test_the_examples_of_the_page(model: str, tmp_path: Path) -> None:
+    name = model.partition(":")[0]
+    (tmp_path / f"{name}.py").write_text(example_of_the_page(name))
+    done = verification(tmp_path, "model", model, "--examples", "10", "--seed", "3", "--world", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_the_defect_that_the_page_shows(tmp_path: Path) -> None:
+    """Without `grad_placements` a model is found, shrunk, its place named as there, and replayed."""
+    wrong = example_of_the_page("my_step").replace("grad_placements=[Partial()]", "")
+    (tmp_path / "wrong.py").write_text(wrong)
     where = ("--seed", "3", "--world", "2", "--failures", "kept", "--json", "report.json")
-    for name in ("my_model:Llama", "my_block:build", "my_step:Gathered"):
-        done = verification(tmp_path, "model", name, "--examples", "10", *where)
-        assert done.returncode == 0, done.stdout + done.stderr
     done = verification(tmp_path, "model", "wrong:Gathered", "--only", "gradients at", *where)
     assert done.returncode == 1, done.stdout + done.stderr
     (failure,) = json.loads((tmp_path / "report.json").read_text())["failures"]
     assert failure["property"] == "gradients at the optimizer" and failure["case"]["model"] == "wrong:Gathered"
     assert failure["case"]["case"]["accumulation"] == failure["case"]["case"]["steps"] == 1, "it is shrunk"
+    page = (ROOT / "verification/README.md").read_text()
     (said,) = re.findall(r"(in step one the outputs.*?)```", page, re.DOTALL)
     assert " ".join(said.split()) in failure["message"]
     again = verification(tmp_path, *shlex.split(failure["replay"])[3:])
