@@ -140,8 +140,8 @@ def programs_of(
     setting = setting._replace(share=heads // max(1, kv_heads))
     own = None if call.bucket is not None else default_local_bucket(call.q, heads, call.v.shape[3], bucket)
     plan = plan_of(
-        pattern, layout, rank, heads, kv_heads, exchange, bucket, own, kernel_choice.max_varlen_tokens(setting),
-        key_layout=keys,
+        pattern, layout, rank, heads, kv_heads, exchange, bucket, own, varlen=kernel_choice.max_varlen_tokens(setting),
+        window=kernel_choice.max_window(setting), key_layout=keys,
     )  # fmt: skip
     return Programs(plan, call.q, setting)
 

@@ -18,6 +18,10 @@ VECTOR = 16  # fp32 numbers in the widest vector of a CPU, 512 bits
 # Most rows and keys of documents that share a call on GPUs, by its kernel. Longer ones keep a GPU busy for longer than
 # the host needs for their call, and cuDNN takes less time for them than FlashAttention-2 for several lengths.
 MAX_VARLEN_TOKENS = {"flash": 2048, "fa4": 2**40}
+# Longest windows, in rows, that are computed as such, by kernel. On an H200 FlashAttention-2 took 0.79 of cuDNN's time
+# for parts without a window at 1023 and 1.07 of it at 2047; FlashAttention-4 0.35, 0.48, 0.60, 0.72 and 0.78 of it from
+# 255 to 8191.
+MAX_WINDOW = {"flash": 1536, "fa4": 2**40}
 
 
 class KernelSetting(NamedTuple):
@@ -71,7 +75,8 @@ def choose(
         repeatable: sum in the same order in every run.
     """
     varlen = tile.sequences is not None
-    if tile.mask is Mask.POSITION or (setting.device == "cpu" and (varlen or dlse)):
+    windowed = tile.window is not None
+    if tile.mask is Mask.POSITION or (setting.device == "cpu" and (varlen or windowed or dlse)):
         return "math"
     names = fused_kernels(setting)
     if setting.device == "cpu":  # below a vector of keys flash returns finite numbers for a row of NaN scores
@@ -83,8 +88,8 @@ def choose(
         name
         for name, limits in ((name, GPU_LIMITS[name]) for name in names)
         if not (
-            (varlen and not limits.sequences) or (dlse and not limits.dlse) or (single and not limits.single)
-            or (repeatable and not limits.repeatable)
+            (varlen and not limits.sequences) or (windowed and not limits.windows) or (dlse and not limits.dlse)
+            or (single and not limits.single) or (repeatable and not limits.repeatable)
         )
     )  # fmt: skip
     return fastest(names, setting.capability, _work(setting, tile, backward, repeatable)) if names else "math"
@@ -118,6 +123,13 @@ def max_varlen_tokens(setting: KernelSetting) -> int:
     if setting.device != "cuda" or setting.kernel == "cudnn":
         return 0
     return max((MAX_VARLEN_TOKENS.get(name, 0) for name in fused_kernels(setting)), default=0)
+
+
+def max_window(setting: KernelSetting) -> int:
+    """Return the longest window, in rows, that a kernel computes as such; 0: none does."""
+    if setting.device != "cuda" or setting.kernel == "cudnn":
+        return 0
+    return max((MAX_WINDOW.get(name, 0) for name in fused_kernels(setting)), default=0)
 
 
 def _work(setting: KernelSetting, tile: Tile, backward: bool, repeatable: bool) -> Work:

@@ -26,6 +26,7 @@ class Limits(NamedTuple):
     softcap      scores with a softcap
     dlse         a backward with a gradient through lse
     sequences    sequences of several lengths in one call
+    windows      a window
     repeatable   a backward that sums in the same order in every run
     single       calls on one row and one key
     """
@@ -33,15 +34,16 @@ class Limits(NamedTuple):
     softcap: bool
     dlse: bool
     sequences: bool
+    windows: bool
     repeatable: bool
     single: bool
 
 
 GPU_LIMITS = {
     # cuDNN would prepare anew for each list of lengths, and its backward refuses a single row and key
-    "cudnn": Limits(softcap=False, dlse=False, sequences=False, repeatable=False, single=False),
-    "flash": Limits(softcap=False, dlse=False, sequences=True, repeatable=True, single=True),
-    "fa4": Limits(softcap=True, dlse=True, sequences=True, repeatable=True, single=True),
+    "cudnn": Limits(softcap=False, dlse=False, sequences=False, windows=False, repeatable=False, single=False),
+    "flash": Limits(softcap=False, dlse=False, sequences=True, windows=True, repeatable=True, single=True),
+    "fa4": Limits(softcap=True, dlse=True, sequences=True, windows=True, repeatable=True, single=True),
 }
 
 

@@ -41,11 +41,16 @@ class SavedRows:
     dlse: torch.Tensor | None = None  # None if lse has no gradient; for other kernels it is a part of delta
 
 
-def _row_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
-    """Split query rows into blocks whose scores are no larger than q: the workspace is O(n / p) for every bucket."""
-    length, keys = q.shape[-2], k.shape[-2]
+def _blocks(q: torch.Tensor, k: torch.Tensor, tile: Tile) -> Iterator[tuple[slice, slice]]:
+    """Split query rows into blocks whose scores are no larger than q: the workspace is O(n / p) for every bucket. Yield
+    the rows and the keys of each: all keys, or those that a window lets its rows see.
+    """
+    length, keys, window = q.shape[-2], k.shape[-2], tile.window
     step = max(_MIN_ROWS, length * q.shape[-1] // keys)
-    return (slice(start, min(start + step, length)) for start in range(0, length, step))
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        seen = slice(0, keys) if window is None else slice(max(0, start - window), min(stop + window, keys))
+        yield slice(start, stop), seen
 
 
 @cached_on
@@ -55,16 +60,22 @@ def _positions(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Te
     return tile.query_positions.to(device), tile.key_positions.to(device)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scoring: Scores, rows: slice) -> torch.Tensor:
-    """Return the scores of q k^T, -inf where hidden: (F, B, G, P * L, Lk). q (F, B, G, P, L, D), k (F, B, G, Lk, D)."""
+def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scoring: Scores, rows: slice, keys: slice) -> torch.Tensor:
+    """Return the scores of q k^T, -inf where hidden: (F, B, G, P * L, Lk). q (F, B, G, P, L, D), k (F, B, G, Lk, D) are
+    those rows and keys of the tile.
+    """
     scores = (q.flatten(3, 4) @ k.mT).mul_(scoring.scale)
     if scoring.softcap is not None:
         scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
-    if tile.mask is Mask.FULL:
+    if tile.mask is Mask.FULL and tile.window is None:
         return scores
-    if tile.mask is Mask.CAUSAL:
-        keys = torch.arange(k.shape[-2], device=q.device)
-        hidden = (keys > keys[rows, None]).unsqueeze(0)  # (1, L, Lk)
+    if tile.mask is not Mask.POSITION:
+        row, key = (torch.arange(x.start, x.stop, device=q.device) for x in (rows, keys))
+        after = (key - row[:, None]).unsqueeze(0)  # (1, L, Lk)
+        reach = after.shape[-1] if tile.window is None else tile.window
+        hidden = after > (0 if tile.mask is Mask.CAUSAL else reach)
+        if tile.window is not None:
+            hidden |= after < -reach
     else:
         query, key = _positions(tile, q.device)
         keep_alive_in_graph(query, key)
@@ -87,13 +98,13 @@ def forward(
             out[..., rows, :], lse[..., rows] = forward(*part, sequence, scoring)
         return out, lse
     k, v = k.squeeze(3).to(work), v.squeeze(3).to(work)  # (F, B, G, Lk, D)
-    for rows in _row_blocks(q, k):
-        scores = _scores(q[..., rows, :].to(work), k, tile, scoring, rows)
+    for rows, keys in _blocks(q, k, tile):
+        scores = _scores(q[..., rows, :].to(work), k[..., keys, :], tile, scoring, rows, keys)
         top = scores.amax(-1, keepdim=True)
         top = top.masked_fill(top == -torch.inf, 0.0)  # a row that sees nothing: exp(-inf - 0) is 0
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
-        average = (weights @ v).div_(total.masked_fill(total == 0.0, 1.0))
+        average = (weights @ v[..., keys, :]).div_(total.masked_fill(total == 0.0, 1.0))
         out[..., rows, :] = average.view(out[..., rows, :].shape)
         lse[..., rows] = (top + total.log()).view(lse[..., rows].shape)
     return out, lse
@@ -111,20 +122,21 @@ def backward(
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     safe_lse = saved.lse.masked_fill(saved.lse == -torch.inf, 0.0)
     assert saved.delta is not None
-    for rows in _row_blocks(q, k):
+    for rows, keys in _blocks(q, k, tile):
+        key, value = k[..., keys, :], v[..., keys, :]
         query, dout = q[..., rows, :].to(work), saved.dout[..., rows, :].to(work).flatten(3, 4)  # (F, B, G, P * L, D)
         lse, delta = safe_lse[..., rows].flatten(3, 4), saved.delta[..., rows].flatten(3, 4)  # (F, B, G, P * L)
-        scores = _scores(query, k, tile, scoring, rows)  # (F, B, G, P * L, Lk)
+        scores = _scores(query, key, tile, scoring, rows, keys)  # (F, B, G, P * L, Lk)
         slope = (
             None if softcap is None else (scores / softcap).clamp_(min=-1).square_().neg_().add_(1)
         )  # 0 where hidden
         weights = scores.sub_(lse.unsqueeze(-1)).exp_()
-        dv += weights.mT @ dout
-        dscores = (dout @ v.mT).sub_(delta.unsqueeze(-1)).mul_(weights).mul_(scale)
+        dv[..., keys, :] += weights.mT @ dout
+        dscores = (dout @ value.mT).sub_(delta.unsqueeze(-1)).mul_(weights).mul_(scale)
         if slope is not None:
             dscores.mul_(slope)
-        dq[..., rows, :] = (dscores @ k).view(query.shape)
-        dk += dscores.mT @ query.flatten(3, 4)
+        dq[..., rows, :] = (dscores @ key).view(query.shape)
+        dk[..., keys, :] += dscores.mT @ query.flatten(3, 4)
     return dq, dk.unsqueeze(3), dv.unsqueeze(3)
 
 

@@ -61,7 +61,7 @@ def _shape(tile: Tile) -> tuple[object, ...] | None:
     if tile.mask is Mask.POSITION or heads.ids is not None or key_heads.ids is not None or heads.per_group > 1:
         return None
     sequences = None if tile.sequences is None else tile.sequences.key_bytes
-    return (tile.mask, sequences, *_grid(tile.query_rows), *_grid(tile.key_rows))
+    return (tile.mask, tile.window, sequences, *_grid(tile.query_rows), *_grid(tile.key_rows))
 
 
 def _grid(rows: Rows) -> tuple[object, ...]:

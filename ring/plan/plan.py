@@ -107,7 +107,7 @@ _plans: BoundedCache[Hashable, Plan] = BoundedCache(128, most_bytes=MAX_BYTES)
 
 def plan_of(
     pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: str, bucket: int,
-    own: int | None = None, varlen: int = 0, *, key_layout: Layout | None = None,
+    own: int | None = None, *, varlen: int = 0, window: int = 0, key_layout: Layout | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan of `rank`. The arguments must be valid (`ring.validation` checks them).
 
@@ -117,31 +117,37 @@ def plan_of(
         own: the same for a call that takes several segments of the rank's own keys; None: `bucket`.
         varlen: most query rows, and keys, of packed documents of different lengths that share a call. Longer ones share
             it where they are less than half of the work. 0: none share a call.
+        window: longest window, in rows, that a call on own keys takes as such; 0: none.
         key_layout: layout of the keys, for as many ranks; None: that of the queries, `layout`.
     """
     layouts = layout, layout if key_layout is None else key_layout
     digests = tuple(x.digest for x in layouts)  # a key without the layouts, which may list their orders
-    rest = rank, heads, kv_heads, exchange, bucket, own, varlen
+    limits = Limits(bucket, bucket if own is None else own, varlen, window)
+    rest = rank, heads, kv_heads, exchange, limits
     return _plans.get_or_make(
         (pattern, digests, *rest), lambda: _plan(pattern, layouts, *rest), lambda plan: plan.nbytes
     )
 
 
 def _plan(
-    pattern: Pattern, layouts: tuple[Layout, Layout], rank: int, heads: int, kv_heads: int, exchange: str, bucket: int,
-    own: int | None, varlen: int,
-) -> Plan:  # fmt: skip
+    pattern: Pattern,
+    layouts: tuple[Layout, Layout],
+    rank: int,
+    heads: int,
+    kv_heads: int,
+    exchange: str,
+    limits: Limits,
+) -> Plan:
     layout, key_layout = layouts
     ranges = ranges_of(pattern, layout, heads, kv_heads, key_layout)
     if exchange == "gather":
         route = schedule.gather(key_layout, kv_heads, rank)
     else:
-        at = ranges, key_layout, pattern.causal, rank, bucket * kv_heads
+        at = ranges, key_layout, pattern.causal, rank, limits.bucket * kv_heads
         if exchange == "direct":
             route = schedule.direct(*at)
         else:
             route = schedule.ring(*at, relay_groups(exchange, key_layout.world_size))
-    limits = Limits(bucket=bucket, own=bucket if own is None else own, varlen=varlen)
     local, *received = tiles_of(
         ranges, key_layout, route, rank=rank, kv_heads=kv_heads, causal=pattern.causal, limits=limits
     )
@@ -152,7 +158,7 @@ def _plan(
         local=local,
         steps=_steps(ranges, key_layout, route, received, rank=rank, kv_heads=kv_heads, once=exchange == "direct"),
         sizes=route.sizes,
-        setting=(pattern, layout.digest, key_layout.digest, heads, kv_heads, exchange, bucket),
+        setting=(pattern, layout.digest, key_layout.digest, heads, kv_heads, exchange, limits.bucket),
     )
 
 

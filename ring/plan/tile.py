@@ -71,7 +71,8 @@ class Tile:
 
     Before the first step `key_rows` are rows of the own shard and `key_heads` its heads; afterwards they are slots of
     the step's receive buffer and their columns. Positions, (folds, rows) int64, exist if the mask is POSITION. A tile
-    with sequences has one fold and a mask other than POSITION.
+    with sequences has one fold and a mask other than POSITION. With a window a tile has as many rows as keys in each
+    sequence, and row i sees, under its mask, only the keys i - window <= j <= i + window.
     """
 
     query_rows: Rows
@@ -82,6 +83,7 @@ class Tile:
     query_positions: torch.Tensor | None = None
     key_positions: torch.Tensor | None = None
     sequences: Sequences | None = None
+    window: int | None = None
 
     @property
     def scores(self) -> int:
@@ -89,7 +91,12 @@ class Tile:
         rows, keys = np.array([[self.query_rows.length], [self.key_rows.length]])
         if self.sequences is not None:
             rows, keys = np.diff(self.sequences.query), np.diff(self.sequences.key)
-        pairs = rows * (rows + 1) // 2 if self.mask is Mask.CAUSAL else rows * keys
+        if self.window is not None:
+            reach = np.minimum(self.window, rows - 1)
+            pairs = rows * (reach + 1) - reach * (reach + 1) // 2
+            pairs = pairs if self.mask is Mask.CAUSAL else 2 * pairs - rows
+        else:
+            pairs = rows * (rows + 1) // 2 if self.mask is Mask.CAUSAL else rows * keys
         return int(pairs.sum()) * self.query_rows.folds * self.query_heads.groups * self.query_heads.per_group
 
     @property

@@ -37,6 +37,7 @@ from ring.plan.ranges import Ints, Ranges, Subranges, merge_adjacent
 from ring.plan.rows import Fold, FoldKind, Rows, concatenate, folds, gathered_folds, varlen_folds
 from ring.plan.schedule import Schedule
 from ring.plan.tile import Mask, Sequences, Tile
+from ring.plan.window_runs import WindowRuns, window_runs
 
 MIN_ROWS = 16  # a kernel call with fewer query rows costs more to start than to run
 
@@ -47,11 +48,14 @@ class Limits:
 
     varlen: documents of different lengths share a call if their range pairs have at most so many rows and keys. Longer
     ones share it too where they are less than half of the work. 0: none share a call.
+    window: longest window, in elements, that a call on own keys takes as such (`ring.plan.window_runs`). With longer
+    ones parts are computed, each without a window. 0: always.
     """
 
     bucket: int
     own: int
     varlen: int = 0
+    window: int = 0
 
     @property
     def rows(self) -> int:
@@ -64,9 +68,13 @@ def tiles_of(
 ) -> list[tuple[Tile, ...]]:
     """Return the tiles that `rank` computes with its own keys, then those of every stage."""
     own, received = merge_adjacent(ranges, rank), _received_keys(ranges, layout, route, rank, kv_heads)
+    runs = window_runs(own, limits.bucket, limits.window) if limits.window else None
     tiles: list[list[Tile]] = [[] for _ in range(len(route.stages) + 1)]
-    for table, keys, fold_limit in ((own, _own_keys(own, rank), limits.own), (ranges, received, limits.bucket)):
-        for stage, tile in _tiles(table, keys.cut(limits.bucket), rank, causal, limits, fold_limit):
+    if runs is not None:
+        tiles[0] += _window_tiles(runs, rank, causal, limits)
+    parts = (own, _own_keys(own, rank), limits.own, runs), (ranges, received, limits.bucket, None)
+    for table, keys, fold_limit, computed in parts:
+        for stage, tile in _tiles(table, keys.cut(limits.bucket), rank, causal, limits, fold_limit, computed):
             tiles[stage].append(tile)
     most = limits.bucket * kv_heads
     return [tuple(merge_diagonals(x, most, packed=i > 0 and not route.whole)) for i, x in enumerate(tiles)]
@@ -212,18 +220,40 @@ class _Draft:
     sequences: Sequences | None
 
 
+def _window_tiles(runs: WindowRuns, rank: int, causal: bool, limits: Limits) -> Iterator[Tile]:
+    """Yield the tiles of runs with themselves."""
+    keys = _own_keys(runs.table, rank)
+    own, mask = keys.subranges, Mask.CAUSAL if causal else Mask.FULL
+    pairs = RangePairs(own, own, item=np.arange(len(own)), sight=Sight.UP_TO if causal else Sight.ALL)
+    for reach in np.unique(runs.reach).tolist():
+        some = pairs.take(np.flatnonzero(runs.reach == reach))
+        for draft in _drafts(runs.table, keys, mask, some, limits.own, limits):
+            for _, tile in _tiles_of_call(runs.table, mask, [draft]):
+                yield replace(tile, window=reach)
+
+
 def _tiles(
-    ranges: Ranges, keys: _Keys, rank: int, causal: bool, limits: Limits, fold_limit: int
+    ranges: Ranges, keys: _Keys, rank: int, causal: bool, limits: Limits, fold_limit: int, computed: WindowRuns | None
 ) -> Iterator[tuple[int, Tile]]:
-    """Yield (stage, tile) for all calls of `rank` with these keys. fold_limit: most key tokens of several segments."""
+    """Yield (stage, tile) for all calls of `rank` with these keys. fold_limit: most key tokens of several segments.
+    computed: runs whose pairs with themselves are in other calls.
+    """
     queries, _ = Subranges.whole(ranges, ranges.queries[ranges.rank[ranges.queries] == rank]).cut(limits.rows)
     tables = pair_up(ranges, queries, keys.subranges, causal)
+    if computed is not None:
+        tables = [_between_runs(pairs, computed.run_of) for pairs in tables]
     for mask, part in chain.from_iterable(split_by_mask(ranges, pairs) for pairs in tables):
         drafts = _drafts(ranges, keys, mask, part, fold_limit, limits)
         if mask is Mask.FULL:
             drafts = _join_rows(drafts, limits.rows)
         for call in _group_keys(drafts, 0 if mask is Mask.CAUSAL else limits.bucket):
             yield from _tiles_of_call(ranges, mask, call)
+
+
+def _between_runs(pairs: RangePairs, run_of: Ints) -> RangePairs:
+    """Return the pairs of ranges that are not of one run."""
+    query, key = run_of[pairs.query.range], run_of[pairs.key.range]
+    return pairs.take(np.flatnonzero((query != key) | (query < 0)))
 
 
 def _drafts(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from ring.compute import kernels
+from ring.compute.kernel_limits import GPU_LIMITS
 from ring.compute.math_kernel import SavedRows
 from ring.compute.scores import Scores
 from ring.plan.blocks import Heads
@@ -15,15 +17,17 @@ from ring.plan.tile import Mask, Sequences, Tile
 from ring.strided_view import batched
 
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+WINDOWS = (1, 7, 63, 64, 100, 1000)
+LENGTHS_OF_DOCUMENTS = (1, 5, 64, 300, 1, 130, 17)
 
 
 def tile_of(
     mask: Mask, queries: int, keys: int, folds: int = 1, groups: int = 1, share: int = 1,
-    sequences: Sequences | None = None,
+    sequences: Sequences | None = None, window: int | None = None,
 ) -> Tile:  # fmt: skip
     rows, key_rows = Rows(0, 1, queries, queries, folds), Rows(0, 1, keys, keys, folds)
     heads = Heads(groups, share, 0, share, 1), Heads(groups, 1, 0, 1, 1)
-    return Tile(rows, key_rows, *heads, mask, sequences=sequences)
+    return Tile(rows, key_rows, *heads, mask, sequences=sequences, window=window)
 
 
 def tensors(
@@ -64,6 +68,19 @@ def check_kernel(
     wanted = kernels.backward("math", doubles[0], doubles[1], doubles[2], double, tile, scoring)
     for x, y, which in zip(found, wanted, ("dq", "dk", "dv"), strict=True):
         close(x, y, 8 * unit, (which, what))
+
+
+def check_windows(
+    name: str, lengths: tuple[int, ...] | None, mask: Mask, window: int, dims: tuple[int, int], share: int
+) -> None:
+    """Hold a fused kernel with a window to the math kernel. lengths: of sequences; None: two folds of one."""
+    rows, folds = (sum(lengths), 1) if lengths is not None else (700, 2)
+    sequences = None if lengths is None else Sequences.of(np.array(lengths), np.array(lengths))
+    tile = tile_of(mask, rows, rows, folds, 2, share, sequences, window)
+    q, k, v, dout = tensors(torch.bfloat16, folds, 2, 2, share, rows, rows, *dims)
+    check_kernel(name, q, k, v, dout, tile, (mask, window, dims, share))
+    if GPU_LIMITS[name].dlse:
+        check_kernel(name, q, k, v, dout, tile, (mask, window, dims, share, "dlse"), with_dlse=True)
 
 
 def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float, what: Any) -> None:

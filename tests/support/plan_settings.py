@@ -87,7 +87,7 @@ def drawn_settings(draw: Any) -> PlanSetting:
     return PlanSetting(
         replace(pattern, documents=draw(documents(layout.n))), layout, heads, kv_heads,
         exchange=draw(st.sampled_from(EXCHANGES)), bucket=bucket, varlen=draw(st.sampled_from((0, 0, 1, 2, 4, 1000))),
-        own=None if more is None else bucket + more,
+        own=None if more is None else bucket + more, window=draw(st.sampled_from((0, 1, 3, 1000))),
     )  # fmt: skip
 
 
@@ -111,5 +111,5 @@ def stretched_settings(draw: Any) -> PlanSetting:
     return PlanSetting(
         replace(pattern, documents=draw(documents(n))), short, heads, kv_heads,
         exchange=draw(st.sampled_from(("ring", "direct"))), bucket=draw(st.sampled_from((1, 2, 5, 1000))), by=by,
-        stretched=long,
+        stretched=long, window=draw(st.sampled_from((0, 1000))),
     )  # fmt: skip

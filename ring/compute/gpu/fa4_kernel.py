@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ring.compute.gpu.varlen_kernel import by_head, by_token, edges_of
+from ring.compute.gpu.varlen_kernel import by_row, edges_of, heads_first, heads_first_results, operands, window
 from ring.compute.math_kernel import Into, SavedRows, Tensors3
 from ring.compute.scores import Scores
 from ring.plan.tile import Mask, Tile
@@ -42,20 +42,16 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scoring: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a full or causal tile; lse in fp32."""
-    query, key, value = _operands(tile, q, k, v)
+    query, key, value = operands(tile, q, k, v)
     attend, _ = _functions()
     out, lse, *_ = _timed(
         ("forward", *_kind(tile, q, k, v, scoring)),
         lambda: attend(
             query, key, value, softmax_scale=scoring.scale, softcap=scoring.softcap, causal=tile.mask is Mask.CAUSAL,
-            return_lse=True, **_lengths(tile, q),
+            return_lse=True, **window(tile), **_lengths(tile, q),
         ),
     )  # fmt: skip
-    batch, heads, rows, _ = q.shape
-    shape = tile_shape(tile.query_rows, tile.query_heads, q)[:-1]
-    if tile.sequences is not None:
-        lse = lse.view(heads, batch, rows).transpose(0, 1)
-    return _heads_first(out, tile, batch).view(*shape, v.shape[3]), lse.view(shape)
+    return heads_first_results(out, lse, tile, q)
 
 
 def backward(
@@ -63,8 +59,8 @@ def backward(
 ) -> Tensors3:
     """Return the tile's summands of dq, dk, dv, shaped like q, k, v. In a fixed order under
     `torch.use_deterministic_algorithms`. into: memory for them, (B, H, L, D), of a tile of one length; None: new."""
-    query, key, value, out, dout = _operands(tile, q, k, v, saved.out, saved.dout)
-    lse, dlse = (_by_row(tile, x) for x in (saved.lse, saved.dlse))
+    query, key, value, out, dout = operands(tile, q, k, v, saved.out, saved.dout)
+    lse, dlse = (None if x is None else by_row(tile, x) for x in (saved.lse, saved.dlse))
     repeatable = torch.are_deterministic_algorithms_enabled()
     _, differentiate = _functions()
     grads = _timed(
@@ -73,35 +69,13 @@ def backward(
             query, key, value, out, dout, lse, softmax_scale=scoring.scale, softcap=scoring.softcap or 0.0,
             causal=tile.mask is Mask.CAUSAL, deterministic=repeatable, dlse=dlse,
             **{name: x.transpose(1, 2) for name, x in zip(("dq", "dk", "dv"), into, strict=True) if x is not None},
-            **_lengths(tile, q),
+            **window(tile), **_lengths(tile, q),
         ),
     )[:3]  # fmt: skip
-    dq, dk, dv = (_heads_first(x, tile, q.shape[0]) for x in grads)
+    dq, dk, dv = (heads_first(x, tile, q.shape[0]) for x in grads)
     query_shape = tile_shape(tile.query_rows, tile.query_heads, q)
     key_shape = tile_shape(tile.key_rows, tile.key_heads, k)
     return dq.view(query_shape), dk.view(key_shape), dv.view(*key_shape[:-1], v.shape[3])
-
-
-def _operands(tile: Tile, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return (B, H, L, D) as (B, L, H, D), or for several sequences as (B L, H, D)."""
-    if tile.sequences is not None:
-        return [by_token(x) for x in tensors]
-    return [x.transpose(1, 2) for x in tensors]
-
-
-def _heads_first(x: torch.Tensor, tile: Tile, batch: int) -> torch.Tensor:
-    """Return a result as (B, H, L, D)."""
-    return by_head(x, batch) if tile.sequences is not None else x.transpose(1, 2)
-
-
-def _by_row(tile: Tile, x: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a number for each row, (B, H, L, 1), as (B, H, L), or for several sequences as (H, B L)."""
-    if x is None:
-        return None
-    numbers = x.squeeze(3)
-    if tile.sequences is not None:
-        numbers = numbers.transpose(0, 1).reshape(numbers.shape[1], -1)
-    return numbers.contiguous()
 
 
 def _lengths(tile: Tile, q: torch.Tensor) -> dict[str, Any]:
@@ -117,7 +91,8 @@ def _lengths(tile: Tile, q: torch.Tensor) -> dict[str, Any]:
 
 def _kind(tile: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scores) -> tuple[Hashable, ...]:
     share = q.shape[1] // k.shape[1]
-    return str(q.dtype), q.shape[3], v.shape[3], share, tile.mask.name, scoring.softcap, tile.sequences is not None
+    sort = tile.mask.name, tile.window is not None, tile.sequences is not None
+    return str(q.dtype), q.shape[3], v.shape[3], share, scoring.softcap, *sort
 
 
 def _timed(kind: tuple[Hashable, ...], call: Callable[[], Any]) -> Any:

@@ -55,7 +55,7 @@ def drawn(size: Size, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     return [normal(shape, seed, dtype) for seed, shape in enumerate((size.q, size.k, size.k, size.q))]
 
 
-def tile_of(mask: Mask, size: Size) -> Tile:
+def tile_of(mask: Mask, size: Size, window: int | None = None) -> Tile:
     """Positions ascend, in no step at all; the first query row of a fold sees nothing."""
     heads, q, k = Heads.of(((0,),)), None, None
     if mask is Mask.POSITION:
@@ -65,7 +65,7 @@ def tile_of(mask: Mask, size: Size) -> Tile:
             for count in (size.queries, size.keys)
         )
         q[:, 0], k = 0, k.clamp(min=1)
-    return Tile(Rows(0, 1, size.queries), Rows(0, 1, size.keys), heads, heads, mask, q, k)
+    return Tile(Rows(0, 1, size.queries), Rows(0, 1, size.keys), heads, heads, mask, q, k, window=window)
 
 
 def hidden(tile: Tile, size: Size) -> torch.Tensor:
@@ -75,6 +75,9 @@ def hidden(tile: Tile, size: Size) -> torch.Tensor:
     else:
         first = 1 if tile.mask is Mask.CAUSAL else size.keys
         found = torch.ones(size.folds, size.queries, size.keys, dtype=torch.bool).triu(first)
+        if tile.window is not None:
+            ones = torch.ones_like(found)
+            found |= ones.triu(tile.window + 1) | ones.tril(-tile.window - 1)
     return found[:, None, None, None]
 
 
@@ -107,22 +110,22 @@ OTHERS = (
 # kernel, scale, and whether there is a gradient through lse: fused ones are given neither that nor a scale <= 0.
 WAYS = (("flash", 0.35, False), ("math", 0.35, False), ("math", 0.35, True), ("math", -0.5, True), ("math", 0.0, True))
 CASES = [
-    (mask, size, *way)
+    (mask, None, size, *way)
     for mask in Mask
     for size in (SQUARES if mask is Mask.CAUSAL else OTHERS)
     for way in WAYS[mask is Mask.POSITION :]
-]
+] + [(mask, 2, size, *way) for mask in (Mask.FULL, Mask.CAUSAL) for size in SQUARES for way in WAYS[1:]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("mask", "size", "name", "scale", "with_dlse"), CASES)
+@pytest.mark.parametrize(("mask", "window", "size", "name", "scale", "with_dlse"), CASES)
 def test_a_tile_is_dense_attention_and_its_part_of_the_gradients(
-    mask: Mask, size: Size, name: str, scale: float, with_dlse: bool, dtype: torch.dtype
+    mask: Mask, window: int | None, size: Size, name: str, scale: float, with_dlse: bool, dtype: torch.dtype
 ) -> None:
     """Gradients are those of one softmax over the tile's keys and as many others, which rows of fold 0 do not see."""
     given = drawn(size, dtype)
     q, k, v, dout = (laid(x) if size.share > 1 else x for x in given)  # may be strided, and is not changed
-    tile, work = tile_of(mask, size), accumulator_dtype(dtype)
+    tile, work = tile_of(mask, size, window), accumulator_dtype(dtype)
     out, lse = kernels.forward(name, q, k, v, tile, Scores(scale))
     assert out.dtype is work and lse.dtype is work
     unseen = hidden(tile, size)

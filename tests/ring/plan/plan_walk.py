@@ -45,6 +45,7 @@ class PlanSetting:
     exchange: str
     bucket: int
     varlen: int = 0
+    window: int = 0
     own: int | None = None
     by: int = 1
     stretched: Layout | None = None
@@ -72,8 +73,11 @@ class PlanSetting:
     @cached_property
     def plans(self) -> list[Plan]:
         pattern, layout = stretched(self.pattern, self.by), self.stretched or self.layout
-        arguments = self.heads, self.kv_heads, self.exchange, self.bucket, self.own, self.varlen
-        return [plan_of(pattern, layout, rank, *arguments) for rank in range(self.layout.world_size)]
+        arguments = self.heads, self.kv_heads, self.exchange, self.bucket, self.own
+        return [
+            plan_of(pattern, layout, rank, *arguments, varlen=self.varlen, window=self.window)
+            for rank in range(self.layout.world_size)
+        ]
 
     def tiles(self) -> Iterator[tuple[bool, Tile]]:
         """Every tile of all ranks, and whether it is of own keys."""
@@ -158,8 +162,11 @@ def visible(tile: Tile) -> Array:
     for found, length in zip(edges, (queries, keys), strict=True):
         assert found[0] == 0 and found[-1] == length and all(a < b for a, b in pairwise(found))
     for (a, b), (c, d) in zip(*map(pairwise, edges), strict=True):
-        assert tile.mask is Mask.FULL or b - a == d - c, "a causal square has as many rows as keys"
-        seen[a:b, c:d] = np.tril(np.ones((b - a, d - c), bool)) if tile.mask is Mask.CAUSAL else True
+        square = tile.mask is Mask.CAUSAL or tile.window is not None
+        assert not square or b - a == d - c, "a causal square, or one of a window, has as many rows as keys"
+        reach = max(b - a, d - c) if tile.window is None else tile.window
+        after = np.arange(d - c) - np.arange(b - a)[:, None]
+        seen[a:b, c:d] = (after >= -reach) & (after <= (0 if tile.mask is Mask.CAUSAL else reach))
     return np.broadcast_to(seen, (folds, queries, keys))
 
 

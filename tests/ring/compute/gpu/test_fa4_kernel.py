@@ -20,7 +20,7 @@ from ring.compute.scores import Scores
 from ring.plan.tile import Mask, Sequences
 from ring.precision import accumulator_dtype
 from tests.support.attention_cases import call, plain
-from tests.support.gpu_tiles import UNIT, check_kernel, tensors, tile_of
+from tests.support.gpu_tiles import LENGTHS_OF_DOCUMENTS, UNIT, WINDOWS, check_kernel, check_windows, tensors, tile_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,11 +63,20 @@ def test_sequences_of_several_lengths(batch: int, mask: Mask) -> None:
     check_kernel("fa4", q, k, v, dout, tile, (batch, mask), with_dlse=batch == 3)
 
 
+@pytest.mark.parametrize(("dims", "share"), [*DIMS[2:4], *DIMS[6:8], *DIMS[-3:]], ids=str)
+@pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL])
+@pytest.mark.parametrize("lengths", [None, LENGTHS_OF_DOCUMENTS], ids=["one", "several"])
+def test_windows(lengths: tuple[int, ...] | None, mask: Mask, dims: tuple[int, int], share: int) -> None:
+    """Windows of one sequence, or of several."""
+    for window in WINDOWS:
+        check_windows("fa4", lengths, mask, window, dims, share)
+
+
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("pattern", [
     Pattern.dense(True), Pattern.longnet((64, None), (1, 4), 4, True), Pattern.dense(True, documents=(100, 7, 0, 405)),
-    Pattern.dense(False, window=60),
-], ids=("dense", "longnet", "packed", "window"))  # fmt: skip
+    Pattern.dense(False, window=60), Pattern.dense(True, window=60, documents=(100, 7, 0, 405)),
+], ids=("dense", "longnet", "packed", "window", "packed window"))  # fmt: skip
 def test_a_call_by_name_is_the_math_kernel_s(pattern: Pattern, softcap: float | None) -> None:
     """With sinks and gradients through lse, ten times, so that the last calls are replayed graphs."""
     torch.manual_seed(1)

@@ -20,6 +20,7 @@ from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Sequences, Tile
 from ring.strided_view import batched
+from tests.support.gpu_tiles import LENGTHS_OF_DOCUMENTS, WINDOWS, check_windows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -76,6 +77,15 @@ def close(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
     assert found.shape == exact.shape
     error = (found.double() - exact).abs().max() / exact.abs().max().clamp(min=1.0)
     assert error <= tolerance, float(error)
+
+
+@pytest.mark.parametrize(("dim", "share"), [(40, 1), (64, 4), (128, 1), (128, 4), (256, 4)])
+@pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL])
+@pytest.mark.parametrize("lengths", [None, LENGTHS_OF_DOCUMENTS], ids=["one", "several"])
+def test_windows(lengths: tuple[int, ...] | None, mask: Mask, dim: int, share: int) -> None:
+    """Windows of one sequence, or of several."""
+    for window in WINDOWS:
+        check_windows("flash", lengths, mask, window, (dim, dim), share)
 
 
 LENGTHS = (300, 7, 1, 0, 64, 64, 90, 2100, 64, 64, 33, 2, 150)
