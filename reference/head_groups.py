@@ -4,6 +4,8 @@ and which pass keys round.
 Written without any ring code. "all-to-all:2+ring" among six ranks: ranks 0 1, 2 3 and 4 5 divide the heads, and keys go
 round the rings 0 2 4 and 1 3 5. "ring+all-to-all:2": rings 0 1 2 and 3 4 5; ranks 0 3, 1 4 and 2 5 divide the heads.
 "ring:2+direct": keys go round 0 1, 2 3 and 4 5; rank 0 sends its own to 2 and 4, too.
+
+Names without a number are of hosts: the first exchange is among the ranks of a host, the second between hosts.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 KEY_EXCHANGES = ("ring", "direct", "gather")
 ALL_TO_ALL = "all-to-all"
+BY_HOST = (
+    *(f"{ALL_TO_ALL}+{keys}" for keys in KEY_EXCHANGES), *(f"{keys}+{ALL_TO_ALL}" for keys in KEY_EXCHANGES),
+    "ring+direct",
+)  # fmt: skip
 _DIVIDING = re.compile(f"{ALL_TO_ALL}:([1-9][0-9]{{0,8}})")
 _ROUND = re.compile(r"ring:([1-9][0-9]{0,8})\+direct")
 
@@ -70,6 +76,26 @@ def groups_of(exchange: str, p: int) -> Groups:
     grid = ranks.reshape(-1, degree) if neighbours else ranks.reshape(degree, -1).T
     dividing, alike = (tuple(tuple(row) for row in x.tolist()) for x in (grid, grid.T))
     return Groups(keys[0], dividing, alike, round=len(alike[0]) if keys == ["ring"] else 0)
+
+
+def numbered(exchange: str, p: int, hosts: int) -> str:
+    """Return the exchange with a number of ranks in place of their hosts; any but those of BY_HOST as it is.
+
+    Args:
+        exchange: as of `groups_of`, or one of BY_HOST.
+        p: number of ranks, the first p / hosts of which are on the first host, and so on.
+        hosts: their number, which divides p.
+    """
+    if exchange not in BY_HOST:
+        return exchange
+    within, between = exchange.split("+")
+    if hosts == 1:
+        return within
+    if hosts == p:
+        return between
+    if within == ALL_TO_ALL or between == "direct":
+        return f"{within}:{p // hosts}+{between}"
+    return f"{within}+{between}:{hosts}"
 
 
 def head_blocks(heads: int, kv_heads: int, ranks: int, most: int) -> list[list[tuple[range, int]]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from reference import shards, validators
 from reference.cost import EXCHANGES
-from reference.head_groups import ALL_TO_ALL, groups_of
+from reference.head_groups import ALL_TO_ALL, groups_of, numbered
 from reference.pattern import Pattern
 from reference.shards import Division, Shards
 from verification.saved_fields import read_fields
@@ -84,7 +84,8 @@ class Case:
     score_scale   factor on the queries before they are rounded, 0 < score_scale <= 1024: how large scores get
     values        one of VALUES
     seed          0 <= seed < 2**63
-    exchange      "ring", "direct", "gather", "all-to-all", or two, as "all-to-all:2+ring" (`ring.plan.head_groups`)
+    exchange      "ring", "direct", "gather", "all-to-all", or two, as "all-to-all:2+ring" (`ring.plan.head_groups`) and
+                  "all-to-all+ring" (`ring.plan.host_groups`)
     bucket        tokens per kernel call, or None
     kernel        "auto", "math", "flash" or, on GPUs, "cudnn" and "fa4"
     lse           "unused"; "returned" (and compared); "differentiated" (its gradient takes part as well); "alone" (only
@@ -113,8 +114,9 @@ class Case:
                   q. They require gradients, but in half of the second runs in which not all of q, k and v do
     keys          None: those of the same tokens; or the `Keys` of a sequence of its own. Documents, if any, add up to
                   the tokens of both
-    hosts         number of hosts of simulated ranks, which divides them evenly, in order: messages between hosts come
-                  last. Real ranks are where they are
+    hosts         number of hosts, which divides the ranks evenly, in order. In a simulation messages between hosts come
+                  last. Elsewhere ranks pretend these hosts if the exchange depends on them
+                  (`verification.run.pretended_hosts`)
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """
@@ -171,10 +173,10 @@ class Case:
             if not group or list(group) != sorted(set(group)) or group[0] < 0 or group[-1] >= self.world:
                 raise ValueError(f"group is {group}; it must be ascending ranks of range({self.world}), at least one")
             object.__setattr__(self, "group", group)
-        groups_of(self.exchange, len(self.ranks))
         validators.integer("hosts", self.hosts, 1)
         if len(self.ranks) % self.hosts:
             raise ValueError(f"hosts is {self.hosts}; it must divide the {len(self.ranks)} ranks of the group")
+        groups_of(self.numbered_exchange, len(self.ranks))
         if self.cuts is not None:
             object.__setattr__(self, "cuts", validators.offsets("cuts", self.cuts, len(self.ranks), self.tokens))
         if self.keys is not None:
@@ -240,9 +242,14 @@ class Case:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
+    def numbered_exchange(self) -> str:
+        """The exchange with a number of ranks in place of hosts."""
+        return numbered(self.exchange, len(self.ranks), self.hosts)
+
+    @property
     def narrow(self) -> bool:
         """True if gradients of keys return to their owner in 16 bits."""
-        exchange = groups_of(self.exchange, len(self.ranks)).exchange
+        exchange = groups_of(self.numbered_exchange, len(self.ranks)).exchange
         return self.device == "cuda" and exchange == "direct" and self.torch_dtype.itemsize == 2
 
     @property

@@ -274,7 +274,7 @@ def check_workspace(case: Case, expectation: Expectation, observations: Observat
 
 def _computed(case: Case, index: int) -> Any:
     """Return the query heads and rows that a rank computes, to index (H, N)."""
-    groups = groups_of(case.exchange, len(case.ranks))
+    groups = groups_of(case.numbered_exchange, len(case.ranks))
     (own,) = (group for group in groups.dividing if index in group)
     place, degree, rows = own.index(index), groups.degree, case.shards().positions
     heads = slice(place * case.heads // degree, (place + 1) * case.heads // degree)
@@ -297,8 +297,8 @@ def costs(case: Case) -> Costs:
     sizes = case.batch, case.heads, case.kv_heads, case.head_dim, case.torch_dtype.itemsize, case.value_dim
     keys = None if case.keys is None else case.key_shards().positions
     setting = cost.Setting(case.pattern, case.shards().positions, *sizes, keys, lse_gradient=case.lse != "unused")
-    sent = cost.sent(setting, case.exchange, case.narrow)
-    buffers = cost.buffers(setting, case.exchange, case.tokens_per_call, case.narrow)
+    sent = cost.sent(setting, case.numbered_exchange, case.narrow)
+    buffers = cost.buffers(setting, case.numbered_exchange, case.tokens_per_call, case.narrow)
     return Costs(sent.forward, sent.backward, buffers.forward, buffers.backward)
 
 

@@ -52,7 +52,7 @@ def counts_of(case: Case, kernel: str) -> Counts:
     keys, rows = roundoff.max_pairs(case.pattern, tokens, case.heads, case.kv_heads)
     taken = [roundoff.window_factor(branch, case.pattern.causal, tokens) for branch in case.pattern.branches]
     order, cut = (case.order, case.cuts is not None) if case.keys is None else (None, True)
-    exchange = groups_of(case.exchange, ranks).exchange
+    exchange = groups_of(case.numbered_exchange, ranks).exchange
     parts = roundoff.max_run_parts(exchange, order, cut, ranks, case.pattern.causal, max(taken) > 1)
     of_queries, of_keys = (
         roundoff.max_partials(order, cuts is not None, ranks, tokens, case.tokens_per_call, sum(taken), parts)

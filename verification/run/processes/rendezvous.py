@@ -20,7 +20,7 @@ GROUP_TIMEOUT = datetime.timedelta(days=1)
 # A gloo group holds a socket to each other member: beyond this many groups, the least recently used is destroyed.
 MAX_SUBGROUPS = 32
 
-_subgroups: OrderedDict[tuple[int, ...], ProcessGroup | None] = OrderedDict()
+_subgroups: OrderedDict[tuple[tuple[int, ...], int], ProcessGroup | None] = OrderedDict()
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ def join_group(membership: Membership) -> None:
     )
 
 
-def subgroup(ranks: tuple[int, ...]) -> ProcessGroup | None:
+def subgroup(ranks: tuple[int, ...], number: int = 0) -> ProcessGroup | None:
     """Return the group of these global ranks, which group rank i has as `ranks[i]`; None on ranks outside it.
 
     Collective: *all* ranks of the world call it, in the same order. Groups are cached (the last 32); that of all ranks
-    is the default group.
+    is the default group. number: of another group of the same ranks, if it is not 0.
 
     Raises ValueError unless there is a rank, and all are of the world and ascend (torch sorts those of a group).
     """
@@ -105,14 +105,15 @@ def subgroup(ranks: tuple[int, ...]) -> ProcessGroup | None:
     world = dist.get_world_size()
     if not ranks or list(ranks) != sorted(set(ranks)) or ranks[0] < 0 or ranks[-1] >= world:
         raise ValueError(f"ranks: got {ranks}; allowed are ascending ranks of 0..{world - 1}, at least one")
-    if ranks == tuple(range(world)):
+    if ranks == tuple(range(world)) and not number:
         return dist.group.WORLD
-    if ranks not in _subgroups:
+    key = ranks, number
+    if key not in _subgroups:
         if len(_subgroups) == MAX_SUBGROUPS:
             _, eldest = _subgroups.popitem(last=False)
             if eldest is not None:
                 dist.destroy_process_group(eldest)
         group: Any = dist.new_group(list(ranks), timeout=GROUP_TIMEOUT)
-        _subgroups[ranks] = None if group == dist.GroupMember.NON_GROUP_MEMBER else group
-    _subgroups.move_to_end(ranks)
-    return _subgroups[ranks]
+        _subgroups[key] = None if group == dist.GroupMember.NON_GROUP_MEMBER else group
+    _subgroups.move_to_end(key)
+    return _subgroups[key]

@@ -1,0 +1,82 @@
+"""Ranks on one machine that pretend the hosts of a Case."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import pytest
+
+from reference.head_groups import BY_HOST
+from reference.pattern import Pattern
+from ring.comm.transport import Transport
+from ring.plan import host_groups
+from tests.support.plain_case import plain
+from verification.case import Case
+from verification.check.checks import costs
+from verification.experiments import check_case
+from verification.run.backends import Backend, GlooBackend, SimBackend
+
+pytestmark = pytest.mark.ranks
+case = partial(plain, 4, tokens=13, order="zigzag", pattern=Pattern.dense(True), heads=4, kv_heads=2, kernel="auto")
+
+
+@pytest.fixture(scope="module", params=[GlooBackend, SimBackend])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    made: Backend = request.param()
+    with closing(made):
+        made.start(4)
+        yield made
+
+
+def hosts(transport: Transport, case: Case) -> tuple[tuple[int, ...], str | None]:
+    """Task: return the hosts of the ranks, and what tells NCCL of them."""
+    return transport.hosts, os.environ.get("NCCL_HOSTID")
+
+
+def found(backend: Backend, given: Case) -> list[Any]:
+    backend.submit(hosts, given)
+    return backend.collect()
+
+
+def test_ranks_are_on_the_hosts_of_each_case_and_nowhere_else(backend: Backend) -> None:
+    for changes, expected in (
+        ({"hosts": 2}, (0, 0, 1, 1)),
+        ({"hosts": 4}, (0, 1, 2, 3)),
+        ({"hosts": 1}, (0, 0, 0, 0)),
+        ({"hosts": 2}, (0, 0, 1, 1)),
+        ({"hosts": 2, "group": (0, 3)}, (0, 1)),
+        ({"hosts": 3, "group": (1, 2, 3)}, (0, 1, 2)),
+        ({"hosts": 1, "group": (1, 2, 3)}, (0, 0, 0)),
+    ):
+        given = case(exchange="ring+direct", **changes)
+        assert found(backend, given) == [(expected, None)] * len(given.ranks)
+
+
+@pytest.mark.parametrize("exchange", BY_HOST)
+@pytest.mark.parametrize("again", ("alike", "group"))
+def test_exchanges_by_hosts_hold(backend: Backend, exchange: str, again: str) -> None:
+    sent = {}
+    for number in (1, 2, 4):
+        for seed in (number, 8):  # ranks that agree as on several machines, too
+            given = case(exchange=exchange, hosts=number, again=again, seed=seed)
+            check_case(backend, given)
+            sent[costs(given).sent_forward.tobytes()] = number
+    assert len(sent) == 3
+
+
+def test_a_group_of_some_ranks(backend: Backend) -> None:
+    check_case(backend, case(exchange="ring+direct", group=(0, 3), hosts=2))
+    check_case(backend, case(exchange="all-to-all+gather", group=(1, 2, 3), hosts=3, again="group", seed=1))
+
+
+def test_the_oracle_numbers_the_same_names() -> None:
+    assert set(BY_HOST) == set(host_groups.BY_HOST)
+    for exchange in (*BY_HOST, "ring", "all-to-all:2+ring"):
+        for p, hosts in ((1, 1), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3)):
+            given = plain(p, exchange=exchange if p % 2 == 0 else "ring", hosts=hosts)
+            places = [rank * hosts // p for rank in range(p)]
+            assert given.numbered_exchange == host_groups.with_number(given.exchange, places)
