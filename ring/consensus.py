@@ -319,7 +319,6 @@ def signature_of(kind: CallKind) -> Signature:
         "documents": kind.pattern.documents,
         "layout": _described(kind.layout),
         "key_layout": _described(kind.key_layout),
-        "exchange": kind.exchange,
         "bucket": kind.bucket,
         "kernel": kind.kernel,
         "scale": None if kind.scale is None else float(kind.scale) + 0.0,  # so that 1 equals 1.0, and -0.0 equals 0.0
@@ -328,6 +327,7 @@ def signature_of(kind: CallKind) -> Signature:
         "return_lse": kind.return_lse,
         "requires_grad": kind.differentiated,
         "requires_grad of sinks": kind.sinks_differentiated,
+        "exchange": kind.exchange,  # after what "auto" chooses by: the first difference is named
         "calling thread": kind.thread,
     }
     return Signature(entries, _digest(json.dumps(entries).encode()))

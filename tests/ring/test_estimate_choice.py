@@ -157,6 +157,27 @@ def test_ranks_that_choose_differently_are_refused(ranks: Ranks) -> None:
     assert ranks(2).run(_disagreeing) == [said] * 2
 
 
+def _unlike(argument: str) -> str:
+    """Return the error where rank 0 alone has no gradients, or another bucket, and so chooses otherwise."""
+    first = dist.get_rank() == 0
+    x = torch.ones(1, 4, 4, 4, requires_grad=not (first and argument == "requires_grad"))
+    pick = patch.object(choice, "chosen", lambda call, hosts: "direct" if first else "all-to-all")
+    consensus._settings.clear()
+    with group_on("aa") as group, pick, pytest.raises(ValueError) as error:
+        plain(
+            x, x, x, CAUSAL, Layout.zigzag(8, 2), group=group, exchange="auto",
+            bucket=3 + (first and argument == "bucket"),
+        )  # fmt: skip
+    return str(error.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("argument", "had"), [("requires_grad", "False, rank 1 True"), ("bucket", "4, rank 1 3")])
+def test_an_argument_that_changes_the_choice_is_named_before_it(ranks: Ranks, argument: str, had: str) -> None:
+    said = f"{argument} must be the same on every rank: rank 0 has {had}"
+    assert ranks(2).run(_unlike, argument) == [said] * 2
+
+
 def test_one_rank_and_modules() -> None:
     q, k, v = (normal(1, 6, 2, 4, seed=seed) for seed in range(3))
     context = ContextParallel(Layout.contiguous(6, 1), exchange="auto")
