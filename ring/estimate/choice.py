@@ -10,7 +10,6 @@ Rates by default, of device types, so that all ranks choose the same:
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from ring.compute.gpu.kernel_times import PASSES, rate
 from ring.estimate.estimates import DEVICES, Call, Estimate, Estimates, check_rates, layouts_of, row_of
 from ring.estimate.stages import Rates
 from ring.layout import Layout
+from ring.plan.host_groups import AUTO, ranks_per_host
 
 _CUDA: dict[str, Any] = {"link": 3e11, "latency": 5e-6, "stage": 2e-5, "packing": 7e11}
 _CPU: dict[str, Any] = {"forward": 2e10, "backward": 2e10, "link": 5e8, "latency": 3e-4, "stage": 3e-4, "packing": 2e9}
@@ -102,7 +102,7 @@ def choose(
     order, ((queries, keys),) = layouts_of(pattern, layout, tokens, ranks, order, key_layout)
     if rates is not None:
         check_rates(rates)
-    return _ordered(call, order, queries, keys, rates, backward)
+    return _ordered(call, order, queries, keys, _default_rates(call, queries) if rates is None else rates, backward)
 
 
 def chosen(call: validation.Call, hosts: tuple[int, ...]) -> str:
@@ -110,42 +110,38 @@ def chosen(call: validation.Call, hosts: tuple[int, ...]) -> str:
 
     Args:
         call: of this rank; only what is equal on all ranks matters.
-        hosts: number of each rank's host. Where hosts have unequal numbers of ranks, or no neighbours, all messages
-            count as messages between hosts.
+        hosts: number of each rank's host.
 
     Returns:
         An exchange with numbers.
 
     Raises:
-        ValueError: the call cannot be counted exactly.
+        ValueError: the call cannot be counted exactly, or hosts have unequal numbers of ranks, or ranks that are no
+            neighbours.
     """
     (batch, _, heads, head_dim), (_, _, kv_heads, value_dim) = call.q.shape, call.v.shape
     device = "cuda" if call.q.is_cuda else "cpu"
     sizes = heads, kv_heads, head_dim, value_dim, batch, call.q.dtype
     if len(names := candidates(call.layout.world_size)) == 1:
         return names[0]
+    within = _ranks_per_host(hosts)
     try:
         estimated = Call(call.pattern, *sizes, "direct", call.bucket, device)
-        rows = _ordered(estimated, "given", call.layout, call.key_layout, None, call.differentiated, hosts)
+        rates = _default_rates(estimated, call.layout, within)
+        rows = _ordered(estimated, "given", call.layout, call.key_layout, rates, call.differentiated)
     except ValueError as error:
         raise ValueError(f"exchange 'auto' cannot predict this call: {error}; name one, as 'direct'") from error
     return rows[0].exchange
 
 
-def _ordered(
-    call: Call,
-    order: str,
-    layout: Layout,
-    keys: Layout,
-    rates: Rates | None,
-    backward: bool,
-    hosts: tuple[int, ...] = (0,),
-) -> Estimates:
-    if rates is None:
-        rates = default_rates(
-            call.device, head_dim=call.head_dim, value_dim=call.value_dim, length=layout.n // layout.world_size,
-            ranks_per_host=_ranks_per_host(hosts),
-        )  # fmt: skip
+def _default_rates(call: Call, layout: Layout, within: int | None = None) -> Rates:
+    length = layout.n // layout.world_size
+    return default_rates(
+        call.device, head_dim=call.head_dim, value_dim=call.value_dim, length=length, ranks_per_host=within
+    )
+
+
+def _ordered(call: Call, order: str, layout: Layout, keys: Layout, rates: Rates, backward: bool) -> Estimates:
     setting = call.counted(layout, keys)
     rows = [
         row_of(replace(call, exchange=name), order, layout, keys, rates, setting=setting)
@@ -162,7 +158,5 @@ def _seconds(row: Estimate, backward: bool) -> float:
 
 
 def _ranks_per_host(hosts: tuple[int, ...]) -> int | None:
-    """Return the ranks of each host, None for one host, and 1 where hosts are unequal or interleaved."""
-    size = len(list(next(groupby(hosts))[1]))
-    regular = hosts == tuple(rank // size for rank in range(len(hosts)))
-    return None if len(set(hosts)) == 1 else size if regular and len(hosts) % size == 0 else 1
+    """Return the ranks of each host, None for one host. Raises ValueError for unequal or interleaved hosts."""
+    return None if len(set(hosts)) == 1 else ranks_per_host(AUTO, hosts)

@@ -72,9 +72,6 @@ def test_what_decides() -> None:
         ((0, 0), None),
         ((0, 1), 1),
         ((0, 0, 1, 1), 2),
-        ((0, 1, 0, 1), 1),
-        ((0, 0, 1), 1),
-        ((0, 0, 1, 1, 1), 1),
     ],
 )
 def test_ranks_per_host(hosts: tuple[int, ...], expected: int | None) -> None:
@@ -120,10 +117,33 @@ def _per_host(hosts: str) -> int | None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("check", (True, False))
-@pytest.mark.parametrize("hosts", ("aaaa", "aabb", "abab", "abcd"))
+@pytest.mark.parametrize("hosts", ("aaaa", "aabb", "abcd"))
 def test_every_rank_takes_the_first_and_chooses_once(ranks: Ranks, hosts: str, check: bool) -> None:
     exchange, _ = first = ranks(4).run(_auto, hosts, check)[0]
     assert first == (exchange, 1) and exchange in choice.candidates(4)
+
+
+def _on_irregular(hosts: str) -> str:
+    with group_on(hosts) as group, pytest.raises(ValueError) as error:
+        call(group, "auto")
+    return str(error.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        ("aaab", "as many ranks of the group on every host, got hosts of 3, 1 ranks: write a number that divides 4"),
+        (
+            "abab",
+            "the ranks of a host side by side in the group, got ranks on hosts 0, 1, 0, 1: make",
+        ),
+    ],
+)
+def test_irregular_hosts_are_refused_by_every_rank(ranks: Ranks, hosts: str, said: str) -> None:
+    first, *others = ranks(4).run(_on_irregular, hosts)
+    assert f"exchange 'auto' must have {said}" in first
+    assert others == [first] * 3
 
 
 def _unpredictable() -> str:
