@@ -7,11 +7,10 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from rich.table import Column, Table
 
 from reference import cost, validators
 from reference.pattern import Pattern, check_pattern
@@ -22,6 +21,9 @@ from ring.layout import Layout
 from ring.plan.host_groups import is_by_host, with_number
 from ring.plan.relay_groups import is_by_group
 from ring.validation import DTYPES, validate_exchange
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "balanced", "zigzag by document")
 DEVICES = ("cpu", "cuda")
@@ -107,6 +109,8 @@ class Estimates(tuple[Estimate, ...]):
 
     def to_table(self) -> Table:
         """Return a rich table with a column for each row, for a terminal."""
+        from rich.table import Column, Table  # draws of Python's random numbers, which a call must not
+
         columns = [Column(name, overflow="fold") for name in ("rank with most of each", *("" for _ in self))]
         table = Table(*columns, box=None, pad_edge=False)
         rows = [row.flat() for row in self]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -226,3 +228,8 @@ def _compiled(exchange: str) -> float:
 @pytest.mark.parametrize("exchange", ("auto", "all-to-all+ring"))
 def test_graphs_take_the_same_exchange(ranks: Ranks, exchange: str) -> None:
     assert ranks(2).run(_compiled, exchange) == [0.0, 0.0]
+
+
+def test_the_first_choice_of_a_process_draws_no_random_numbers() -> None:
+    code = "import random, ring; before = random.getstate(); import ring.estimate; assert random.getstate() == before"
+    subprocess.run([sys.executable, "-c", code], check=True)
