@@ -24,6 +24,7 @@ BY_HOST = (
     *(f"{ALL_TO_ALL}+{keys}" for keys in KEY_EXCHANGES), *(f"{keys}+{ALL_TO_ALL}" for keys in KEY_EXCHANGES),
     "ring+direct",
 )  # fmt: skip
+AUTO = "auto"  # the exchange that `ring.estimate.choice` predicts to take the least time
 _DIVIDING = re.compile(f"{ALL_TO_ALL}:([1-9][0-9]{{0,8}})")
 _ROUND = re.compile(r"ring:([1-9][0-9]{0,8})\+direct")
 

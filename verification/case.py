@@ -15,7 +15,7 @@ from torch import Tensor
 
 from reference import shards, validators
 from reference.cost import EXCHANGES
-from reference.head_groups import ALL_TO_ALL, groups_of, numbered
+from reference.head_groups import ALL_TO_ALL, AUTO, groups_of, numbered
 from reference.pattern import Pattern
 from reference.shards import Division, Shards
 from verification.saved_fields import read_fields
@@ -85,7 +85,7 @@ class Case:
     values        one of VALUES
     seed          0 <= seed < 2**63
     exchange      "ring", "direct", "gather", "all-to-all", or two, as "all-to-all:2+ring" (`ring.plan.head_groups`) and
-                  "all-to-all+ring" (`ring.plan.host_groups`)
+                  "all-to-all+ring" (`ring.plan.host_groups`); or "auto"
     bucket        tokens per kernel call, or None
     kernel        "auto", "math", "flash" or, on GPUs, "cudnn" and "fa4"
     lse           "unused"; "returned" (and compared); "differentiated" (its gradient takes part as well); "alone" (only
@@ -176,7 +176,13 @@ class Case:
         validators.integer("hosts", self.hosts, 1)
         if len(self.ranks) % self.hosts:
             raise ValueError(f"hosts is {self.hosts}; it must divide the {len(self.ranks)} ranks of the group")
-        groups_of(self.numbered_exchange, len(self.ranks))
+        if self.exchange != AUTO:
+            groups_of(numbered(self.exchange, len(self.ranks), self.hosts), len(self.ranks))
+        elif self.again == "no_grad":
+            raise ValueError(
+                "again is 'no_grad' and exchange is 'auto', which chooses for forward alone where nothing requires "
+                "gradients; one of them must be another"
+            )
         if self.cuts is not None:
             object.__setattr__(self, "cuts", validators.offsets("cuts", self.cuts, len(self.ranks), self.tokens))
         if self.keys is not None:
@@ -242,14 +248,9 @@ class Case:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
-    def numbered_exchange(self) -> str:
-        """The exchange with a number of ranks in place of hosts."""
-        return numbered(self.exchange, len(self.ranks), self.hosts)
-
-    @property
     def narrow(self) -> bool:
-        """True if gradients of keys return to their owner in 16 bits."""
-        exchange = groups_of(self.numbered_exchange, len(self.ranks)).exchange
+        """True if gradients of keys return to their owner in 16 bits, by an exchange that depends on no hosts."""
+        exchange = groups_of(self.exchange, len(self.ranks)).exchange
         return self.device == "cuda" and exchange == "direct" and self.torch_dtype.itemsize == 2
 
     @property

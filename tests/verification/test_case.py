@@ -31,7 +31,7 @@ case = partial(
 def test_json_turns_back_into_an_equal_case_without_fields_with_a_default_too() -> None:
     for given in (case(score_scale=1), plain(3, scale=-2), case(pattern=Pattern.dense(documents=(0, 12, 1))),
                   case(value_dim=5, softcap=30, sinks="some"), case(keys=Keys(5, "zigzag", (0, 5, 5, 5))),
-                  case(hosts=3)):  # fmt: skip
+                  case(hosts=3), case(hosts=3, exchange="ring+direct"), case(exchange="auto")):  # fmt: skip
         again = Case.from_json(given.to_json())
         assert again == given and hash(again) == hash(given) and "\n" not in given.to_json()
     data = json.loads(case(again="no_grad", measured=True).to_json())
@@ -69,6 +69,11 @@ def test_a_bad_field_is_named(field: str, values: tuple[object, ...]) -> None:
     for value in values:
         with pytest.raises(ValueError, match="heads" if isinstance(value, Pattern) else field):
             replace(case(), **{field: value})  # type: ignore[arg-type]
+
+
+def test_a_choice_that_the_second_run_would_change_is_refused() -> None:
+    with pytest.raises(ValueError, match="^again is 'no_grad' and exchange is 'auto'"):
+        case(exchange="auto", again="no_grad")
 
 
 def test_documents_must_add_up_and_the_last_is_lengthened() -> None:

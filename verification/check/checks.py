@@ -22,6 +22,7 @@ from reference.head_groups import groups_of
 from reference.roundoff import LARGEST
 from reference.shards import Ints, default_bucket
 from verification.case import Case
+from verification.check.numbered_exchange import with_number
 from verification.check.oracle_agreement import check_twin
 from verification.check.workspace_limits import limits
 from verification.check.worst_entry import worst_entry
@@ -274,7 +275,7 @@ def check_workspace(case: Case, expectation: Expectation, observations: Observat
 
 def _computed(case: Case, index: int) -> Any:
     """Return the query heads and rows that a rank computes, to index (H, N)."""
-    groups = groups_of(case.numbered_exchange, len(case.ranks))
+    groups = groups_of(with_number(case).exchange, len(case.ranks))
     (own,) = (group for group in groups.dividing if index in group)
     place, degree, rows = own.index(index), groups.degree, case.shards().positions
     heads = slice(place * case.heads // degree, (place + 1) * case.heads // degree)
@@ -294,11 +295,12 @@ class Costs:
 @lru_cache(maxsize=64)
 def costs(case: Case) -> Costs:
     """Return the costs by `reference.cost`. Cached, so that it can be called while the ranks are at work."""
+    case = with_number(case)
     sizes = case.batch, case.heads, case.kv_heads, case.head_dim, case.torch_dtype.itemsize, case.value_dim
     keys = None if case.keys is None else case.key_shards().positions
     setting = cost.Setting(case.pattern, case.shards().positions, *sizes, keys, lse_gradient=case.lse != "unused")
-    sent = cost.sent(setting, case.numbered_exchange, case.narrow)
-    buffers = cost.buffers(setting, case.numbered_exchange, case.tokens_per_call, case.narrow)
+    sent = cost.sent(setting, case.exchange, case.narrow)
+    buffers = cost.buffers(setting, case.exchange, case.tokens_per_call, case.narrow)
     return Costs(sent.forward, sent.backward, buffers.forward, buffers.backward)
 
 

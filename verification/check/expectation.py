@@ -15,6 +15,7 @@ from reference.fast_oracle import Expectation, Inputs, evaluate
 from reference.head_groups import groups_of
 from reference.roundoff import Arithmetic, Counts
 from verification.case import Case
+from verification.check.numbered_exchange import with_number
 from verification.check.supported import FUSED, fused
 
 
@@ -35,6 +36,7 @@ def inputs_of(case: Case, tensors: tuple[Tensor, ...]) -> Inputs:
 
 def arithmetic_of(case: Case) -> Arithmetic:
     """Return the arithmetic that a Case allows. "auto" may use either kernel, so it has the bounds of "flash"."""
+    case = with_number(case)
     kernel = kernel_of(case)
     arithmetic = of_case(case, kernel, counts_of(case, kernel))
     return replace(arithmetic, u_returned=arithmetic.u_out) if case.narrow else arithmetic
@@ -52,7 +54,7 @@ def counts_of(case: Case, kernel: str) -> Counts:
     keys, rows = roundoff.max_pairs(case.pattern, tokens, case.heads, case.kv_heads)
     taken = [roundoff.window_factor(branch, case.pattern.causal, tokens) for branch in case.pattern.branches]
     order, cut = (case.order, case.cuts is not None) if case.keys is None else (None, True)
-    exchange = groups_of(case.numbered_exchange, ranks).exchange
+    exchange = groups_of(case.exchange, ranks).exchange
     parts = roundoff.max_run_parts(exchange, order, cut, ranks, case.pattern.causal, max(taken) > 1)
     of_queries, of_keys = (
         roundoff.max_partials(order, cuts is not None, ranks, tokens, case.tokens_per_call, sum(taken), parts)

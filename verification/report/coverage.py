@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from reference.call_limits import MIN_ROWS
 from reference.fast_oracle import multiplicity
-from reference.head_groups import ALL_TO_ALL
+from reference.head_groups import ALL_TO_ALL, AUTO, BY_HOST
 from reference.pattern import Branch, Pattern
 from reference.shards import Shards
 from verification.case import AGAIN, DTYPES, EXCHANGES, GPU_KERNELS, KERNELS, LSE, ORDERS, VALUES, Case
@@ -340,6 +340,8 @@ GROUPS["exchange"] |= {
     "heads among neighbours": lambda case: case.exchange.startswith(f"{ALL_TO_ALL}:"),
     "keys among neighbours": lambda case: f"+{ALL_TO_ALL}:" in case.exchange,
     "keys round neighbours": lambda case: case.exchange.startswith("ring:"),
+    "exchange by hosts": lambda case: case.exchange in BY_HOST and case.hosts > 1,
+    "exchange auto": _chosen("exchange", AUTO),
 }
 FEATURES: dict[str, Has] = {name: has for features in GROUPS.values() for name, has in features.items()}
 

@@ -11,7 +11,8 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from reference.pattern import Branch, Pattern
-from verification.case import Keys
+from verification.case import Case, Keys
+from verification.check.numbered_exchange import with_number
 from verification.protocols import CaseLike
 
 C = TypeVar("C", bound=CaseLike)
@@ -47,6 +48,8 @@ def simpler_cases(case: C) -> Iterator[C]:
     for name, simplest in SIMPLEST.items():
         if name in known and getattr(case, name) != simplest:
             yield from _if_valid(changed, **{name: simplest})
+    if isinstance(changed, Case) and (numbered := with_number(changed)) is not changed:
+        yield from _if_valid(changed, exchange=numbered.exchange)
     if getattr(case, "dtype", "float32") in ("bfloat16", "float16"):  # fp64 shows more than fp32, so leave it
         yield from _if_valid(changed, dtype="float32")
     if known >= {"tokens", "cuts", "pattern"}:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from reference.head_groups import ALL_TO_ALL, KEY_EXCHANGES
+from reference.head_groups import ALL_TO_ALL, AUTO, BY_HOST, KEY_EXCHANGES
 from reference.pattern import Branch, Pattern
 from verification.case import EXCHANGES, Case, Keys
 from verification.strategies.corner_cases import MAX_TOKENS, rare, shifted
@@ -39,6 +39,9 @@ _orders = st.sampled_from(
     ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped", "stepped")
 )
 _exchanges = st.sampled_from(EXCHANGES)
+_by_host = st.sampled_from(BY_HOST)
+_by_host_or_chosen = st.sampled_from((*BY_HOST, AUTO))
+MAX_CHOOSING = 4  # ranks; choosing takes 0.1 s for so many, and seconds for 64
 _kernels = st.sampled_from(("auto", "math", "flash"))
 _lse = st.sampled_from(("unused", "returned", "differentiated", "alone", "apart"))
 # Every Case has a second run, so the special ones come as often as the plain one. The most effective ones come twice;
@@ -224,6 +227,18 @@ def hosts_of(draw: Draw, ranks: int) -> int:
     return draw(st.sampled_from(several)) if several and draw(_quarters) == 3 else 1
 
 
+def on_hosts(draw: Draw, case: Case) -> Case:
+    """Draw the hosts of a Case's ranks; for one in eight also an exchange that depends on them."""
+    ranks = len(case.ranks)
+    if ranks == 1 or draw(_eighths) < 7:
+        return replace(case, hosts=hosts_of(draw, ranks))
+    chooses = ranks <= MAX_CHOOSING and case.again != "no_grad"
+    exchange = draw(_by_host_or_chosen if chooses else _by_host)
+    return replace(
+        case, exchange=exchange, hosts=draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]))
+    )
+
+
 @st.composite
 def cases(draw: Draw, world: int) -> Case:
     """Draw a Case for a world of that many ranks.
@@ -261,7 +276,7 @@ def cases(draw: Draw, world: int) -> Case:
     else:
         case = rare(draw, case)
     case = case if draw(_eighths) < 7 else with_keys(draw, case)
-    return replace(case, hosts=hosts_of(draw, len(case.ranks)))
+    return on_hosts(draw, case)
 
 
 @st.composite

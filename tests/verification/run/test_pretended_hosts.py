@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,14 @@ import pytest
 from reference.head_groups import BY_HOST
 from reference.pattern import Pattern
 from ring.comm.transport import Transport
+from ring.estimate import choice
 from ring.plan import host_groups
 from tests.support.plain_case import plain
 from verification.case import Case
 from verification.check.checks import costs
+from verification.check.numbered_exchange import with_number
 from verification.experiments import check_case
+from verification.failures import WrongResult
 from verification.run.backends import Backend, GlooBackend, SimBackend
 
 pytestmark = pytest.mark.ranks
@@ -73,10 +77,23 @@ def test_a_group_of_some_ranks(backend: Backend) -> None:
     check_case(backend, case(exchange="all-to-all+gather", group=(1, 2, 3), hosts=3, again="group", seed=1))
 
 
+@pytest.mark.parametrize(("number", "order"), [(1, "zigzag"), (2, "contiguous"), (4, "hilbert")])
+def test_auto_is_judged_as_the_exchange_that_is_chosen(
+    backend: Backend, number: int, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = case(exchange="auto", hosts=number, order=order, seed=100 + number)
+    check_case(backend, given)
+    chosen = with_number(given).exchange
+    other = next(exchange for exchange in ("direct", "all-to-all") if exchange != chosen)
+    monkeypatch.setattr(choice, "candidates", lambda ranks: [other])  # in this process, not on the ranks
+    with pytest.raises(WrongResult, match="^traffic: forward, "):
+        check_case(backend, replace(given, batch=2))
+
+
 def test_the_oracle_numbers_the_same_names() -> None:
     assert set(BY_HOST) == set(host_groups.BY_HOST)
     for exchange in (*BY_HOST, "ring", "all-to-all:2+ring"):
         for p, hosts in ((1, 1), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3)):
             given = plain(p, exchange=exchange if p % 2 == 0 else "ring", hosts=hosts)
             places = [rank * hosts // p for rank in range(p)]
-            assert given.numbered_exchange == host_groups.with_number(given.exchange, places)
+            assert with_number(given).exchange == host_groups.with_number(given.exchange, places)

@@ -21,6 +21,7 @@ from tests.support.planted import plant_receive_first, plant_wrong_result
 from tests.support.printed import printed, recording, unbroken
 from verification import runner
 from verification.case import Case, Keys
+from verification.check.numbered_exchange import with_number
 from verification.experiments import EXAMPLES, check_case
 from verification.failures import RankError, RankHang, WrongResult
 from verification.mutants.catalogue import by_name
@@ -145,6 +146,13 @@ def test_what_a_failure_does_not_need_is_left_out(ranks: GlooBackend, fails: Any
     )
     found = search.find(1, "crowded")
     assert found is not None and found.subject == left
+
+
+@pytest.mark.parametrize("exchange", ("ring+direct", "auto"))
+def test_an_exchange_without_a_number_gets_its_number(exchange: str) -> None:
+    given = replace(CROWDED, exchange=exchange)
+    least = minimize(given, lambda case: with_number(case).exchange == with_number(given).exchange)
+    assert with_number(given).exchange == "direct" and least == replace(LEAST, exchange="direct")
 
 
 @seeded(1)
