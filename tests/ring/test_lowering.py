@@ -6,11 +6,14 @@ import cProfile
 import gc
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ring.all_to_all
+import ring.consensus
 import ring.execute
 import ring.lowering
 from ring import Layout, Pattern, ring_attention
@@ -21,7 +24,10 @@ from ring.lowering import Programs
 from ring.plan.plan import plan_of
 from tests.support.attention_cases import PATTERNS, inputs
 
-MAX_CALLS = 310  # Python calls of a forward and a backward: 308, and a little for another version of torch
+# Functions of this project in a forward and a backward: 118, with 55 more if a program is made again, and with 88 more
+# if a call is validated again. The bound lies in the middle. Functions of torch and Python differ by version.
+MAX_CALLS = 145
+FOLDER = str(Path(ring.__file__).parent)
 
 
 def test_the_page_shows_the_program_of_the_example() -> None:
@@ -55,7 +61,7 @@ def test_a_program_is_made_once_for_a_setting(lse: bool, monkeypatch: pytest.Mon
 
 
 def counted(act: Callable[[], object]) -> int:
-    """Python calls, once everything is settled."""
+    """Calls of this project's functions, once everything is settled."""
     for _ in range(3):
         act()
     profile = cProfile.Profile()
@@ -68,11 +74,12 @@ def counted(act: Callable[[], object]) -> int:
     finally:
         gc.enable()
     # pstats merges functions of one file, line and name, as the __init__ of several dataclasses are: it counts too few.
-    return sum(entry.callcount for entry in profile.getstats())
+    called = [(entry.code, entry.callcount) for entry in profile.getstats()]  # a built-in function is a string
+    return sum(n for code, n in called if not isinstance(code, str) and code.co_filename.startswith(FOLDER))
 
 
 @pytest.mark.parametrize("causal", (False, True))
-def test_a_call_on_one_rank_makes_few_python_calls(causal: bool) -> None:
+def test_a_call_on_one_rank_makes_few_calls(causal: bool) -> None:
     q, k, v = (torch.randn(1, 256, 4, 32, requires_grad=True) for _ in range(3))
     pattern, layout = Pattern.dense(causal=causal), Layout.contiguous(256, 1)
 
@@ -82,3 +89,10 @@ def test_a_call_on_one_rank_makes_few_python_calls(causal: bool) -> None:
         out.sum().backward()
 
     assert counted(step) <= MAX_CALLS
+    for anew in (ring.execute._programs, ring.consensus._settings):
+
+        def made_anew(anew: BoundedCache[Any, Any] = anew) -> None:
+            anew.clear()
+            step()
+
+        assert counted(made_anew) > MAX_CALLS

@@ -80,6 +80,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert again.returncode == 1 and message in unbroken(again.stdout), again.stdout + again.stderr
 
 
+@pytest.mark.slow
 def test_a_ring_in_jax_holds(tmp_path: Path) -> None:
     pytest.importorskip("jax")
     done = verification(tmp_path, "peers", "jax_ring:adapter", "--examples", "8", "--seed", "1", path=ROOT / "scripts")
