@@ -7,7 +7,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -20,6 +20,7 @@ from ring.comm.transport import Message, Outgoing, Pending, RecordingTransport, 
 from verification.case import Case
 from verification.failures import MismatchedMessages, RankCrash, RankError, RankHang, RankOutcome, VerificationFailure
 from verification.run.observation import Observation
+from verification.run.pretended_hosts import pretending
 from verification.run.rank import observe
 
 LATE_TIMEOUT = 3.5  # seconds, of the group with a late rank
@@ -171,7 +172,8 @@ def observe_with_fault(transport: Transport, case: Case, fault: Fault | None) ->
     if fault is not None and fault.kind == "long" and dist.get_world_size() > 1:  # not in the simulation's process
         silence_abort()
     transports: list[FaultyTransport] = []
-    if fault is not None and fault.kind == "late":
+    late = fault is not None and fault.kind == "late"
+    if late:
         shorten_timeout(transport)
 
     def record(inner: Transport) -> FaultyTransport:
@@ -179,9 +181,10 @@ def observe_with_fault(transport: Transport, case: Case, fault: Fault | None) ->
         return transports[-1]
 
     try:
-        observation = observe(transport, case, repeat=False, record=record)
+        with pretending(case, transport.rank) if late else nullcontext():  # the ranks meet again
+            observation = observe(transport, case, repeat=False, record=record)
     except (RuntimeError, ValueError) as error:
-        if fault is not None and fault.kind == "late":
+        if late:
             raise LateRank(exchange_words(transport, f"{type(error).__name__}: {error}")) from None
         raise
     return observation, transports[0].posts

@@ -7,8 +7,9 @@ the group, and not while NCCL connects them: links stay what they are.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from unittest.mock import patch
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeGuard
 
 import torch.distributed as dist
 
@@ -18,6 +19,8 @@ from verification.case import Case
 from verification.protocols import CaseLike
 from verification.run.processes.rendezvous import subgroup
 
+_NAME = "NCCL_HOSTID"
+
 
 def group_of(case: CaseLike) -> dist.ProcessGroup | None:
     """Return the group of the Case's ranks; None on ranks outside it.
@@ -25,7 +28,7 @@ def group_of(case: CaseLike) -> dist.ProcessGroup | None:
     Collective: *all* ranks of the world call it, in the same order. An exchange that depends on hosts gets a group of
     its own, unless the ranks are on the Case's hosts anyway.
     """
-    if not isinstance(case, Case) or case.exchange not in OF_HOSTS:
+    if not _pretends(case):
         return subgroup(case.ranks)
     pretended = hosts_of(case)
     everywhere = ProcessGroupTransport().hosts  # known to the ranks outside the group too
@@ -33,10 +36,31 @@ def group_of(case: CaseLike) -> dist.ProcessGroup | None:
         return subgroup(case.ranks)
     group = subgroup(case.ranks, number=case.hosts)
     if group is not None:
-        with patch.dict(os.environ, NCCL_HOSTID=f"host {pretended[dist.get_rank(group)]}"):
+        with pretending(case, dist.get_rank(group)):
             met = ProcessGroupTransport(group).hosts
         assert met == pretended, f"a group that met on hosts {met} cannot pretend hosts {pretended}"
     return group
+
+
+@contextmanager
+def pretending(case: CaseLike, index: int) -> Iterator[None]:
+    """Have the rank at that index of the group meet the others on its host of the Case, within the block."""
+    if not _pretends(case):
+        yield
+        return
+    before = os.environ.get(_NAME)
+    os.environ[_NAME] = f"host {hosts_of(case)[index]}"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NAME]
+        else:
+            os.environ[_NAME] = before
+
+
+def _pretends(case: CaseLike) -> TypeGuard[Case]:
+    return isinstance(case, Case) and case.exchange in OF_HOSTS
 
 
 def hosts_of(case: Case) -> tuple[int, ...]:

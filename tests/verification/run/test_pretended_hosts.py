@@ -22,7 +22,9 @@ from verification.check.checks import costs
 from verification.check.numbered_exchange import with_number
 from verification.experiments import check_case
 from verification.failures import WrongResult
+from verification.faults.inject import shorten_timeout
 from verification.run.backends import Backend, GlooBackend, SimBackend
+from verification.run.pretended_hosts import pretending
 
 pytestmark = pytest.mark.ranks
 case = partial(plain, 4, tokens=13, order="zigzag", pattern=Pattern.dense(True), heads=4, kv_heads=2, kernel="auto")
@@ -58,6 +60,31 @@ def test_ranks_are_on_the_hosts_of_each_case_and_nowhere_else(backend: Backend) 
     ):
         given = case(exchange="ring+direct", **changes)
         assert found(backend, given) == [(expected, None)] * len(given.ranks)
+
+
+def meet_again(transport: Transport, case: Case) -> tuple[int, ...]:
+    """Task: return the hosts of ranks that meet again for a fault."""
+    shorten_timeout(transport)
+    with pretending(case, transport.rank):
+        return type(transport)(transport.group).hosts  # type: ignore[attr-defined, call-arg]
+
+
+def test_ranks_that_meet_again_are_on_the_same_hosts() -> None:
+    given = case(exchange="all-to-all+ring", hosts=2)
+    with closing(GlooBackend()) as backend:
+        backend.start(4)
+        for _ in range(2):
+            assert found(backend, given) == [((0, 0, 1, 1), None)] * 4
+            backend.submit(meet_again, given)
+            assert backend.collect() == [(0, 0, 1, 1)] * 4
+
+
+def test_a_host_of_ones_own_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_HOSTID", "mine")
+    for exchange, host in (("ring+direct", "host 1"), ("ring", "mine")):
+        with pretending(case(exchange=exchange, hosts=2), 3):
+            assert os.environ["NCCL_HOSTID"] == host
+        assert os.environ["NCCL_HOSTID"] == "mine"
 
 
 @pytest.mark.parametrize("exchange", BY_HOST)
