@@ -25,7 +25,6 @@
 
 # %%
 import os
-from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -33,7 +32,7 @@ from figures import COLOURS, binary, record, style
 
 from reference import Pattern, cost
 from reference import shards as definitions
-from ring.estimate import Estimate, Rates, default_rates, estimate
+from ring.estimate import Estimate, Rates, estimate
 
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
 HOST = 8  # GPUs
@@ -46,8 +45,8 @@ if LONG:
 style()
 
 # %% [markdown]
-# Rates of kernels and of links within a host are recorded ones, and latencies those that `exchange="auto"` takes. The
-# time of the host and of packing rows is left out.
+# Rates of kernels and of links within a host are recorded ones. A message takes 5 microseconds beyond its bytes within
+# a host, and 30 between hosts, which is assumed. The time of the host and of packing rows is left out.
 
 
 # %%
@@ -59,11 +58,8 @@ def rates_of(name: str, ranks_per_host: int, link_between: float, **wanted: obje
     """Rates of a record's "kernels alone": backward is 5 products of 7."""
     forward, both = rows_of(name, method="kernels alone", **wanted)
     backward = 2.5 * forward["tflops"] * forward["ms"] / (both["ms"] - forward["ms"])
-    return replace(
-        default_rates("cuda", head_dim=128, value_dim=128, length=1, ranks_per_host=ranks_per_host),
-        forward=forward["tflops"] * 1e12, backward=backward * 1e12, link=WITHIN, link_between=link_between, stage=0.0,
-        packing=None,
-    )  # fmt: skip
+    rates = {"ranks_per_host": ranks_per_host, "link_between": link_between, "latency_between": 3e-5}
+    return Rates(forward["tflops"] * 1e12, backward * 1e12, WITHIN, 5e-6, **rates)
 
 
 def estimated(kind: str, local: int, p: int, exchange: str, rates: Rates) -> Estimate:

@@ -138,7 +138,10 @@ def programs_of(
         heads, kv_heads, pattern = len(block.queries), len(block.keys), pattern.of_heads(block.queries)
     setting = kernel_choice.setting_of(call.kernel, call.q, call.k, call.v, call.scoring)
     setting = setting._replace(share=heads // max(1, kv_heads))
-    own = None if call.bucket is not None else default_local_bucket(call.q, heads, call.v.shape[3], bucket)
+    own = None
+    if call.bucket is None:
+        widest = max(call.q.shape[3], call.v.shape[3])
+        own = default_local_bucket(call.q.shape[0], heads, widest, bucket, call.q.device.type)
     plan = plan_of(
         pattern, layout, rank, heads, kv_heads, exchange, bucket, own, varlen=kernel_choice.max_varlen_tokens(setting),
         window=kernel_choice.max_window(setting), key_layout=keys,

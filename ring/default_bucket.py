@@ -35,10 +35,11 @@ def default_bucket(
     return max(MIN_BUCKET_ON_GPUS if device == "cuda" else MIN_BUCKET, int(SHARE * shard / token))
 
 
-def default_local_bucket(q: torch.Tensor, heads: int, value_dim: int, bucket: int) -> int:
-    """Local key tokens, of several segments, per kernel call of so many query heads for `bucket=None`. q: (B, N, H, D).
+def default_local_bucket(batch: int, heads: int, widest: int, bucket: int, device: str = "cpu") -> int:
+    """Local key tokens, of several segments, per kernel call of so many query heads for `bucket=None`. widest: the
+    larger head dim, of keys or values.
 
     GPUs allow more than a bucket: local keys need no receive buffer, results are kept until the merge in any case, and
     a single result for the whole shard needs no merge.
     """
-    return max(bucket, MAX_ELEMENTS // (q.shape[0] * heads * max(q.shape[3], value_dim))) if q.is_cuda else bucket
+    return max(bucket, MAX_ELEMENTS // (batch * heads * widest)) if device == "cuda" else bucket

@@ -2,7 +2,7 @@
 
 from ring.estimate.choice import choose, default_rates
 from ring.estimate.estimates import Estimate, Estimates, estimate
-from ring.estimate.stages import Rates
+from ring.estimate.rates import Kernels, Rates
 from ring.estimate.timeline import timeline
 
-__all__ = ["Estimate", "Estimates", "Rates", "choose", "default_rates", "estimate", "timeline"]
+__all__ = ["Estimate", "Estimates", "Kernels", "Rates", "choose", "default_rates", "estimate", "timeline"]

@@ -17,7 +17,8 @@ from rich.console import Console
 from reference.pattern import Pattern
 from ring.estimate.choice import choose
 from ring.estimate.estimates import DEVICES, ORDERS, Estimates, estimate
-from ring.estimate.stages import Rates
+from ring.estimate.rates import Rates
+from ring.estimate.tile_seconds import GPU
 from ring.plan.host_groups import AUTO
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,12 +30,14 @@ RATES = {  # options of `Rates`
     "link": ("--link-rate", "R", "bytes/s, for times"),
     "latency": ("--latency", "S", "seconds of a message beyond its bytes (default: 0)"),
     "stage": ("--stage", "S", "seconds of a stage beyond its operations (default: 0)"),
-    "packing": ("--packing-rate", "R", "bytes/s of rows exchanged for heads (default: packing takes no time)"),
+    "packing": ("--packing-rate", "R", "bytes/s of rows copied for messages (default: packing takes no time)"),
     "ranks_per_host": ("--ranks-per-host", "P", "neighbours that share a host (default: all ranks)"),
     "link_between": ("--link-rate-between", "R", "bytes/s between hosts (default: as within)"),
     "latency_between": ("--latency-between", "S", "seconds of a message between hosts (default: as within)"),
 }
-EPILOG = """example, of which every time needs all of the rates:
+OF_HOSTS = ("ranks_per_host", "link_between", "latency_between")
+EPILOG = """examples, of which every time needs --gpu or all of the rates:
+  python -m ring.estimate --tokens 1Mi --ranks 8 --causal --heads 32 --kv-heads 8 --head-dim 128 --gpu "NVIDIA H200"
   python -m ring.estimate --tokens 1Mi --ranks 8 64 --causal --heads 32 --kv-heads 8 --head-dim 128 \\
       --forward-rate 600e12 --backward-rate 450e12 --link-rate 100e9 --latency 1e-5 --memory 80Gi"""
 
@@ -75,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=DEVICES, default="cuda")
     for name, (option, metavar, text) in RATES.items():
         add(option, dest=name, type=integer if metavar == "P" else float, metavar=metavar, help=text)
+    add("--gpu", choices=(GPU,), help="measured rates of this GPU in place of those above but of hosts")
     add("--memory", type=integer, metavar="BYTES", help="of a rank: adds the longest sequence that fits, such as 80Gi")
     form = top.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
@@ -99,6 +103,10 @@ def pattern_of(given: argparse.Namespace) -> Pattern:
 def rates_of(given: argparse.Namespace) -> Rates | None:
     """Return the rates of the options; None without any."""
     rates = {name: getattr(given, name) for name in RATES if getattr(given, name) is not None}
+    if given.gpu is not None:
+        if others := sorted(set(rates) - set(OF_HOSTS)):
+            raise ValueError(f"--gpu has rates of its own: {RATES[others[0]][0]} must not be given beside it")
+        return Rates.of(given.gpu, **rates)
     if rates and not {"forward", "backward", "link"} <= set(rates):
         raise ValueError("--forward-rate, --backward-rate and --link-rate must be given together")
     return Rates(**rates) if rates else None

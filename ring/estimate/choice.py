@@ -1,8 +1,7 @@
 """The exchange that takes the least time by the model of `ring.estimate.stages`: `choose`, and `exchange="auto"`.
 
 Rates by default, of device types, so that all ranks choose the same:
-- cuda: kernels as in `ring.compute.gpu.kernel_times`, the rest such that the model fits records of H200s
-  (`tests/ring/test_estimate_records.py`). Between hosts a port of 400 Gbit/s for each GPU is assumed.
+- cuda: those of `Rates.of("NVIDIA H200")`. Between hosts a port of 400 Gbit/s for each GPU is assumed.
 - cpu: one core a rank and gloo, by `python -m verification.cli.validate --backend gloo` on two; between hosts
   the same.
 """
@@ -17,29 +16,20 @@ import torch
 from reference import validators
 from reference.pattern import Pattern
 from ring import validation
-from ring.compute.gpu.kernel_times import PASSES, rate
 from ring.estimate.estimates import DEVICES, Call, Estimate, Estimates, check_rates, layouts_of, row_of
-from ring.estimate.stages import Rates
+from ring.estimate.rates import Rates
+from ring.estimate.tile_seconds import GPU
 from ring.layout import Layout
 from ring.plan.host_groups import AUTO, ranks_per_host
 
-_CUDA: dict[str, Any] = {"link": 3e11, "latency": 5e-6, "stage": 2e-5, "packing": 7e11}
 _CPU: dict[str, Any] = {"forward": 2e10, "backward": 2e10, "link": 5e8, "latency": 3e-4, "stage": 3e-4, "packing": 2e9}
-_BETWEEN: dict[str, dict[str, Any]] = {
-    "cuda": {"link_between": 4e10, "latency_between": 3e-5},
-    "cpu": {},
-}
 
 
-def default_rates(
-    device: str, *, head_dim: int, value_dim: int, length: int, ranks_per_host: int | None = None
-) -> Rates:
+def default_rates(device: str, *, ranks_per_host: int | None = None) -> Rates:
     """Return the rates by which `exchange="auto"` chooses.
 
     Args:
         device: "cuda" or "cpu".
-        head_dim, value_dim: of queries and keys, and of values.
-        length: tokens of a rank.
         ranks_per_host: neighbours that share a host; None: all ranks do.
 
     Returns:
@@ -49,11 +39,9 @@ def default_rates(
         ValueError: an argument is invalid.
     """
     validators.choice("device", device, DEVICES)
-    between = {} if ranks_per_host is None else _BETWEEN[device] | {"ranks_per_host": ranks_per_host}
     if device == "cpu":
-        return Rates(**_CPU, **between)
-    forward, backward = (rate(name, head_dim, value_dim, max(1, length)) for name in PASSES[:2])
-    return Rates(forward, backward, **_CUDA, **between)
+        return Rates(**_CPU, ranks_per_host=ranks_per_host)
+    return Rates.of(GPU, ranks_per_host=ranks_per_host)
 
 
 def candidates(ranks: int) -> list[str]:
@@ -100,9 +88,10 @@ def choose(
     for name, given in (("tokens", tokens), ("ranks", ranks)):
         validators.optional(validators.integer, name, given, 1)
     order, ((queries, keys),) = layouts_of(pattern, layout, tokens, ranks, order, key_layout)
-    if rates is not None:
-        check_rates(rates)
-    return _ordered(call, order, queries, keys, _default_rates(call, queries) if rates is None else rates, backward)
+    if rates is None:
+        rates = default_rates(device)
+    check_rates(rates)
+    return _ordered(call, order, queries, keys, rates, backward)
 
 
 def chosen(call: validation.Call, hosts: tuple[int, ...]) -> str:
@@ -127,18 +116,11 @@ def chosen(call: validation.Call, hosts: tuple[int, ...]) -> str:
     within = _ranks_per_host(hosts)
     try:
         estimated = Call(call.pattern, *sizes, "direct", call.bucket, device)
-        rates = _default_rates(estimated, call.layout, within)
+        rates = default_rates(device, ranks_per_host=within)
         rows = _ordered(estimated, "given", call.layout, call.key_layout, rates, call.differentiated)
     except ValueError as error:
         raise ValueError(f"exchange 'auto' cannot predict this call: {error}; name one, as 'direct'") from error
     return rows[0].exchange
-
-
-def _default_rates(call: Call, layout: Layout, within: int | None = None) -> Rates:
-    length = layout.n // layout.world_size
-    return default_rates(
-        call.device, head_dim=call.head_dim, value_dim=call.value_dim, length=length, ranks_per_host=within
-    )
 
 
 def _ordered(call: Call, order: str, layout: Layout, keys: Layout, rates: Rates, backward: bool) -> Estimates:

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,10 @@ from reference import cost, validators
 from reference.pattern import Pattern, check_pattern
 from ring.default_bucket import default_bucket
 from ring.estimate.counting import MAX_TOKENS, Counted
-from ring.estimate.stages import Rates, stages_of, times
+from ring.estimate.rank_work import rank_work
+from ring.estimate.rates import Rates
+from ring.estimate.stages import Work, stages_of, times
+from ring.estimate.tile_seconds import GPU
 from ring.layout import Layout
 from ring.plan.host_groups import is_by_host, with_number
 from ring.plan.relay_groups import is_by_group
@@ -200,6 +204,13 @@ class Call:
         straight = "direct" in self.exchange.split("+") and not is_by_group(self.exchange)
         return straight and self.device == "cuda"
 
+    def work(self, rates: Rates | None, bucket: int) -> Work | None:
+        """Return what finds the work of a GPU with its exchange of keys; None without kernels of one."""
+        if rates is None or rates.kernels is None:
+            return None
+        default = self.bucket is None
+        return partial(rank_work, bucket=bucket, by_default=default, narrow=self.narrow, rates=rates)
+
     @property
     def operations(self) -> tuple[int, int]:
         """Operations of a pair in all batch entries, forward and backward."""
@@ -251,7 +262,7 @@ def estimate(
         bucket: in tokens; None: the default one.
         device: "cuda" or "cpu": the default bucket depends on it, and the dtype in which gradients travel.
         key_layout: of keys of another sequence; None: `layout`.
-        rates: of the machine; None: no times.
+        rates: of the machine, as `Rates.of("NVIDIA H200")`; None: no times.
         memory: bytes of a rank, to find the longest sequence in this order; None: not looked for.
 
     Returns:
@@ -321,7 +332,9 @@ def layout_of(pattern: Pattern, n: int, p: int, order: str) -> Layout:
 def check_rates(rates: object) -> None:
     """Raise ValueError unless these are Rates."""
     if not isinstance(rates, Rates):
-        raise ValueError(f"rates is {rates!r}; it must be Rates(forward=, backward=, link=, latency=) or None")
+        raise ValueError(
+            f"rates is {rates!r}; it must be Rates(forward=, backward=, link=, latency=), Rates.of('{GPU}') or None"
+        )
 
 
 def checked_layouts(layout: Layout, key_layout: Layout | None, pattern: Pattern) -> tuple[Layout, Layout]:
@@ -346,7 +359,8 @@ def row_of(
     hosts = (0,) * layout.world_size if rates is None else rates.hosts(layout.world_size)
     call = replace(call, exchange=with_number(call.exchange, hosts))
     setting, bucket = call.counted(layout, keys) if setting is None else setting, call.bucket_of(layout, keys)
-    sent, stages = cost.sent(setting, call.exchange, call.narrow), stages_of(setting, call.exchange, bucket, hosts)
+    sent = cost.sent(setting, call.exchange, call.narrow)
+    stages = stages_of(setting, call.exchange, bucket, hosts, call.work(rates, bucket))
     terms = {name: int(term.max()) for name, term in call.memory(setting, bucket).items()}
     flops = cost.flops(setting, call.exchange)
     messages = (np.sum([x.out for stage in stages for x in stage.messages(i)], axis=(0, 1)) for i in (False, True))

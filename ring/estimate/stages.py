@@ -22,89 +22,33 @@ with the block's own messages, which take M_b = sum_i K_i + G_i. T_b includes th
 
 The time is that of the rank that takes longest.
 
-Ranks do not wait for each other, and links do not share a wire. Merging and starting kernels take the seconds of a
-stage. Packing the rows of a block takes two such times, and bytes sent and received / rate of packing. By default all
-of these are 0.
+Ranks do not wait for each other, and links do not share a wire. The rates are either one for all calls, with which
+merging and starting kernels take the seconds of a stage, and packing the rows of a block two such times; or those of
+measured kernels, with which the pairs take the time of the plan's calls (`ring.estimate.rank_work`), and copies, merges
+and starts of kernels are counted. They are added to the last stage. Rows of a block are packed at a rate of their own.
+By default all of these are 0. The time of the host is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
-from reference import validators
 from reference.cost import blocks_of, rounds, row_bytes
 from reference.head_groups import Groups, groups_of
 from ring.estimate.counting import Counted, to_readers
+from ring.estimate.rank_work import RankWork
+from ring.estimate.rates import Rates
 from ring.plan.ranges import Ints
 from ring.plan.relay_groups import RelayGroups, is_by_group, relay_groups
 
 _TENSORS = np.array([(1, 2), (2, 0), (4, 2), (1, 2)])  # messages that carry the bytes of `row_bytes`
+_GIVEN, _WANTED = (3, 6), (2, 3)  # tensors that a block of heads gets, and returns; forward, backward
 _MAX_STAGES = 2**16
-_LEAST_RATE = 1e-9  # so that times are finite
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Speeds of a machine, to predict times.
-
-    Args:
-        forward: FLOP/s of the kernels in forward, counted as 2 products: 2 * 2 * head dim for a pair.
-        backward: FLOP/s of the kernels in backward, counted as 5 products.
-        link: bytes/s that a rank sends, and receives at the same time; within a host.
-        latency: seconds that a message takes beyond its bytes; within a host.
-        ranks_per_host: neighbours that share a host; None: all ranks do.
-        link_between, latency_between: of messages between hosts; None: as within a host.
-        stage: seconds that a stage takes beyond the operations of its pairs, to start kernels and merge.
-        packing: bytes/s of the rows sent and received by an exchange by heads; None: packing takes no time.
-
-    Raises:
-        ValueError: a rate is less than 1e-9, a time negative, or a rate between hosts given without ranks_per_host.
-    """
-
-    forward: float
-    backward: float
-    link: float
-    latency: float = 0.0
-    ranks_per_host: int | None = None
-    link_between: float | None = None
-    latency_between: float | None = None
-    stage: float = 0.0
-    packing: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("forward", "backward", "link"):
-            _rate(name, getattr(self, name))
-        for name in ("latency", "stage"):
-            validators.real(name, getattr(self, name))
-        for name in ("link_between", "packing"):
-            validators.optional(_rate, name, getattr(self, name))
-        validators.optional(validators.real, "latency_between", self.latency_between)
-        validators.optional(validators.integer, "ranks_per_host", self.ranks_per_host, 1)
-        for name in ("link_between", "latency_between"):
-            if self.ranks_per_host is None and getattr(self, name) is not None:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be None without ranks_per_host")
-
-    @property
-    def links(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Rate and latency within a host, and between hosts."""
-        between = self.link_between, self.latency_between
-        return (self.link, self.latency), (
-            self.link if between[0] is None else between[0],
-            self.latency if between[1] is None else between[1],
-        )
-
-    def hosts(self, ranks: int) -> tuple[int, ...]:
-        """Return the number of each rank's host, (ranks,).
-
-        Args:
-            ranks: p.
-        """
-        return tuple(rank // (self.ranks_per_host or ranks) for rank in range(ranks))
+Work = Callable[[Counted, str], RankWork]  # of a problem whose keys travel by an exchange
 
 
 class Messages(NamedTuple):
@@ -136,10 +80,6 @@ class Messages(NamedTuple):
         return Messages(self.received, self.sent, self.into, self.out)
 
 
-def _rate(name: str, given: object) -> None:
-    validators.at_least(name, validators.positive(name, given), _LEAST_RATE)
-
-
 def _kinds(hosts: Ints, others: Ints) -> np.ndarray:
     """Return for each pair of hosts whether they are one, and whether they are two: (2, ...)."""
     return np.stack([hosts == others, hosts != others]).astype(np.int64)
@@ -157,16 +97,26 @@ class HeadStage(NamedTuple):
     """The block of heads of every rank; without an exchange by heads, all of them.
 
     own: pairs of own keys, (p,). stages: of the other keys. rows: bytes to the ranks of the heads and of the results
-    back, forward, then backward.
+    back, forward, then backward. degree: ranks that divide the heads. work: of the GPU; None: only rates are known.
     """
 
     own: np.ndarray
     stages: list[Stage]
     rows: tuple[Messages, ...]
+    degree: int = 1
+    work: RankWork | None = None
 
     def packed(self, backward: bool) -> np.ndarray:
-        """Bytes of rows that each rank sends and receives in a pass, (p,)."""
-        return np.sum([x.sent + x.received for x in self.rows[2 * backward :][:2]], axis=(0, 1))
+        """Bytes of rows that each rank copies in a pass, (p,): its own before they are sent; results before they are
+        sent, and once they have arrived. Those of the own heads are not sent, but copied.
+        """
+        there, back = self.rows[2 * backward :][:2]
+        sent: np.ndarray = np.sum([there.sent, back.sent, back.received], axis=(0, 1))
+        return sent * self.degree / max(1, self.degree - 1)
+
+    def copies(self, backward: bool) -> int:
+        """Count the kernels that copy them: a tensor has one for each rank, results one more."""
+        return _GIVEN[backward] * self.degree + _WANTED[backward] * (self.degree + 1)
 
     def messages(self, backward: bool) -> list[Messages]:
         """List the messages of a pass."""
@@ -174,28 +124,34 @@ class HeadStage(NamedTuple):
         return [*self.rows[2 * backward :][:2], *keys]
 
 
-def stages_of(setting: Counted, exchange: str, bucket: int, on: Sequence[int]) -> list[HeadStage]:
-    """Return the stages of an exchange. on: host of each rank. Raises ValueError if there are too many stages, or the
-    exchange is unknown.
+def stages_of(
+    setting: Counted, exchange: str, bucket: int, on: Sequence[int], work: Work | None = None
+) -> list[HeadStage]:
+    """Return the stages of an exchange. on: host of each rank. work: finds that of a GPU. Raises ValueError if there
+    are too many stages, or the exchange is unknown.
     """
     hosts = np.array(on)
     p, groups = setting.world, groups_of(exchange, setting.world)
     if groups.degree == 1:
         none = Messages.of(np.zeros((p, p), np.int64), hosts)
         of_keys = exchange if is_by_group(exchange) else groups.exchange  # of "all-to-all:1+direct" the second
-        return [HeadStage(setting.work[:, 0], _key_stages(setting, of_keys, bucket, hosts), (none,) * 4)]
+        known = None if work is None else work(setting, of_keys)
+        return [HeadStage(setting.work[:, 0], _key_stages(setting, of_keys, bucket, hosts), (none,) * 4, work=known)]
     shares, found = blocks_of(setting, groups, bucket), []
     sizes = row_bytes(setting, shares)
     for blocks in zip_longest(*shares, fillvalue=(range(0), 0)):
         own = np.zeros(p, np.int64)
-        within = []
+        within, known = [], None
         for ranks, block in zip(map(list, groups.alike), blocks, strict=True):
             if block[1]:
                 part = setting.of_heads(groups.dividing, *block)
                 own[ranks] = part.work[:, 0]
+                if work is not None and known is None:  # blocks of other heads are alike
+                    known = work(part, groups.exchange)
                 within.append([(ranks, stage) for stage in _key_stages(part, groups.exchange, bucket, hosts[ranks])])
         stages = [_together(p, [x for x in each if x is not None]) for each in zip_longest(*within)]
-        found.append(HeadStage(own, stages, _of_rows(setting, groups, blocks, sizes, hosts)))
+        rows = _of_rows(setting, groups, blocks, sizes, hosts)
+        found.append(HeadStage(own, stages, rows, groups.degree, known))
     return found
 
 
@@ -341,22 +297,22 @@ def times(
 
     operations: of a pair, forward and backward; sizes: bytes of a slot and of its gradient.
     """
-    pair = operations[0] / rates.forward, operations[1] / rates.backward
-    return _times(stages, False, pair[0], sizes, rates), _times(stages, True, pair[1], sizes, rates)
+    return _times(stages, False, operations, sizes, rates), _times(stages, True, operations, sizes, rates)
 
 
 def _times(
-    stages: list[HeadStage], backward: bool, pair: float, sizes: tuple[int, int], rates: Rates
+    stages: list[HeadStage], backward: bool, operations: tuple[int, int], sizes: tuple[int, int], rates: Rates
 ) -> dict[str, float]:
-    """Time a pass. pair: seconds of a pair."""
+    """Time a pass."""
     there, back = ([x.rows[2 * backward + i].seconds(1, rates) for x in stages] for i in (0, 1))
     none = np.zeros_like(there[0])
     computing, messaging, exposed = none, there[0] + back[-1], there[0] + back[-1]
     for stage, onward, returning in zip(stages, [*there[1:], none], [none, *back[:-1]], strict=True):
-        spent = key_seconds(stage, backward, pair, sizes, rates)
+        spent = key_seconds(stage, backward, operations, sizes, rates)
         of_pairs, of_messages = spent.computing.sum(0), spent.messages.sum(0) + spent.last + onward + returning
         packed = stage.packed(backward)
-        of_pairs = of_pairs + packed / (rates.packing or np.inf) + 2 * rates.stage * (packed > 0)
+        starts = 2 * rates.stage if rates.kernels is None else stage.copies(backward) * rates.kernels.launch
+        of_pairs = of_pairs + packed / (rates.packing or np.inf) + starts * (packed > 0)
         computing, messaging = computing + of_pairs, messaging + of_messages
         exposed = exposed + np.maximum(spent.exposed, of_messages - of_pairs)
     total = computing + exposed
@@ -378,13 +334,31 @@ class Seconds(NamedTuple):
         return found
 
 
-def key_seconds(stage: HeadStage, backward: bool, pair: float, sizes: tuple[int, int], rates: Rates) -> Seconds:
-    """Return the times of a block on each rank. pair: seconds of a pair; sizes: bytes of a slot and of its gradient."""
+def key_seconds(
+    stage: HeadStage, backward: bool, operations: tuple[int, int], sizes: tuple[int, int], rates: Rates
+) -> Seconds:
+    """Return the times of a block on each rank. operations: of a pair, forward and backward; sizes: bytes of a slot and
+    of its gradient.
+    """
     none = np.zeros_like(stage.own, float)
-    computing = np.array([stage.own, *(x.pairs for x in stage.stages)]) * pair + rates.stage
+    own, others, besides = _pair_seconds(stage, backward, operations, rates)
+    computing = np.array([stage.own * own, *(x.pairs * others for x in stage.stages)]) + rates.stage
+    computing[-1] += besides
     messages = np.array([*(x.keys.seconds(sizes[0], rates) for x in stage.stages), none])
     last = none
     if backward and stage.stages:
         *gradients, last = (x.gradients.seconds(sizes[1], rates) for x in stage.stages)
         messages = messages + np.array([none, none, *gradients])
     return Seconds(computing, messages, last)
+
+
+def _pair_seconds(
+    stage: HeadStage, backward: bool, operations: tuple[int, int], rates: Rates
+) -> tuple[float, float, float]:
+    """Return the seconds of a pair of own keys, of one of the others' keys, and of what a GPU does besides."""
+    if stage.work is not None:
+        own, others, besides = (seconds[backward] for seconds in stage.work)
+        return own, others, besides
+    rate = rates.backward if backward else rates.forward
+    seconds = 0.0 if rate is None else operations[backward] / rate  # None: no rank has this block
+    return seconds, seconds, 0.0

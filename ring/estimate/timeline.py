@@ -8,7 +8,8 @@ from reference import validators
 from reference.pattern import Pattern
 from reference.svg import Picture
 from ring.estimate.estimates import Call, check_rates, checked_layouts
-from ring.estimate.stages import Rates, key_seconds, stages_of, times
+from ring.estimate.rates import Rates
+from ring.estimate.stages import key_seconds, stages_of, times
 from ring.layout import Layout
 from ring.plan.plan import EXCHANGES
 from ring.plan.timeline import seconds_picture
@@ -43,12 +44,10 @@ def timeline(
     validators.choice("exchange", exchange, EXCHANGES)
     layouts = checked_layouts(layout, key_layout, pattern)
     setting = call.counted(*layouts)
-    (block,) = blocks = stages_of(setting, exchange, call.bucket_of(*layouts), rates.hosts(layout.world_size))
-    sizes, pair = (
-        setting.slot_bytes(call.narrow),
-        call.operations[backward] / (rates.backward if backward else rates.forward),
-    )
-    spent = key_seconds(block, backward, pair, sizes, rates)
+    bucket, sizes = call.bucket_of(*layouts), setting.slot_bytes(call.narrow)
+    hosts = rates.hosts(layout.world_size)
+    (block,) = blocks = stages_of(setting, exchange, bucket, hosts, call.work(rates, bucket))
+    spent = key_seconds(block, backward, call.operations, sizes, rates)
     total = times(blocks, call.operations, sizes, rates)[backward]["seconds"]
     p = layout.world_size
     shown = sorted({i * (p - 1) // (_LANES - 1) for i in range(_LANES)}) if p > _LANES else list(range(p))

@@ -140,7 +140,7 @@ def test_bytes_buffers_and_operations_are_those_of_the_reference(drawn: tuple[Ca
 def test_messages_and_work_are_those_of_the_plans_and_the_mask(drawn: tuple[Call, Layout, Layout]) -> None:
     call, layout, keys = drawn
     setting, bucket, p = call.counted(layout, keys), call.bucket_of(layout, keys), layout.world_size
-    ((own, found, rows),) = stages.stages_of(setting, call.exchange, bucket, HOSTS[:p])
+    ((own, found, rows, *_),) = stages.stages_of(setting, call.exchange, bucket, HOSTS[:p])
     assert not np.any(rows) and np.array_equal(own, setting.work[:, 0])
     passes, sent = [[stage.keys for stage in found], [stage.gradients for stage in found]], np.zeros((2, p), np.int64)
     for rank in range(p):
@@ -329,9 +329,9 @@ def test_times_by_heads_by_hand() -> None:
         assert (row.forward.seconds, row.backward.seconds) == (seconds, back)
         assert (row.forward.computing, row.forward.exposed) == (512, seconds - 512)
         assert row.forward.messaging == 2 * (160 / link + 5 * latency)
-    # A block of keys and two of rows, 96 bytes there and 64 back, sent and received.
+    # A block of keys and two of rows. Own rows of all heads are copied once, results twice: 2 heads of 96 and 64 bytes.
     packed = row_of(call, layout, layout, rates=replace(HAND, stage=2.0, packing=0.5)).forward
-    assert packed.seconds == 96 + 2 * (256 + 3 * 2 + 2 * (96 + 64) / 0.5) + 64
+    assert packed.seconds == 96 + 2 * (256 + 3 * 2 + 2 * (96 + 2 * 64) / 0.5) + 64
     # Two such groups: the others' keys come in chunks of 3, 3 and 2 rows of 16 bytes, with 8 pairs each.
     slow, four = replace(HAND, link=0.25), Layout.contiguous(16, 4)
     row = row_of(replace(call, exchange="all-to-all:2+direct", bucket=3), four, four, rates=slow)
@@ -423,6 +423,9 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
     (tmp_path / "pattern.json").write_text(json.dumps(packed.to_dict()))
     main([*sizes, "--pattern", str(tmp_path / "pattern.json"), "--order", "balanced", "--csv"])
     assert capsys.readouterr().out == estimate(packed, **same, order="balanced").to_csv()
+    main([*sizes, "--gpu", "NVIDIA H200", "--ranks-per-host", "2", "--json"])
+    gpu = Rates.of("NVIDIA H200", ranks_per_host=2)
+    assert capsys.readouterr().out == estimate(Pattern.dense(), **same, rates=gpu).to_json() + "\n"
     main([*sizes, *rates])
     assert "forward exposed" in capsys.readouterr().out
     between = ["--ranks-per-host", "2", "--link-rate-between", "1e9", "--latency-between", "1e-4"]
@@ -443,6 +446,8 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
         (["--latency", "5"], "--link-rate must be given together"),
         (["--ranks-per-host", "2"], "--link-rate must be given together"),
         ([*rates, "--latency-between", "2"], "latency_between is 2.0; it must be None without ranks_per_host"),
+        ([*rates, "--gpu", "NVIDIA H200"], "--gpu has rates of its own: --backward-rate must not be given beside it"),
+        (["--gpu", "abacus"], "invalid choice: 'abacus'"),
         (["--exchange", "ring+direct"], "exchange is 'ring+direct'; it must have a number, or rates ranks_per_host"),
         (["--bucket", "0"], "bucket is 0"),
         (["--tokens", "1K"], "'1K'; it must be an integer such as"),

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -150,12 +147,10 @@ def test_segments_of_own_keys_fold_into_larger_calls_than_those_received() -> No
 
 
 def test_own_keys_per_call_by_default() -> None:
-    q = torch.empty(2, 3, 32, 128)
-    assert default_local_bucket(q, 32, 128, 40) == 40
-    on_gpu: Any = SimpleNamespace(shape=q.shape, is_cuda=True)
-    assert default_local_bucket(on_gpu, 32, 128, 2**20) == 2**20
-    for value_dim, widest in ((128, 128), (64, 128), (256, 256)):
-        assert default_local_bucket(on_gpu, 32, value_dim, 40) == 2**30 // (2 * 32 * widest)
+    assert default_local_bucket(2, 32, 128, 40) == 40
+    assert default_local_bucket(2, 32, 128, 2**20, "cuda") == 2**20
+    for widest in (128, 256):
+        assert default_local_bucket(2, 32, widest, 40, "cuda") == 2**30 // (2 * 32 * widest)
 
 
 def test_slots_are_counted_in_64_bits() -> None:

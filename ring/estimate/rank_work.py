@@ -1,0 +1,165 @@
+"""Prices what a rank's GPU does in a call besides messages: kernels of the plan's tiles, copies, starts of kernels.
+
+Only one rank's plan is made, that of the rank with most pairs. The seconds that its pairs take, of own keys and of the
+others', are those of all ranks.
+
+Where ranks that divide the heads have many runs of positions, as 64 shards in zigzag order, a plan has thousands of
+tiles. None is made for more than 32 runs without documents; their pairs then take the time of large calls on sequences
+as long as a run.
+
+Besides kernels of tiles are counted:
+
+    keys     rows that are packed for messages, in forward and again in backward
+    returns  gradients of received keys, written to the buffer in which they return, or added to it
+    merges   partial results that become the output, or summands that become gradients: all are read, and the result is
+             written. If one of them covers everything, or several that FlashAttention-4 writes in place, only what
+             others cover as well is read and written (`ring.compute.gpu.gpu_accumulator`).
+    starts   of all these kernels
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from ring.compute.gpu.kernel_times import PASSES
+from ring.compute.kernel_choice import MAX_VARLEN_TOKENS
+from ring.default_bucket import default_local_bucket
+from ring.estimate.counting import Counted
+from ring.estimate.rates import Kernels, Rates
+from ring.estimate.tile_seconds import call_seconds, tile_seconds
+from ring.plan.blocks import Heads
+from ring.plan.cover import area, cover
+from ring.plan.plan import Plan, SlotMap, plan_of
+from ring.plan.rows import Rows
+from ring.plan.tile import is_everything
+
+_MOST_RUNS, _MANY = 32, 2**10
+
+
+class RankWork(NamedTuple):
+    """Seconds, each forward and backward.
+
+    own, others: of a pair of own keys, and of the others' keys. besides: of copies and starts of kernels.
+    """
+
+    own: tuple[float, float]
+    others: tuple[float, float]
+    besides: tuple[float, float]
+
+
+def rank_work(
+    setting: Counted, exchange: str, *, bucket: int, by_default: bool, narrow: bool, rates: Rates
+) -> RankWork:
+    """Return the work of a problem whose keys travel by an exchange.
+
+    by_default: the bucket is not the caller's. narrow: gradients travel in the working type.
+    """
+    assert rates.kernels is not None
+    rank = int(setting.pairs.argmax())
+    if setting.pattern.documents is None and (runs := _runs(setting, rank)) > _MOST_RUNS:
+        return _of_runs(setting, int(setting.counts[rank]) // runs, rates.kernels)
+    plan = _plan(setting, exchange, bucket, by_default, rates.kernels, rank)
+    steps = [plan.local, [tile for step in plan.steps for tile in step.tiles]]
+    pairs = setting.work[rank, 0], setting.pairs[rank] - setting.work[rank, 0]
+    own, others = (
+        [
+            sum(tile_seconds(tile, passed, setting.dims, setting.batch, rates.kernels.names) for tile in tiles)
+            / max(1, int(count))
+            for passed in PASSES[:2]
+        ]
+        for tiles, count in zip(steps, pairs, strict=True)
+    )
+    besides = [
+        packed / (rates.packing or inf) + merged / (rates.kernels.merging or inf) + starts * rates.kernels.launch
+        for packed, merged, starts in zip(
+            _packed(plan, setting, narrow), _merged(plan, setting, narrow, rates.kernels), _starts(plan), strict=True
+        )
+    ]
+    return RankWork((own[0], own[1]), (others[0], others[1]), (besides[0], besides[1]))
+
+
+def _runs(setting: Counted, rank: int) -> int:
+    """Count the runs of positions at equal distances in a rank's queries."""
+    steps = np.diff(setting.layout.positions(rank).numpy())
+    return 1 + int((steps[1:] != steps[:-1]).sum()) // 2
+
+
+def _of_runs(setting: Counted, length: int, kernels: Kernels) -> RankWork:
+    """Return the work of large calls on sequences as long as a run."""
+    areas, heads = np.array([max(1, length) ** 2]), setting.batch * setting.heads * _MANY
+    forward, backward = (
+        call_seconds(areas, heads, False, passed, setting.dims, kernels.names) / (heads / setting.batch * areas[0])
+        for passed in PASSES[:2]
+    )
+    return RankWork((forward, backward), (forward, backward), (0.0, 0.0))
+
+
+def _plan(setting: Counted, exchange: str, bucket: int, by_default: bool, kernels: Kernels, rank: int) -> Plan:
+    sizes = setting.batch, setting.heads, max(setting.dims)
+    return plan_of(
+        setting.pattern, setting.layout, rank, setting.heads, setting.kv_heads, exchange, bucket,
+        default_local_bucket(*sizes, bucket, "cuda") if by_default else None,
+        max(MAX_VARLEN_TOKENS.get(name, 0) for name in kernels.names), key_layout=setting.key_layout,
+    )  # fmt: skip
+
+
+def _starts(plan: Plan) -> tuple[int, int]:
+    """Count the kernels that are started, forward and backward."""
+    tiles = len(plan.local) + sum(len(step.tiles) for step in plan.steps)
+    packs = sum(bool(step.gathers) for step in plan.steps)
+    # A received tile's gradients of keys and of values are written, or added to a buffer that was zeroed.
+    returns = sum(2 * len(step.tiles) + (not step.once) + bool(step.carried) for step in plan.steps)
+    return tiles + packs + 1, tiles + packs + returns + 2  # merges of out; of dq, and of dk and dv
+
+
+def _packed(plan: Plan, setting: Counted, narrow: bool) -> tuple[float, float]:
+    """Count the bytes of rows that are copied for messages, forward and backward."""
+    slot, gradient = setting.slot_bytes(narrow)
+    keys = sum(_slots(x) for step in plan.steps for x in step.gathers) * slot
+    written = sum(_size(x.key_rows, x.key_heads) for step in plan.steps for x in step.tiles)
+    zeroed = sum(x.stop - x.start for step in plan.steps if not step.once for x in step.receives)
+    # A copy reads and writes; zeroing writes, and a sum reads twice.
+    return keys, keys + written * (slot + gradient) / 2 + zeroed * gradient / 2 + (
+        written * gradient / 2 if zeroed else 0
+    )
+
+
+def _merged(plan: Plan, setting: Counted, narrow: bool, kernels: Kernels) -> tuple[int, int]:
+    """Count the bytes that merges read and write, forward and backward."""
+    (dim, value_dim), item, in_place = setting.dims, setting.batch * setting.itemsize, "fa4" in kernels.names
+    slot, gradient = setting.slot_bytes(narrow)
+    tokens, keys = int(setting.counts[plan.rank]), int(setting.key_counts[plan.rank])
+    tiles = [*plan.local, *(tile for step in plan.steps for tile in step.tiles)]
+    of_queries, of_keys = (
+        [(x.query_rows, x.query_heads) for x in tiles],
+        [(x.key_rows, x.key_heads) for x in plan.local],
+    )
+    returned = sum(_slots(x) for step in plan.steps for x in step.scatters)
+    of_out = _rows_merged(of_queries, tokens, setting.heads, False) * value_dim * item
+    of_dq = _rows_merged(of_queries, tokens, setting.heads, in_place) * dim * item
+    of_dk = _rows_merged(of_keys, keys, setting.kv_heads, in_place) * slot + returned * gradient
+    return of_out, of_dq + of_dk + 2 * min(returned, keys * setting.kv_heads) * slot
+
+
+def _rows_merged(parts: Sequence[tuple[Rows, Heads]], tokens: int, heads: int, in_place: bool) -> int:
+    """Count the rows of heads that a merge of these parts reads and writes.
+
+    in_place: parts that cover everything once are written where the result is.
+    """
+    every, total = tokens * heads, sum(_size(*part) for part in parts)
+    whole = any(is_everything(*part, tokens, heads) for part in parts)
+    if whole or (in_place and cover([area(*part) for part in parts], tokens, heads)):
+        return total - every + 2 * min(total - every, every)
+    return total + every
+
+
+def _slots(x: SlotMap) -> int:
+    return _size(x.rows, x.heads)
+
+
+def _size(rows: Rows, heads: Heads) -> int:
+    return rows.folds * rows.length * heads.groups * heads.per_group

@@ -1,0 +1,147 @@
+"""Speeds of a machine, to predict times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reference import validators
+from ring.estimate.tile_seconds import GPU, KERNELS
+
+_LEAST = 1e-9  # so that times are finite
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a GPU by the table of `scripts/bench kernels`, in place of one rate for all calls.
+
+    Args:
+        names: that are installed, of "cudnn", "flash" and "fa4".
+        launch: seconds to start a kernel, as a CUDA graph does.
+        merging: bytes/s that a merge of partial results, or of gradients, reads and writes; None: it takes no time.
+
+    Raises:
+        ValueError: names are none or unknown, launch is negative, or merging less than 1e-9.
+    """
+
+    names: tuple[str, ...] = KERNELS
+    launch: float = 0.0
+    merging: float | None = None
+
+    def __post_init__(self) -> None:
+        validators.real("launch", self.launch)
+        validators.optional(_rate, "merging", self.merging)
+        if not (isinstance(self.names, tuple) and self.names and set(self.names) <= set(KERNELS)):
+            raise ValueError(f"names is {self.names!r}; it must be a tuple of some of {', '.join(KERNELS)}")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speeds of a machine, to predict times: measured ones of one GPU by `Rates.of`, or your own.
+
+    Args:
+        forward: FLOP/s of the kernels in forward, counted as 2 products: 2 * 2 * head dim for a pair.
+        backward: FLOP/s of the kernels in backward, counted as 5 products.
+        link: bytes/s that a rank sends, and receives at the same time; within a host.
+        latency: seconds that a message takes beyond its bytes; within a host.
+        ranks_per_host: neighbours that share a host; None: all ranks do.
+        link_between, latency_between: of messages between hosts; None: as within a host.
+        stage: seconds that a stage takes beyond the operations of its pairs, to start kernels and merge.
+        packing: bytes/s of rows that are copied before they are sent, and after; None: it takes no time. Without
+            kernels only those of an exchange by heads are counted.
+        kernels: measured ones, in place of forward, backward and stage, which are then None, None and 0.
+
+    Raises:
+        ValueError: a rate is less than 1e-9, a time negative, a rate between hosts given without ranks_per_host, or
+            kernels beside forward, backward or stage.
+    """
+
+    forward: float | None
+    backward: float | None
+    link: float
+    latency: float = 0.0
+    ranks_per_host: int | None = None
+    link_between: float | None = None
+    latency_between: float | None = None
+    stage: float = 0.0
+    packing: float | None = None
+    kernels: Kernels | None = None
+
+    @classmethod
+    def of(
+        cls, gpu: str, *, ranks_per_host: int | None = None, kernels: tuple[str, ...] = KERNELS,
+        link_between: float | None = None, latency_between: float | None = None,
+    ) -> Rates:  # fmt: skip
+        """Return the rates of a GPU that was measured.
+
+        Kernels are those of `ring/compute/gpu/kernel_times.json`. The other rates are of two or four of these GPUs, in
+        records of `notebooks/data`: link of `h200x4_links`; the rest of `exchanges/h200x2_dense`, captured. Merging and
+        launch are from what calls without messages take beyond their kernels alone, forward with `direct`: 12 us for 8
+        MB at 512 tokens, 86 us for 134 MB at 8 Ki. Packing is from the same calls with `all-to-all`, latency from what
+        messages add with `all-to-all` at 512 tokens: 93 us for five messages, of 5 MB together.
+
+        Args:
+            gpu: its name in torch: "NVIDIA H200".
+            ranks_per_host: neighbours that share a host; None: all ranks do.
+            kernels: that are installed; without FlashAttention-4 ("cudnn", "flash").
+            link_between, latency_between: of messages between hosts; None: 4e10 bytes/s, a port of 400 Gbit/s for each
+                GPU, and 3e-5 s.
+
+        Raises:
+            ValueError: no such GPU was measured, or an argument is invalid.
+        """
+        validators.choice("gpu", gpu, (GPU,))
+        if ranks_per_host is not None:
+            link_between = _LINK_BETWEEN if link_between is None else link_between
+            latency_between = _LATENCY_BETWEEN if latency_between is None else latency_between
+        return cls(
+            None, None, link=3e11, latency=1e-5, ranks_per_host=ranks_per_host, link_between=link_between,
+            latency_between=latency_between, packing=2e12, kernels=Kernels(kernels, 3e-6, 1.4e12),
+        )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        _rate("link", self.link)
+        for name in ("latency", "stage"):
+            validators.real(name, getattr(self, name))
+        for name in ("link_between", "packing"):
+            validators.optional(_rate, name, getattr(self, name))
+        validators.optional(validators.real, "latency_between", self.latency_between)
+        validators.optional(validators.integer, "ranks_per_host", self.ranks_per_host, 1)
+        for name in ("link_between", "latency_between"):
+            if self.ranks_per_host is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be None without ranks_per_host")
+        self._check_kernels()
+
+    def _check_kernels(self) -> None:
+        if self.kernels is None:
+            for name in ("forward", "backward"):
+                _rate(name, getattr(self, name))
+            return
+        if not isinstance(self.kernels, Kernels):
+            raise ValueError(f"kernels is {self.kernels!r}; it must be Kernels() or None")
+        for name, without in (("forward", None), ("backward", None), ("stage", 0.0)):
+            if getattr(self, name) != without:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {without} with kernels")
+
+    @property
+    def links(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Rate and latency within a host, and between hosts."""
+        between = self.link_between, self.latency_between
+        return (self.link, self.latency), (
+            self.link if between[0] is None else between[0],
+            self.latency if between[1] is None else between[1],
+        )
+
+    def hosts(self, ranks: int) -> tuple[int, ...]:
+        """Return the number of each rank's host, (ranks,).
+
+        Args:
+            ranks: p.
+        """
+        return tuple(rank // (self.ranks_per_host or ranks) for rank in range(ranks))
+
+
+_LINK_BETWEEN, _LATENCY_BETWEEN = 4e10, 3e-5
+
+
+def _rate(name: str, given: object) -> None:
+    validators.at_least(name, validators.positive(name, given), _LEAST)

@@ -1,0 +1,124 @@
+"""The time of a tile's kernel on a GPU, by the table of measured calls that `scripts/bench kernels` writes.
+
+A call of so many heads, each of one sequence, takes
+
+    seconds = start(length) + heads * operations of a head / rate(length)
+
+The two calls of every length in the table, of few and of many heads, give both: start is what a GPU loses while it is
+not full. Between the table's lengths they are interpolated by the logarithm. Below the shortest a head takes time in
+proportion to its length. A sequence of a variable-length call takes the time of one among many of its length, rounded
+up to the rows that a block of a kernel computes.
+
+The table's calls are timed for some milliseconds, in which a GPU does not reach its power limit; only the longest take
+more than 0.1 s. A GPU at its limit slows down by the more, the more operations it does. In steady state a rate is
+
+    rate * (1 - THROTTLED * (rate / highest rate)^2)
+
+THROTTLED is from "kernels alone" at 8 Ki tokens in the record `exchanges/h200x2_dense`: 1.78 ms forward and 4.95
+backward, 1.55 and 4.46 by the table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ring.compute.gpu.kernel_times import FILE, PASSES
+from ring.plan.tile import Mask, Tile
+
+GPU = "NVIDIA H200"  # of the table
+KERNELS = ("cudnn", "flash", "fa4")
+_VARYING = ("flash", "fa4")  # take several lengths
+_BLOCK = 128  # rows
+THROTTLED = 0.1
+
+
+class _Curves(NamedTuple):
+    """Logarithms of the table's lengths and of the rates of its heads, and the seconds of a start."""
+
+    length: np.ndarray
+    rate: np.ndarray
+    start: np.ndarray
+
+
+def products(passed: str, dim: int, value_dim: int) -> int:
+    """Return the operations of a query and a key: 2 products forward, 5 backward."""
+    return 2 * (dim + value_dim) if passed == PASSES[0] else 2 * (3 * dim + 2 * value_dim)
+
+
+def tile_seconds(tile: Tile, passed: str, dims: tuple[int, int], batch: int, kernels: Sequence[str] = KERNELS) -> float:
+    """Return the seconds of a tile's kernel, by the fastest of some.
+
+    Args:
+        tile: rows, keys, heads and mask.
+        passed: "forward" or "backward".
+        dims: head dims of keys and of values.
+        batch: sequences.
+        kernels: of KERNELS.
+    """
+    rows, keys = (np.array([x.length]) for x in (tile.query_rows, tile.key_rows))
+    if (sequences := tile.sequences) is not None:
+        kernels = [name for name in kernels if name in _VARYING] or _VARYING
+        rows, keys = (-(-np.diff(x) // _BLOCK) * _BLOCK for x in (sequences.query, sequences.key))
+    heads = batch * tile.query_rows.folds * tile.query_heads.groups * tile.query_heads.per_group
+    return call_seconds(rows * keys, heads, tile.mask is Mask.CAUSAL, passed, dims, kernels)
+
+
+def call_seconds(
+    areas: np.ndarray, heads: int, causal: bool, passed: str, dims: tuple[int, int], kernels: Sequence[str] = KERNELS
+) -> float:
+    """Return the seconds of a call on sequences of so many rows times keys, (sequences,), for each of the heads.
+
+    Args:
+        areas: of the sequences.
+        heads: of each.
+        causal: True for a causal mask.
+        passed, dims, kernels: as in `tile_seconds`.
+    """
+    curves = _curves(passed, dims, causal, tuple(kernels))
+    length, operations = np.log(areas) / 2, products(passed, *dims) * heads * areas
+    rate = np.exp(np.interp(length, curves.length, curves.rate) + np.minimum(length - curves.length[0], 0))
+    seconds = np.interp(length, curves.length, curves.start).max() + (operations / rate).sum()
+    if length.max() >= curves.length[-1]:
+        return float(seconds)
+    power = operations.sum() / seconds / np.exp(curves.rate.max())
+    return float(seconds / (1 - THROTTLED * power**2))
+
+
+@lru_cache(maxsize=256)
+def _curves(passed: str, dims: tuple[int, int], causal: bool, kernels: tuple[str, ...]) -> _Curves:
+    """Return the curves of the table's nearest head dims, scaled to these."""
+    calls = [
+        row for row in _rows() if (row["passed"], row["causal"], row["varied"]) == (passed, causal, False)
+        and not row["ms"].keys().isdisjoint(kernels)
+    ]  # fmt: skip
+    near = min(
+        ((row["dim"], row["value_dim"]) for row in calls),
+        key=lambda given: float(np.abs(np.log(np.array(given) / dims)).sum()),
+    )
+    times: dict[int, dict[int, float]] = {}
+    for row in calls:
+        if (row["dim"], row["value_dim"]) == near:
+            fastest = min(ms for name, ms in row["ms"].items() if name in kernels)
+            times.setdefault(row["length"], {})[row["heads"]] = 1e-3 * fastest
+    lengths = sorted(times)
+    start, rate = zip(*(_line(times[x], products(passed, *near) * x**2) for x in lengths), strict=True)
+    return _Curves(np.log(lengths), np.log(rate), np.array(start))
+
+
+def _line(times: dict[int, float], operations: int) -> tuple[float, float]:
+    """Return the seconds of a start and the rate of heads, from seconds by heads. operations: of a head."""
+    few, many = min(times), max(times)
+    head = times[many] / many if few == many else (times[many] - times[few]) / (many - few)
+    start = max(0.0, times[few] - few * head)
+    return start, operations / (head if start else times[many] / many)
+
+
+@lru_cache(maxsize=1)
+def _rows() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(FILE.read_text())["rows"]
+    return rows
