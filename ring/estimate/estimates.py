@@ -14,8 +14,11 @@ import numpy as np
 import torch
 
 from reference import cost, validators
+from reference.head_groups import groups_of
 from reference.pattern import Pattern, check_pattern
+from ring.compute.kernel_limits import HALF
 from ring.default_bucket import default_bucket
+from ring.estimate.allocator import allocated
 from ring.estimate.counting import MAX_TOKENS, Counted
 from ring.estimate.rank_work import rank_work
 from ring.estimate.rates import Rates
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
 ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "balanced", "zigzag by document")
 DEVICES = ("cpu", "cuda")
-BYTES = ("shards", "accumulator", "gradients", "incoming", "buffers", "memory", "sent")
+BYTES = ("shards", "accumulator", "gradients", "incoming", "buffers", "memory", "sent", "allocated")
 MAX_RANKS = 2**12
 _GRAIN = 128  # tokens a rank: `longest` is a multiple
 _MAX_BYTES = 2**60  # of a sequence's tensors: sums of them fit into 64 bits
@@ -51,6 +54,8 @@ class Pass:
         computing: seconds of the kernels.
         messaging: seconds of the messages, hidden or not.
         exposed: seconds of messages that computing does not hide.
+        allocated: bytes at the peak of torch's allocator on a GPU, by `ring.estimate.allocator`; None without rates of
+            kernels, for an exchange by heads, and in `choose`.
     """
 
     buffers: int
@@ -62,6 +67,7 @@ class Pass:
     computing: float | None = None
     messaging: float | None = None
     exposed: float | None = None
+    allocated: int | None = None
 
 
 @dataclass(frozen=True)
@@ -211,6 +217,16 @@ class Call:
         default = self.bucket is None
         return partial(rank_work, bucket=bucket, by_default=default, narrow=self.narrow, rates=rates)
 
+    def allocated(self, setting: Counted, bucket: int, rates: Rates | None) -> tuple[int | None, int | None]:
+        """Return the bytes at the peak of torch's allocator, forward and backward; None where it is not predicted."""
+        groups = groups_of(self.exchange, setting.world)
+        if rates is None or rates.kernels is None or groups.degree > 1 or self.dtype not in HALF:
+            return None, None
+        exchange = self.exchange if is_by_group(self.exchange) else groups.exchange
+        return allocated(
+            setting, exchange, bucket=bucket, by_default=self.bucket is None, narrow=self.narrow, kernels=rates.kernels
+        )
+
     @property
     def operations(self) -> tuple[int, int]:
         """Operations of a pair in all batch entries, forward and backward."""
@@ -358,7 +374,8 @@ def row_of(
     """Return the estimate of checked arguments. setting: counted before; None: counted here."""
     hosts = (0,) * layout.world_size if rates is None else rates.hosts(layout.world_size)
     call = replace(call, exchange=with_number(call.exchange, hosts))
-    setting, bucket = call.counted(layout, keys) if setting is None else setting, call.bucket_of(layout, keys)
+    alone, bucket = setting is None, call.bucket_of(layout, keys)
+    setting = call.counted(layout, keys) if setting is None else setting
     sent = cost.sent(setting, call.exchange, call.narrow)
     stages = stages_of(setting, call.exchange, bucket, hosts, call.work(rates, bucket))
     terms = {name: int(term.max()) for name, term in call.memory(setting, bucket).items()}
@@ -368,11 +385,11 @@ def row_of(
     passes = {
         name: Pass(
             terms[f"{name}_buffers"], terms[f"{name}_memory"], int(traffic.sum(1).max()),
-            int(out.max()), max(each), **spent,
+            int(out.max()), max(each), **spent, allocated=held,
         )
-        for name, traffic, out, each, spent in zip(
+        for name, traffic, out, each, spent, held in zip(
             ("forward", "backward"), (sent.forward, sent.backward), messages, (flops.forward, flops.backward), seconds,
-            strict=True,
+            call.allocated(setting, bucket, rates) if alone else (None, None), strict=True,
         )
     }  # fmt: skip
     most = None if memory is None else longest(call, setting.world, order, memory)

@@ -59,10 +59,10 @@ def rank_work(
     by_default: the bucket is not the caller's. narrow: gradients travel in the working type.
     """
     assert rates.kernels is not None
-    rank = int(setting.pairs.argmax())
+    rank = busiest(setting)
     if setting.pattern.documents is None and (runs := _runs(setting, rank)) > _MOST_RUNS:
         return _of_runs(setting, int(setting.counts[rank]) // runs, rates.kernels)
-    plan = _plan(setting, exchange, bucket, by_default, rates.kernels, rank)
+    plan = rank_plan(setting, exchange, bucket, by_default, rates.kernels, rank)
     steps = [plan.local, [tile for step in plan.steps for tile in step.tiles]]
     pairs = setting.work[rank, 0], setting.pairs[rank] - setting.work[rank, 0]
     own, others = (
@@ -98,7 +98,13 @@ def _of_runs(setting: Counted, length: int, kernels: Kernels) -> RankWork:
     return RankWork((forward, backward), (forward, backward), (0.0, 0.0))
 
 
-def _plan(setting: Counted, exchange: str, bucket: int, by_default: bool, kernels: Kernels, rank: int) -> Plan:
+def busiest(setting: Counted) -> int:
+    """Return the rank with most pairs."""
+    return int(setting.pairs.argmax())
+
+
+def rank_plan(setting: Counted, exchange: str, bucket: int, by_default: bool, kernels: Kernels, rank: int) -> Plan:
+    """Return the plan of a rank on GPUs. by_default: the bucket is not the caller's."""
     sizes = setting.batch, setting.heads, max(setting.dims)
     return plan_of(
         setting.pattern, setting.layout, rank, setting.heads, setting.kv_heads, exchange, bucket,
@@ -120,7 +126,7 @@ def _packed(plan: Plan, setting: Counted, narrow: bool) -> tuple[float, float]:
     """Count the bytes of rows that are copied for messages, forward and backward."""
     slot, gradient = setting.slot_bytes(narrow)
     keys = sum(_slots(x) for step in plan.steps for x in step.gathers) * slot
-    written = sum(_size(x.key_rows, x.key_heads) for step in plan.steps for x in step.tiles)
+    written = sum(size_of(x.key_rows, x.key_heads) for step in plan.steps for x in step.tiles)
     zeroed = sum(x.stop - x.start for step in plan.steps if not step.once for x in step.receives)
     # A copy reads and writes; zeroing writes, and a sum reads twice.
     return keys, keys + written * (slot + gradient) / 2 + zeroed * gradient / 2 + (
@@ -150,7 +156,7 @@ def _rows_merged(parts: Sequence[tuple[Rows, Heads]], tokens: int, heads: int, i
 
     in_place: parts that cover everything once are written where the result is.
     """
-    every, total = tokens * heads, sum(_size(*part) for part in parts)
+    every, total = tokens * heads, sum(size_of(*part) for part in parts)
     whole = any(is_everything(*part, tokens, heads) for part in parts)
     if whole or (in_place and cover([area(*part) for part in parts], tokens, heads)):
         return total - every + 2 * min(total - every, every)
@@ -158,8 +164,9 @@ def _rows_merged(parts: Sequence[tuple[Rows, Heads]], tokens: int, heads: int, i
 
 
 def _slots(x: SlotMap) -> int:
-    return _size(x.rows, x.heads)
+    return size_of(x.rows, x.heads)
 
 
-def _size(rows: Rows, heads: Heads) -> int:
+def size_of(rows: Rows, heads: Heads) -> int:
+    """Count the rows of all heads."""
     return rows.folds * rows.length * heads.groups * heads.per_group

@@ -13,7 +13,7 @@ from bench.workload import document_lengths
 
 from reference.pattern import Pattern
 from ring.compute.gpu.kernel_times import FILE
-from ring.estimate import Kernels, Rates, estimate, rank_work, timeline
+from ring.estimate import Kernels, Rates, allocator, choose, estimate, rank_work, timeline
 from ring.estimate.estimates import Call
 from ring.estimate.tile_seconds import GPU, call_seconds, tile_seconds
 from ring.layout import Layout
@@ -116,6 +116,33 @@ def test_many_runs_take_the_time_of_large_calls() -> None:
         for p in (16, 32)
     ]  # fmt: skip
     assert rows[0] is not None and rows[1] is not None and 0.3 < rows[1] / rows[0] < 0.7
+
+
+def test_peaks_of_one_rank_by_hand() -> None:
+    """1024 rows of 4 query heads and 2 key/value heads, of 128 numbers of 2 bytes."""
+
+    def peaks(names: tuple[str, ...], **changes: Any) -> tuple[int | None, int | None]:
+        sizes: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 128, "tokens": 1024, "ranks": 1}
+        (row,) = estimate(Pattern.dense(True), **sizes | changes, rates=Rates.of(GPU, kernels=names))
+        return row.forward.allocated, row.backward.allocated
+
+    q, kv, lse = 1024 * 4 * 256, 2 * 1024 * 2 * 256, 1024 * 4 * 4
+    forward = q + kv + lse + (q + lse)  # the only partial result becomes the output
+    gradients = (q + kv + 2 * q + 2 * lse) + q + kv + 1024 * 4 * 4 * (128 + 2)
+    assert peaks(("fa4",)) == (forward, gradients + 2 * kv)  # dk and dv in fp32
+    assert peaks(("cudnn",)) == (forward, gradients + 2 * kv)  # of both query heads
+    assert peaks(("fa4",), kv_heads=4)[1] == (q + 2 * q + 2 * q + 2 * lse) + 3 * q + 1024 * 4 * 4 * (128 + 2)
+    nothing = (None, None)
+    assert peaks(("fa4",), dtype=torch.float32) == peaks(("fa4",), ranks=2, exchange="all-to-all") == nothing
+    (row,) = choose(Pattern.dense(True), tokens=1024, ranks=1, **SIZES)
+    assert (row.forward.allocated, row.backward.allocated) == nothing
+
+
+def test_the_accumulator_keeps_as_much_pending() -> None:
+    pytest.importorskip("triton")
+    from ring.compute.gpu.gpu_accumulator import MAX_PENDING
+
+    assert allocator._MAX_PENDING == MAX_PENDING
 
 
 def test_timelines_have_the_kernels_of_a_gpu() -> None:

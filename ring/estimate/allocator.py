@@ -1,0 +1,129 @@
+"""Predicts the peak of torch's allocator on a GPU, from the plans of some ranks: inputs, results and all between.
+
+    forward   q, k, v, lse, received keys, and the partial results of all tiles until they are merged. One that covers
+              everything becomes the output. Partial results of more than twice the bytes of an fp32 accumulator are
+              merged into one (`ring.compute.gpu.gpu_accumulator`).
+    backward  q, k, v, out, dout, received keys, returned gradients, and for each tile the summands so far and the
+              workspace of its kernel: dq in fp32, two numbers for each row; and, where query heads share a key/value
+              head, dk and dv in fp32 by FlashAttention-4, or of every query head by the others. Gradients that
+              FlashAttention-4 writes in place are there from the beginning.
+
+Buffers from which messages are sent lie in symmetric memory, which is not torch's allocator's: send buffers, gradients,
+and received keys that a ring passes on. They are counted in `Pass.buffers`. The memory of a graph that replays short
+calls is not counted either.
+"""
+
+from __future__ import annotations
+
+from ring.compute.gpu.kernel_times import Work, fastest
+from ring.compute.kernel_limits import GPU_LIMITS, HOPPER, takes_dims
+from ring.compute.kernels import MAX_WORKSPACE
+from ring.estimate.counting import Counted
+from ring.estimate.rank_work import busiest, rank_plan, size_of
+from ring.estimate.rates import Kernels
+from ring.plan.cover import area, cover
+from ring.plan.plan import Plan
+from ring.plan.tile import Mask, Tile, is_everything
+
+_RANKS = 4  # at most, of which all are looked at
+_WIDE = 4  # bytes of fp32
+_MAX_PENDING = 2.0  # of `gpu_accumulator`, which needs Triton
+
+
+def allocated(
+    setting: Counted, exchange: str, *, bucket: int, by_default: bool, narrow: bool, kernels: Kernels
+) -> tuple[int, int]:
+    """Return the bytes of forward and of backward on the fullest of some ranks, for 16-bit tensors."""
+    # More plans would take seconds; that of the rank with most pairs is made anyway.
+    ranks = range(setting.world) if setting.world <= _RANKS else {0, busiest(setting)}
+    plans = [rank_plan(setting, exchange, bucket, by_default, kernels, rank) for rank in ranks]
+    return (
+        max(_forward(plan, setting) for plan in plans),
+        max(_backward(plan, setting, narrow, kernels) for plan in plans),
+    )
+
+
+def _tiles(plan: Plan) -> list[Tile]:
+    return [*plan.local, *(tile for step in plan.steps for tile in step.tiles)]
+
+
+def _inputs(plan: Plan, setting: Counted) -> tuple[int, int, int, int]:
+    """Return the bytes of q, of k and v, of out, and of lse."""
+    rows, keys = int(setting.counts[plan.rank]) * setting.heads, int(setting.key_counts[plan.rank]) * setting.kv_heads
+    (dim, value_dim), item = setting.dims, setting.batch * setting.itemsize
+    return rows * dim * item, keys * setting.slot_bytes()[0], rows * value_dim * item, rows * setting.batch * _WIDE
+
+
+def _received(plan: Plan, setting: Counted) -> int:
+    if any(step.relayed for step in plan.steps):
+        return 0
+    return plan.sizes.receive_buffers * plan.sizes.receive * setting.slot_bytes()[0]
+
+
+def _forward(plan: Plan, setting: Counted) -> int:
+    q, kv, out, lse = _inputs(plan, setting)
+    rows = sum(size_of(tile.query_rows, tile.query_heads) for tile in _tiles(plan)) * setting.batch
+    parts, wide = rows * setting.dims[1] * setting.itemsize, out // setting.itemsize * _WIDE
+    given = q + kv + lse + _received(plan, setting)
+    if parts > _MAX_PENDING * wide:
+        return given + out + wide + int(_MAX_PENDING * wide)
+    whole = any(
+        is_everything(tile.query_rows, tile.query_heads, int(setting.counts[plan.rank]), setting.heads)
+        for tile in _tiles(plan)
+    )
+    return given + parts + rows * _WIDE + (0 if whole else out)
+
+
+def _backward(plan: Plan, setting: Counted, narrow: bool, kernels: Kernels) -> int:
+    q, kv, out, lse = _inputs(plan, setting)
+    names = [_kernel(tile, setting, kernels) for tile in _tiles(plan)]
+    of_fa4 = [
+        tile if name == "fa4" and tile.sequences is None else None
+        for tile, name in zip(_tiles(plan), names, strict=True)
+    ]
+    queries = cover(
+        [None if tile is None else area(tile.query_rows, tile.query_heads) for tile in of_fa4],
+        int(setting.counts[plan.rank]), setting.heads,
+    )  # fmt: skip
+    keys = cover(
+        [None if tile is None else area(tile.key_rows, tile.key_heads) for tile in of_fa4[: len(plan.local)]],
+        int(setting.key_counts[plan.rank]), setting.kv_heads,
+    )  # fmt: skip
+    slot, gradient = setting.slot_bytes(narrow)
+    held = q + kv + 2 * out + 2 * lse + _received(plan, setting) + plan.sizes.returned * gradient
+    held += (q if queries else 0) + (kv if keys else 0)
+    peak = 0
+    for number, (tile, name) in enumerate(zip(_tiles(plan), names, strict=True)):
+        rows, of_keys = size_of(tile.query_rows, tile.query_heads), size_of(tile.key_rows, tile.key_heads) * slot
+        held += 0 if number in queries else rows * setting.dims[0] * setting.batch * setting.itemsize
+        new = 0 if number in keys else of_keys
+        peak = max(peak, held + new + _workspace(tile, name, setting))
+        held += new if number < len(plan.local) else 0
+    whole = queries or any(
+        is_everything(tile.query_rows, tile.query_heads, int(setting.counts[plan.rank]), setting.heads)
+        for tile in _tiles(plan)
+    )
+    return max(peak, held + (0 if whole else q))
+
+
+def _workspace(tile: Tile, name: str, setting: Counted) -> int:
+    """Return the bytes of a fused backward beyond its operands and results, which `kernels.portions` bounds."""
+    rows = size_of(tile.query_rows, tile.query_heads) * setting.batch
+    slots, share = size_of(tile.key_rows, tile.key_heads), setting.heads // setting.kv_heads
+    elements, bytes_of = setting.batch * sum(setting.dims), setting.itemsize
+    of_keys = 0 if share == 1 else slots * elements * (_WIDE if name == "fa4" else share * bytes_of)
+    return min(MAX_WORKSPACE, rows * _WIDE * (setting.dims[0] + 2) + of_keys)
+
+
+def _kernel(tile: Tile, setting: Counted, kernels: Kernels) -> str:
+    """Return the kernel of a tile's backward, as `ring.compute.kernel_choice` chooses it."""
+    varied, share = tile.sequences is not None, setting.heads // setting.kv_heads
+    names = tuple(
+        name for name in kernels.names
+        if takes_dims(name, HOPPER, *setting.dims, share) and (GPU_LIMITS[name].sequences or not varied)
+    )  # fmt: skip
+    count = 1 if tile.sequences is None else len(tile.sequences.query) - 1
+    length = (tile.query_rows.length * tile.key_rows.length) ** 0.5 / count
+    heads = tile.query_rows.folds * setting.batch * tile.query_heads.groups * tile.query_heads.per_group * count
+    work = Work("backward", *setting.dims, tile.mask is Mask.CAUSAL, varied, length, heads)
+    return fastest(names or kernels.names, HOPPER, work)
