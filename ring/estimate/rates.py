@@ -73,11 +73,15 @@ class Rates:
     ) -> Rates:  # fmt: skip
         """Return the rates of a GPU that was measured.
 
-        Kernels are those of `ring/compute/gpu/kernel_times.json`. The other rates are of two or four of these GPUs, in
-        records of `notebooks/data`: link of `h200x4_links`; the rest of `exchanges/h200x2_dense`, captured. Merging and
-        launch are from what calls without messages take beyond their kernels alone, forward with `direct`: 12 us for 8
-        MB at 512 tokens, 86 us for 134 MB at 8 Ki. Packing is from the same calls with `all-to-all`, latency from what
-        messages add with `all-to-all` at 512 tokens: 93 us for five messages, of 5 MB together.
+        Kernels are those of `ring/compute/gpu/kernel_times.json`. The other rates are of two and four of these GPUs, in
+        records of `notebooks/data/exchanges`, captured:
+
+            launch, merging  3e-6 s, 1.4e12 bytes/s: what `direct`'s forward without messages takes beyond its kernels
+                             alone, 12 us for 8 MB at 512 tokens and 86 us for 134 MB at 8 Ki
+            packing          2e12 bytes/s, each read and written: 83 % of the memory's 4.8e12
+            latency          1e-5 s: messages add 93 us to `all-to-all` of two at 512 tokens, for 5 of them, and 132 us
+                             to that of four, for 15
+            link             3e11 bytes/s: messages of `all-to-all` reach 3.5e11 between two, and 2.3e11 between four
 
         Args:
             gpu: its name in torch: "NVIDIA H200".

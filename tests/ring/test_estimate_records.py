@@ -21,7 +21,7 @@ DATA = Path(__file__).parents[2] / "notebooks" / "data"
 NAMES = ("section", "tokens", "world", "kv_heads", "dims", "window", "mean_length", "multiple", "pass", "graph")
 # Commits of records before FlashAttention-4, when kernels were cuDNN's and FlashAttention-2's.
 WITHOUT_FA4 = ("cf4698f", "57abea0", "62a1b79")
-CALIBRATION = "exchanges/h200x2_dense"  # of which calls without messages, or with, gave the rates of `Rates.of`
+CALIBRATION = "exchanges/"  # records that gave the rates of `Rates.of`
 # Rows that are left out, with their numbers. The model has no time of the host, no copies of reversed rows, and no wire
 # that several ranks share.
 HOST = "without a graph, where a graph takes less than the time / 1.15: the host bounds it"
@@ -150,9 +150,9 @@ def test_nine_in_ten_times_are_within_15_percent() -> None:
     assert Counter(reason for reason in reasons if reason) == LEFT_OUT
     kept = [each for each, reason in zip(rows, reasons, strict=True) if reason is None]
     off = np.array([1e3 * seconds_of(row, predicted(record, row)) / row["ms"] - 1 for _, record, row in kept])
-    held_out = np.array([name != CALIBRATION for name, *_ in kept])
+    held_out = np.array([not name.startswith(CALIBRATION) for name, *_ in kept])
     assert len(off) >= 314 and np.mean(np.abs(off) <= 0.15) >= 0.9
-    assert held_out.sum() >= 260 and np.mean(np.abs(off[held_out]) <= 0.15) >= 0.88
+    assert held_out.sum() >= 156 and np.mean(np.abs(off[held_out]) <= 0.15) >= 0.9
     assert np.abs(off).max() < 0.4
 
 
