@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ring.compute.gpu.kernel_times import PASSES
-from ring.compute.kernel_choice import MAX_VARLEN_TOKENS
+from ring.compute.kernel_choice import MAX_VARLEN_TOKENS, MAX_WINDOW
 from ring.default_bucket import default_local_bucket
 from ring.estimate.counting import Counted
 from ring.estimate.rates import Kernels, Rates
@@ -109,7 +109,8 @@ def rank_plan(setting: Counted, exchange: str, bucket: int, by_default: bool, ke
     return plan_of(
         setting.pattern, setting.layout, rank, setting.heads, setting.kv_heads, exchange, bucket,
         default_local_bucket(*sizes, bucket, "cuda") if by_default else None,
-        max(MAX_VARLEN_TOKENS.get(name, 0) for name in kernels.names), key_layout=setting.key_layout,
+        varlen=max(MAX_VARLEN_TOKENS.get(name, 0) for name in kernels.names),
+        window=max(MAX_WINDOW.get(name, 0) for name in kernels.names), key_layout=setting.key_layout,
     )  # fmt: skip
 
 

@@ -7,7 +7,8 @@ A call of so many heads, each of one sequence, takes
 The two calls of every length in the table, of few and of many heads, give both: start is what a GPU loses while it is
 not full. Between the table's lengths they are interpolated by the logarithm. Below the shortest a head takes time in
 proportion to its length. A sequence of a variable-length call takes the time of one among many of its length, rounded
-up to the rows that a block of a kernel computes.
+up to the rows that a block of a kernel computes. A row with a window takes that of a row of such a sequence
+without a mask, as long as the window and two blocks: the rows of a block see so many keys together, in whole blocks.
 
 The table's calls are timed for some milliseconds, in which a GPU does not reach its power limit; only the longest take
 more than 0.1 s. A GPU at its limit slows down by the more, the more operations it does. In steady state a rate is
@@ -65,7 +66,11 @@ def tile_seconds(tile: Tile, passed: str, dims: tuple[int, int], batch: int, ker
         kernels = [name for name in kernels if name in _VARYING] or _VARYING
         rows, keys = (-(-np.diff(x) // _BLOCK) * _BLOCK for x in (sequences.query, sequences.key))
     heads = batch * tile.query_rows.folds * tile.query_heads.groups * tile.query_heads.per_group
-    return call_seconds(rows * keys, heads, tile.mask is Mask.CAUSAL, passed, dims, kernels)
+    causal = tile.mask is Mask.CAUSAL
+    if tile.window is not None:
+        seen = np.minimum(keys, tile.window * (1 if causal else 2) + 2 * _BLOCK)
+        heads, rows, keys, causal = heads * int((rows // seen).sum() + 1), seen, seen, False
+    return call_seconds(rows * keys, heads, causal, passed, dims, kernels)
 
 
 def call_seconds(

@@ -71,23 +71,6 @@ def fastest(names: Sequence[str], capability: tuple[int, int], work: Work) -> st
     return min((name for name in names if name in times), key=times.__getitem__)
 
 
-@lru_cache(maxsize=256)
-def rate(passed: str, dim: int, value_dim: int, length: int) -> float:
-    """Return the FLOP/s of the fastest kernel for sequences near this length, without a mask.
-
-    Args:
-        passed: one of PASSES.
-        dim, value_dim: head dims of keys and of values.
-        length: rows and keys of a sequence.
-    """
-    (table,) = _tables().values()
-    work = Work(passed, dim, value_dim, False, False, length, 1)
-    row, times = min(table[passed, False, False], key=lambda row: _distance(row[0], work))
-    of_keys, of_values = (1, 1) if passed == PASSES[0] else (3, 2)  # products
-    operations = 2 * row.heads * row.length**2 * (of_keys * row.dim + of_values * row.value_dim)
-    return float(operations / (1e-3 * min(times.values())))
-
-
 def _distance(row: Work, work: Work) -> float:
     """Return how far apart two calls are; head dims count before lengths."""
     dims = abs(math.log2(row.dim / work.dim)) + abs(math.log2(row.value_dim / work.value_dim))
