@@ -141,9 +141,8 @@ def test_a_session(folder: Path) -> None:
     assert status == pytest.ExitCode.TESTS_FAILED, output
     assert "FAILED mine:peeks::later_tokens_change_nothing - counter-example: later tokens" in output
     assert "error does not grow with ranks: does not apply: the claim has no bfloat16" in output
-    assert re.search(
-        r"replay( \\)? --attention mine:peeks( \\)? .verification/failures/wrong-result-world-1-", output
-    ), output
+    replay = "replay --attention mine:peeks .verification/failures/wrong-result-world-1-"
+    assert replay in output.replace(" \\ ", " "), output  # lines of the shell break where the interpreter's path says
     assert "2 failed, 3 passed, 2 skipped" in output
     (folder / "xfails.txt").write_text(
         "# known\nmine:peeks: later tokens change nothing\nmine:peeks: gradients  # of v\n"

@@ -155,7 +155,7 @@ class Agent:
             signal.set_wakeup_fd(rings, warn_on_full_buffer=False)
             signal.signal(signal.SIGTERM, lambda *_: None)  # the wakeup pipe suffices; interrupt no message
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends this process
-        heard = time.monotonic()
+        heard = time.monotonic() + JOIN_TIMEOUT  # rank 0 gives no sign of life before all agents have come
         try:
             while True:
                 watched = self._ranks.fileno() if self._ranks and self._watched else None

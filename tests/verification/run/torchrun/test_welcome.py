@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from multiprocessing import Pipe
 
 import pytest
 from torch.distributed import HashStore
 
 from verification.run.torchrun import agents, welcome
-from verification.run.torchrun.agents import Address
+from verification.run.torchrun.agents import Address, Agent
 from verification.run.torchrun.welcome import Hello, Welcome, introduce
 
 WORD = "0123456789abcdef" * 2
@@ -135,3 +136,14 @@ def test_agents_of_a_host_meet_where_no_other_user_gets_in(one_host: bool, monke
             ((_, connection),) = guests.agents.values()
             with connection:
                 assert connection.recv() == "here"
+
+
+def test_an_agent_that_comes_first_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 gives no sign of life until all have come, which may take longer than it may later be silent."""
+    monkeypatch.setattr(agents, "SILENCE", 0.05)
+    here, there = Pipe()
+    address = Address(rank=0, local_rank=0, world_size=2, host="", port=0, served=True, one_host=True)
+    later = threading.Timer(0.5, there.send, (("bye", 0, 7),))
+    later.start()
+    assert Agent(address, here, 0.0).serve() == 7
+    later.join()
