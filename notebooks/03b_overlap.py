@@ -62,7 +62,8 @@ torch.set_num_threads(1)
 style()
 
 # %%
-timed = [r for r in recorded_rows(method="ring_attention") if r.get("sent_bytes") is not None and "ms" in r]
+timed = [r for r in recorded_rows(method="ring_attention")
+         if r.get("sent_bytes") is not None and "ms" in r and r["exchange"] in EXCHANGES]  # fmt: skip
 assert timed, "no record in notebooks/data has times of ring_attention: scripts/bench attention --json makes one"
 forms = set()
 for row in timed:
@@ -205,17 +206,17 @@ print(
 # memory with the kernels, the clock depends on the power, and the timings vary by some percent, since calls that do
 # more work than the kernels alone sometimes took less time.
 #
-# LongNet's shards send a few MiB during milliseconds of computing, which any link can do. Most of the time that its
-# captured calls take beyond the kernels is not due to messages. (Calls that are not captured also wait for the host.)
+# LongNet's shards send a few MiB during milliseconds of computing, which any link can do. Messages add less than 5 % of
+# the time of its captured calls. (Calls that are not captured also wait for the host.)
 
 # %%
 sparse_rows = [(row, needs) for row, needs, _ in hidden if row["section"] == "longnet" and row["graph"]]
 for row, needs in sparse_rows:
-    assert needs < 20e9 and row["exposed_ms"] < 0.5 * row["beyond_kernels_ms"]
+    assert needs < 20e9 and row["exposed_ms"] < 0.05 * row["ms"]
 assert sparse_rows, "the record h200x4_longnet has captured calls"
 print(
     f"{len(sparse_rows)} recorded LongNet rows, captured: each needs less than 20 GB/s, "
-    "and messages are less than half of what is beyond the kernels"
+    "and messages add less than 5 % of its time"
 )
 lacking = [
     f"{e} on {w} GPUs"

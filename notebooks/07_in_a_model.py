@@ -73,7 +73,7 @@ print("distance from the exact ones / that of one GPU, eagerly:")
 for row in checked:
     by_rounding = row["losses_off"] / row["rounding_losses"], row["gradients_off"] / row["rounding_gradients"]
     print(f"{row['model']:8} {row['mode']:9} {row['way']:17}", "losses {:5.2f}, gradients {:5.2f}".format(*by_rounding))
-    assert by_rounding[0] <= MOST and (by_rounding[1] <= MOST or row["way"] == "published")
+    assert by_rounding[0] <= MOST and (by_rounding[1] <= MOST or row["way"].startswith("published"))
 assert not [row for row in rows if "wrong" in row]
 assert {(row["model"], row["mode"]) for row in checked} == set(sections)
 
