@@ -148,6 +148,7 @@ def run_child(connection: Connection[Progress, Any], search: Search, settings: d
 
 def double(ranks: RankGroup, search: Search, report: Callable[[Progress], None]) -> str:
     """Double the shards until the limit, or until the next size would take too long. Return the reason."""
+    one_pass(search.make(search.first, ranks.world), ranks, search)  # compiles kernels, which is no size's time
     tokens, search_started, last = search.first, time.monotonic(), 0.0
     while tokens <= search.limit:
         left = search.seconds - (time.monotonic() - search_started)
