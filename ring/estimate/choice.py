@@ -8,6 +8,7 @@ Rates by default, of device types, so that all ranks choose the same:
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from ring.estimate.tile_seconds import GPU
 from ring.layout import Layout
 from ring.plan.host_groups import AUTO, ranks_per_host
 
+_logger = logging.getLogger("ring")
 _CPU: dict[str, Any] = {"forward": 2e10, "backward": 2e10, "link": 5e8, "latency": 3e-4, "stage": 3e-4, "packing": 2e9}
 
 
@@ -95,7 +97,7 @@ def choose(
 
 
 def chosen(call: validation.Call, hosts: tuple[int, ...]) -> str:
-    """Return the exchange of a valid call with `exchange="auto"`.
+    """Return the exchange of a valid call with `exchange="auto"`. The logger "ring" shows the times, at level INFO.
 
     Args:
         call: of this rank; only what is equal on all ranks matters.
@@ -120,6 +122,8 @@ def chosen(call: validation.Call, hosts: tuple[int, ...]) -> str:
         rows = _ordered(estimated, "given", call.layout, call.key_layout, rates, call.differentiated)
     except ValueError as error:
         raise ValueError(f"exchange 'auto' cannot predict this call: {error}; name one, as 'direct'") from error
+    seconds = ", ".join(f"{row.exchange} {_seconds(row, call.differentiated):.3g}" for row in rows)
+    _logger.info("exchange 'auto' takes %s; predicted seconds: %s", rows[0].exchange, seconds)
     return rows[0].exchange
 
 

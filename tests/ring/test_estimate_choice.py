@@ -23,6 +23,7 @@ from ring.validation import head_groups
 from tests.ring.test_hosts import call, group_on
 from tests.support.attention_cases import normal, plain
 from tests.support.ranks import Ranks
+from verification.run.simulation.simulation import Simulation
 
 SIZES: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 CAUSAL = Pattern.dense(causal=True)
@@ -120,6 +121,15 @@ def _per_host(hosts: str) -> int | None:
 def test_every_rank_takes_the_first_and_chooses_once(ranks: Ranks, hosts: str, check: bool) -> None:
     exchange, _ = first = ranks(4).run(_auto, hosts, check)[0]
     assert first == (exchange, 1) and exchange in choice.candidates(4)
+
+
+def test_a_choice_and_its_reason_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    x = normal(1, 6, 4, 4, seed=0)
+    with caplog.at_level("INFO", "ring"):
+        Simulation(2, 0).run(lambda group: plain(x, x, x, CAUSAL, Layout.zigzag(12, 2), group=group, exchange="auto"))
+    (line, *others) = [record.getMessage() for record in caplog.records]
+    assert set(others) <= {line}
+    assert line.startswith("exchange 'auto' takes direct; predicted seconds: direct ") and ", all-to-all " in line
 
 
 def _on_irregular(hosts: str) -> str:
