@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=DEVICES, default="cuda")
     for name, (option, metavar, text) in RATES.items():
         add(option, dest=name, type=integer if metavar == "P" else float, metavar=metavar, help=text)
-    add("--gpu", choices=(GPU,), help="measured rates of this GPU in place of those above but of hosts")
+    add("--gpu", metavar="NAME", help=f"measured rates in place of those above but of hosts, of {GPU!r}")
     add("--memory", type=integer, metavar="BYTES", help="of a rank: adds the longest sequence that fits, such as 80Gi")
     form = top.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")

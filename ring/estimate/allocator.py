@@ -92,13 +92,15 @@ def _backward(plan: Plan, setting: Counted, narrow: bool, kernels: Kernels) -> i
     slot, gradient = setting.slot_bytes(narrow)
     held = q + kv + 2 * out + 2 * lse + _received(plan, setting) + plan.sizes.returned * gradient
     held += (q if queries else 0) + (kv if keys else 0)
-    peak = 0
+    peak, of_dq, wide = 0, 0, q // setting.itemsize * _WIDE
     for number, (tile, name) in enumerate(zip(_tiles(plan), names, strict=True)):
         rows, of_keys = size_of(tile.query_rows, tile.query_heads), size_of(tile.key_rows, tile.key_heads) * slot
-        held += 0 if number in queries else rows * setting.dims[0] * setting.batch * setting.itemsize
+        of_dq += 0 if number in queries else rows * setting.dims[0] * setting.batch * setting.itemsize
         new = 0 if number in keys else of_keys
-        peak = max(peak, held + new + _workspace(tile, name, setting))
+        peak = max(peak, held + of_dq + new + _workspace(tile, name, setting))
+        of_dq = wide if of_dq > _MAX_PENDING * wide else of_dq  # summed
         held += new if number < len(plan.local) else 0
+    held += of_dq
     whole = queries or any(
         is_everything(tile.query_rows, tile.query_heads, int(setting.counts[plan.rank]), setting.heads)
         for tile in _tiles(plan)

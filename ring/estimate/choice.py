@@ -92,7 +92,8 @@ def choose(
     order, ((queries, keys),) = layouts_of(pattern, layout, tokens, ranks, order, key_layout)
     if rates is None:
         rates = default_rates(device)
-    check_rates(rates)
+    else:
+        check_rates(rates, call)
     return _ordered(call, order, queries, keys, rates, backward)
 
 

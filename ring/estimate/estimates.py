@@ -16,7 +16,7 @@ import torch
 from reference import cost, validators
 from reference.head_groups import groups_of
 from reference.pattern import Pattern, check_pattern
-from ring.compute.kernel_limits import HALF
+from ring.compute.kernel_limits import HALF, HOPPER, takes_dims
 from ring.default_bucket import default_bucket
 from ring.estimate.allocator import allocated
 from ring.estimate.counting import MAX_TOKENS, Counted
@@ -210,17 +210,19 @@ class Call:
         straight = "direct" in self.exchange.split("+") and not is_by_group(self.exchange)
         return straight and self.device == "cuda"
 
-    def work(self, rates: Rates | None, bucket: int) -> Work | None:
-        """Return what finds the work of a GPU with its exchange of keys; None without kernels of one."""
+    def work(self, rates: Rates | None, bucket: int, strict: bool) -> Work | None:
+        """Return what finds the work of a GPU with its exchange of keys; None without kernels of one. strict: as in
+        `rank_work`.
+        """
         if rates is None or rates.kernels is None:
             return None
         default = self.bucket is None
-        return partial(rank_work, bucket=bucket, by_default=default, narrow=self.narrow, rates=rates)
+        return partial(rank_work, bucket=bucket, by_default=default, narrow=self.narrow, strict=strict, rates=rates)
 
     def allocated(self, setting: Counted, bucket: int, rates: Rates | None) -> tuple[int | None, int | None]:
         """Return the bytes at the peak of torch's allocator, forward and backward; None where it is not predicted."""
         groups = groups_of(self.exchange, setting.world)
-        if rates is None or rates.kernels is None or groups.degree > 1 or self.dtype not in HALF:
+        if rates is None or rates.kernels is None or groups.degree > 1:
             return None, None
         exchange = self.exchange if is_by_group(self.exchange) else groups.exchange
         return allocated(
@@ -290,7 +292,7 @@ def estimate(
     kv_heads, value_dim = heads if kv_heads is None else kv_heads, head_dim if value_dim is None else value_dim
     call = Call(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, exchange, bucket, device)
     if rates is not None:
-        check_rates(rates)
+        check_rates(rates, call)
     if is_by_host(exchange) and (rates is None or rates.ranks_per_host is None):
         raise ValueError(f"exchange is {exchange!r}; it must have a number, or rates ranks_per_host")
     if memory is not None:
@@ -345,12 +347,24 @@ def layout_of(pattern: Pattern, n: int, p: int, order: str) -> Layout:
     return make.get(order, Layout.hilbert)(n, p)
 
 
-def check_rates(rates: object) -> None:
-    """Raise ValueError unless these are Rates."""
+def check_rates(rates: object, call: Call) -> None:
+    """Raise ValueError unless these are Rates that the call can have."""
     if not isinstance(rates, Rates):
         raise ValueError(
             f"rates is {rates!r}; it must be Rates(forward=, backward=, link=, latency=), Rates.of('{GPU}') or None"
         )
+    if rates.kernels is None:
+        return
+    dims, share = (call.head_dim, call.value_dim), call.heads // call.kv_heads
+    if call.device != "cuda":
+        wrong = f"device is {call.device!r}; it must be 'cuda'"
+    elif call.dtype not in HALF:
+        wrong = f"dtype is {call.dtype}; it must be one of {', '.join(map(str, HALF))}"
+    elif not any(takes_dims(name, HOPPER, *dims, share) for name in rates.kernels.names):
+        wrong = f"head_dim and value_dim are {dims}; {' or '.join(rates.kernels.names)} must take them"
+    else:
+        return
+    raise ValueError(f"{wrong} with measured kernels: give Rates(forward=, backward=, link=) for others")
 
 
 def checked_layouts(layout: Layout, key_layout: Layout | None, pattern: Pattern) -> tuple[Layout, Layout]:
@@ -377,7 +391,7 @@ def row_of(
     alone, bucket = setting is None, call.bucket_of(layout, keys)
     setting = call.counted(layout, keys) if setting is None else setting
     sent = cost.sent(setting, call.exchange, call.narrow)
-    stages = stages_of(setting, call.exchange, bucket, hosts, call.work(rates, bucket))
+    stages = stages_of(setting, call.exchange, bucket, hosts, call.work(rates, bucket, alone))
     terms = {name: int(term.max()) for name, term in call.memory(setting, bucket).items()}
     flops = cost.flops(setting, call.exchange)
     messages = (np.sum([x.out for stage in stages for x in stage.messages(i)], axis=(0, 1)) for i in (False, True))

@@ -35,7 +35,7 @@ from ring.plan.blocks import Heads
 from ring.plan.cover import area, cover
 from ring.plan.plan import Plan, SlotMap, plan_of
 from ring.plan.rows import Rows
-from ring.plan.tile import is_everything
+from ring.plan.tile import Mask, is_everything
 
 _MOST_RUNS, _MANY = 32, 2**10
 
@@ -52,18 +52,24 @@ class RankWork(NamedTuple):
 
 
 def rank_work(
-    setting: Counted, exchange: str, *, bucket: int, by_default: bool, narrow: bool, rates: Rates
+    setting: Counted, exchange: str, *, bucket: int, by_default: bool, narrow: bool, strict: bool, rates: Rates
 ) -> RankWork:
     """Return the work of a problem whose keys travel by an exchange.
 
-    by_default: the bucket is not the caller's. narrow: gradients travel in the working type.
+    by_default: the bucket is not the caller's. narrow: gradients travel in the working type. strict: raise ValueError
+    for tiles that only the math kernel takes, whose times are not measured; otherwise they count as fused ones.
     """
     assert rates.kernels is not None
-    rank = busiest(setting)
-    if setting.pattern.documents is None and (runs := _runs(setting, rank)) > _MOST_RUNS:
+    rank, listed = busiest(setting), setting.layout.listed is not None
+    if not listed and setting.pattern.documents is None and (runs := _runs(setting, rank)) > _MOST_RUNS:
         return _of_runs(setting, int(setting.counts[rank]) // runs, rates.kernels)
     plan = rank_plan(setting, exchange, bucket, by_default, rates.kernels, rank)
     steps = [plan.local, [tile for step in plan.steps for tile in step.tiles]]
+    if strict and any(tile.mask is Mask.POSITION for tiles in steps for tile in tiles):
+        raise ValueError(
+            "rates have no time of masks by position, which queries and keys at unequal distances need here: give "
+            "Rates(forward=, backward=, link=) in place of rates with kernels"
+        )
     pairs = setting.work[rank, 0], setting.pairs[rank] - setting.work[rank, 0]
     own, others = (
         [

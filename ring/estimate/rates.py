@@ -30,8 +30,7 @@ class Kernels:
     def __post_init__(self) -> None:
         validators.real("launch", self.launch)
         validators.optional(_rate, "merging", self.merging)
-        if not (isinstance(self.names, tuple) and self.names and set(self.names) <= set(KERNELS)):
-            raise ValueError(f"names is {self.names!r}; it must be a tuple of some of {', '.join(KERNELS)}")
+        _check_names("names", self.names)
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,12 @@ class Rates:
         Raises:
             ValueError: no such GPU was measured, or an argument is invalid.
         """
-        validators.choice("gpu", gpu, (GPU,))
+        if gpu != GPU:
+            raise ValueError(
+                f"gpu is {gpu!r}; it must be {GPU!r}, which was measured: for others give "
+                "Rates(forward=, backward=, link=) or, to the command, --forward-rate, --backward-rate and --link-rate"
+            )
+        _check_names("kernels", kernels)
         if ranks_per_host is not None:
             link_between = _LINK_BETWEEN if link_between is None else link_between
             latency_between = _LATENCY_BETWEEN if latency_between is None else latency_between
@@ -145,6 +149,11 @@ class Rates:
 
 
 _LINK_BETWEEN, _LATENCY_BETWEEN = 4e10, 3e-5
+
+
+def _check_names(name: str, given: object) -> None:
+    if not (isinstance(given, tuple) and given and set(given) <= set(KERNELS)):
+        raise ValueError(f"{name} is {given!r}; it must be a tuple of some of {', '.join(map(repr, KERNELS))}")
 
 
 def _rate(name: str, given: object) -> None:

@@ -67,20 +67,22 @@ def tile_seconds(tile: Tile, passed: str, dims: tuple[int, int], batch: int, ker
         rows, keys = (-(-np.diff(x) // _BLOCK) * _BLOCK for x in (sequences.query, sequences.key))
     heads = batch * tile.query_rows.folds * tile.query_heads.groups * tile.query_heads.per_group
     causal = tile.mask is Mask.CAUSAL
-    if tile.window is not None:
-        seen = np.minimum(keys, tile.window * (1 if causal else 2) + 2 * _BLOCK)
-        heads, rows, keys, causal = heads * int((rows // seen).sum() + 1), seen, seen, False
-    return call_seconds(rows * keys, heads, causal, passed, dims, kernels)
+    whole = call_seconds(rows * keys, heads, causal, passed, dims, kernels)
+    if tile.window is None:
+        return whole
+    seen = np.minimum(keys, tile.window * (1 if causal else 2) + 2 * _BLOCK)
+    return min(whole, call_seconds(seen * seen, heads * rows / seen, False, passed, dims, kernels))
 
 
 def call_seconds(
-    areas: np.ndarray, heads: int, causal: bool, passed: str, dims: tuple[int, int], kernels: Sequence[str] = KERNELS
-) -> float:
+    areas: np.ndarray, heads: int | np.ndarray, causal: bool, passed: str, dims: tuple[int, int],
+    kernels: Sequence[str] = KERNELS,
+) -> float:  # fmt: skip
     """Return the seconds of a call on sequences of so many rows times keys, (sequences,), for each of the heads.
 
     Args:
         areas: of the sequences.
-        heads: of each.
+        heads: of all, or of each, (sequences,).
         causal: True for a causal mask.
         passed, dims, kernels: as in `tile_seconds`.
     """

@@ -39,14 +39,14 @@ def timeline(
     """
     kv_heads, value_dim = heads if kv_heads is None else kv_heads, head_dim if value_dim is None else value_dim
     call = Call(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, exchange, bucket, device)
-    check_rates(rates)
+    check_rates(rates, call)
     validators.flag("backward", backward)
     validators.choice("exchange", exchange, EXCHANGES)
     layouts = checked_layouts(layout, key_layout, pattern)
     setting = call.counted(*layouts)
     bucket, sizes = call.bucket_of(*layouts), setting.slot_bytes(call.narrow)
     hosts = rates.hosts(layout.world_size)
-    (block,) = blocks = stages_of(setting, exchange, bucket, hosts, call.work(rates, bucket))
+    (block,) = blocks = stages_of(setting, exchange, bucket, hosts, call.work(rates, bucket, strict=True))
     spent = key_seconds(block, backward, call.operations, sizes, rates)
     total = times(blocks, call.operations, sizes, rates)[backward]["seconds"]
     p = layout.world_size

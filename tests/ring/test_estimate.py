@@ -448,7 +448,7 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
         (["--ranks-per-host", "2"], "--link-rate must be given together"),
         ([*rates, "--latency-between", "2"], "latency_between is 2.0; it must be None without ranks_per_host"),
         ([*rates, "--gpu", "NVIDIA H200"], "--gpu has rates of its own: --backward-rate must not be given beside it"),
-        (["--gpu", "abacus"], "invalid choice: 'abacus'"),
+        (["--gpu", "abacus"], "gpu is 'abacus'; it must be 'NVIDIA H200'"),
         (["--exchange", "ring+direct"], "exchange is 'ring+direct'; it must have a number, or rates ranks_per_host"),
         (["--bucket", "0"], "bucket is 0"),
         (["--tokens", "1K"], "'1K'; it must be an integer such as"),
