@@ -79,7 +79,8 @@ def choose(
         backward: True to order by forward and backward together, False by forward alone.
 
     Returns:
-        A row for each of `candidates`. Times are compared in whole percents of the least.
+        A row for each of `candidates`. Times are compared in whole percents of the least. Calls that no measured kernel
+        takes are ordered by the times of those that one takes.
 
     Raises:
         ValueError: an argument is invalid, or cannot be counted exactly.
@@ -92,8 +93,7 @@ def choose(
     order, ((queries, keys),) = layouts_of(pattern, layout, tokens, ranks, order, key_layout)
     if rates is None:
         rates = default_rates(device)
-    else:
-        check_rates(rates, call)
+    check_rates(rates)
     return _ordered(call, order, queries, keys, rates, backward)
 
 

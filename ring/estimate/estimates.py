@@ -292,7 +292,8 @@ def estimate(
     kv_heads, value_dim = heads if kv_heads is None else kv_heads, head_dim if value_dim is None else value_dim
     call = Call(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, exchange, bucket, device)
     if rates is not None:
-        check_rates(rates, call)
+        check_rates(rates)
+        check_measured(rates, call)
     if is_by_host(exchange) and (rates is None or rates.ranks_per_host is None):
         raise ValueError(f"exchange is {exchange!r}; it must have a number, or rates ranks_per_host")
     if memory is not None:
@@ -347,12 +348,16 @@ def layout_of(pattern: Pattern, n: int, p: int, order: str) -> Layout:
     return make.get(order, Layout.hilbert)(n, p)
 
 
-def check_rates(rates: object, call: Call) -> None:
-    """Raise ValueError unless these are Rates that the call can have."""
+def check_rates(rates: object) -> None:
+    """Raise ValueError unless these are Rates."""
     if not isinstance(rates, Rates):
         raise ValueError(
             f"rates is {rates!r}; it must be Rates(forward=, backward=, link=, latency=), Rates.of('{GPU}') or None"
         )
+
+
+def check_measured(rates: Rates, call: Call) -> None:
+    """Raise ValueError if rates have measured kernels and none of them takes the call."""
     if rates.kernels is None:
         return
     dims, share = (call.head_dim, call.value_dim), call.heads // call.kv_heads

@@ -7,7 +7,7 @@ import torch
 from reference import validators
 from reference.pattern import Pattern
 from reference.svg import Picture
-from ring.estimate.estimates import Call, check_rates, checked_layouts
+from ring.estimate.estimates import Call, check_measured, check_rates, checked_layouts
 from ring.estimate.rates import Rates
 from ring.estimate.stages import key_seconds, stages_of, times
 from ring.layout import Layout
@@ -39,7 +39,8 @@ def timeline(
     """
     kv_heads, value_dim = heads if kv_heads is None else kv_heads, head_dim if value_dim is None else value_dim
     call = Call(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, exchange, bucket, device)
-    check_rates(rates, call)
+    check_rates(rates)
+    check_measured(rates, call)
     validators.flag("backward", backward)
     validators.choice("exchange", exchange, EXCHANGES)
     layouts = checked_layouts(layout, key_layout, pattern)

@@ -65,6 +65,11 @@ def test_what_decides() -> None:
     assert slow["ring:8+direct"] < slow["direct"] / 2
 
 
+def test_a_call_that_no_measured_kernel_takes_is_ordered_too() -> None:
+    rows = choose(CAUSAL, tokens=64, ranks=2, heads=2, head_dim=1, dtype=torch.float64, rates=default_rates("cuda"))
+    assert {row.exchange for row in rows} == set(choice.candidates(2))
+
+
 @pytest.mark.parametrize(
     ("hosts", "expected"),
     [
