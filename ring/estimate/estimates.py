@@ -22,7 +22,7 @@ from ring.estimate.allocator import allocated
 from ring.estimate.counting import MAX_TOKENS, Counted
 from ring.estimate.rank_work import rank_work
 from ring.estimate.rates import Rates
-from ring.estimate.stages import Work, stages_of, times
+from ring.estimate.stages import Work, stage_seconds, stages_of
 from ring.estimate.tile_seconds import GPU
 from ring.layout import Layout
 from ring.plan.host_groups import is_by_host, with_number
@@ -293,9 +293,7 @@ def estimate(
     call = Call(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, exchange, bucket, device)
     if rates is not None:
         check_rates(rates)
-        check_measured(rates, call)
-    if is_by_host(exchange) and (rates is None or rates.ranks_per_host is None):
-        raise ValueError(f"exchange is {exchange!r}; it must have a number, or rates ranks_per_host")
+    check_call(call, rates)
     if memory is not None:
         validators.integer("memory", memory, 1)
         if layout is not None or pattern.documents is not None:
@@ -356,9 +354,11 @@ def check_rates(rates: object) -> None:
         )
 
 
-def check_measured(rates: Rates, call: Call) -> None:
-    """Raise ValueError if rates have measured kernels and none of them takes the call."""
-    if rates.kernels is None:
+def check_call(call: Call, rates: Rates | None) -> None:
+    """Raise ValueError if rates have measured kernels and none of them takes the call, or do not tell its hosts."""
+    if is_by_host(call.exchange) and (rates is None or rates.ranks_per_host is None):
+        raise ValueError(f"exchange is {call.exchange!r}; it must have a number, or rates ranks_per_host")
+    if rates is None or rates.kernels is None:
         return
     dims, share = (call.head_dim, call.value_dim), call.heads // call.kv_heads
     if call.device != "cuda":
@@ -400,7 +400,11 @@ def row_of(
     terms = {name: int(term.max()) for name, term in call.memory(setting, bucket).items()}
     flops = cost.flops(setting, call.exchange)
     messages = (np.sum([x.out for stage in stages for x in stage.messages(i)], axis=(0, 1)) for i in (False, True))
-    seconds = ({}, {}) if rates is None else times(stages, call.operations, setting.slot_bytes(call.narrow), rates)
+    sizes = setting.slot_bytes(call.narrow)
+    seconds = (
+        {} if rates is None else stage_seconds(stages, passed, call.operations, sizes, rates).slowest()
+        for passed in (False, True)
+    )  # fmt: skip
     passes = {
         name: Pass(
             terms[f"{name}_buffers"], terms[f"{name}_memory"], int(traffic.sum(1).max()),

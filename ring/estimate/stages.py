@@ -20,7 +20,8 @@ with the block's own messages, which take M_b = sum_i K_i + G_i. T_b includes th
 
     T = Q_1 + sum_b max(T_b, M_b + Q_{b+1} + R_{b-1}) + R_B
 
-The time is that of the rank that takes longest.
+A timeline puts Q_{b+1} and R_{b-1} where the link is free first, and what is left after T_b. The time is that of the
+rank that takes longest.
 
 Ranks do not wait for each other, and links do not share a wire. The rates are either one for all calls, with which
 merging and starting kernels take the seconds of a stage, and packing the rows of a block two such times; or those of
@@ -290,74 +291,72 @@ def _chunks(spans: Ints, widths: Ints, most: int) -> Iterator[tuple[Ints, Ints]]
         begin = end
 
 
-def times(
-    stages: list[HeadStage], operations: tuple[int, int], sizes: tuple[int, int], rates: Rates
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the times of forward and of backward, on the rank that takes longest, by their names in `Pass`.
-
-    operations: of a pair, forward and backward; sizes: bytes of a slot and of its gradient.
-    """
-    return _times(stages, False, operations, sizes, rates), _times(stages, True, operations, sizes, rates)
-
-
-def _times(
-    stages: list[HeadStage], backward: bool, operations: tuple[int, int], sizes: tuple[int, int], rates: Rates
-) -> dict[str, float]:
-    """Time a pass."""
-    there, back = ([x.rows[2 * backward + i].seconds(1, rates) for x in stages] for i in (0, 1))
-    none = np.zeros_like(there[0])
-    computing, messaging, exposed = none, there[0] + back[-1], there[0] + back[-1]
-    for stage, onward, returning in zip(stages, [*there[1:], none], [none, *back[:-1]], strict=True):
-        spent = key_seconds(stage, backward, operations, sizes, rates)
-        of_pairs, of_messages = spent.computing.sum(0), spent.messages.sum(0) + spent.last + onward + returning
-        packed = stage.packed(backward)
-        starts = 2 * rates.stage if rates.kernels is None else stage.copies(backward) * rates.kernels.launch
-        of_pairs = of_pairs + packed / (rates.packing or np.inf) + starts * (packed > 0)
-        computing, messaging = computing + of_pairs, messaging + of_messages
-        exposed = exposed + np.maximum(spent.exposed, of_messages - of_pairs)
-    total = computing + exposed
-    found = {"seconds": total, "computing": computing, "messaging": messaging, "exposed": exposed}
-    return {name: float(x[total.argmax()]) for name, x in found.items()}
-
-
 class Seconds(NamedTuple):
-    """Kernels and messages of keys and gradients, by stage, (stages + 1, p), and messages after the last, (p,)."""
+    """Kernels and messages of every stage on each rank, (stages, p). A stage ends when both have."""
 
     computing: np.ndarray
     messages: np.ndarray
-    last: np.ndarray
 
-    @property
-    def exposed(self) -> np.ndarray:
-        """Messages that kernels do not hide, (p,)."""
-        found: np.ndarray = np.maximum(self.messages - self.computing, 0).sum(0) + self.last
-        return found
+    def slowest(self) -> dict[str, float]:
+        """Return the times of the rank that takes longest, by their names in `Pass`."""
+        computing, messaging = (x.sum(0) for x in self)
+        exposed = np.maximum(self.messages - self.computing, 0).sum(0)
+        total = computing + exposed
+        times = {"seconds": total, "computing": computing, "messaging": messaging, "exposed": exposed}
+        return {name: float(x[total.argmax()]) for name, x in times.items()}
 
 
-def key_seconds(
-    stage: HeadStage, backward: bool, operations: tuple[int, int], sizes: tuple[int, int], rates: Rates
+def stage_seconds(
+    blocks: list[HeadStage], backward: bool, operations: tuple[int, int], sizes: tuple[int, int], rates: Rates
 ) -> Seconds:
-    """Return the times of a block on each rank. operations: of a pair, forward and backward; sizes: bytes of a slot and
-    of its gradient.
+    """Time the stages of a pass, in order: rows of the first block, all blocks, results of the last one.
+
+    operations: of a pair, forward and backward; sizes: bytes of a slot and of its gradient.
     """
-    none = np.zeros_like(stage.own, float)
-    own, others, besides = _pair_seconds(stage, backward, operations, rates)
-    computing = np.array([stage.own * own, *(x.pairs * others for x in stage.stages)]) + rates.stage
-    computing[-1] += besides
-    messages = np.array([*(x.keys.seconds(sizes[0], rates) for x in stage.stages), none])
-    last = none
-    if backward and stage.stages:
-        *gradients, last = (x.gradients.seconds(sizes[1], rates) for x in stage.stages)
-        messages = messages + np.array([none, none, *gradients])
-    return Seconds(computing, messages, last)
+    there, back = ([x.rows[2 * backward + i].seconds(1, rates) for x in blocks] for i in (0, 1))
+    none = np.zeros_like(there[0])
+    timed = [
+        _block_seconds(block, onward + returning, backward, operations, sizes, rates)
+        for block, onward, returning in zip(blocks, [*there[1:], none], [none, *back[:-1]], strict=True)
+    ]
+    computing, messages = (np.concatenate(x) for x in zip(*timed, strict=True))
+    return Seconds(np.array([none, *computing, none]), np.array([there[0], *messages, back[-1]]))
+
+
+def _block_seconds(
+    block: HeadStage, rows: np.ndarray, backward: bool, operations: tuple[int, int], sizes: tuple[int, int],
+    rates: Rates,
+) -> Seconds:  # fmt: skip
+    """Time the stages of a block of heads: own keys and those of the others, the last gradients, packing, and the rows
+    of other blocks that are left.
+
+    rows: seconds of rows of other blocks, (p,). They travel wherever the link is free.
+    """
+    own, others, besides = _pair_seconds(block, backward, operations, rates)
+    none = np.zeros_like(rows)
+    packed = block.packed(backward)
+    starts = 2 * rates.stage if rates.kernels is None else block.copies(backward) * rates.kernels.launch
+    packing = packed / (rates.packing or np.inf) + starts * (packed > 0)
+    kernels = np.array([block.own * own, *(x.pairs * others for x in block.stages)]) + rates.stage
+    kernels[-1] += besides
+    computing = np.array([*kernels, none, packing, none])
+    messages = np.zeros_like(computing)
+    for i, stage in enumerate(block.stages):
+        messages[i] += stage.keys.seconds(sizes[0], rates)
+        if backward:
+            messages[i + 2] += stage.gradients.seconds(sizes[1], rates)
+    free = np.maximum(computing - messages, 0)
+    free[-1] = rows
+    sent = np.minimum(np.cumsum(free, axis=0), rows)
+    return Seconds(computing, messages + np.diff(sent, axis=0, prepend=0))
 
 
 def _pair_seconds(
-    stage: HeadStage, backward: bool, operations: tuple[int, int], rates: Rates
+    block: HeadStage, backward: bool, operations: tuple[int, int], rates: Rates
 ) -> tuple[float, float, float]:
     """Return the seconds of a pair of own keys, of one of the others' keys, and of what a GPU does besides."""
-    if stage.work is not None:
-        own, others, besides = (seconds[backward] for seconds in stage.work)
+    if block.work is not None:
+        own, others, besides = (seconds[backward] for seconds in block.work)
         return own, others, besides
     rate = rates.backward if backward else rates.forward
     seconds = 0.0 if rate is None else operations[backward] / rate  # None: no rank has this block

@@ -31,24 +31,18 @@ def steps_picture(title: str, name: str, scores: Sequence[int], slots: Sequence[
     return lanes([Lane(name, *bars)], len(at), ticks, title, ["messages: received for the next step"])
 
 
-def seconds_picture(
-    title: str, names: Sequence[str], computing: np.ndarray, messages: np.ndarray, last: np.ndarray
-) -> Picture:
+def seconds_picture(title: str, names: Sequence[str], computing: np.ndarray, messages: np.ndarray) -> Picture:
     """Draw stages of several ranks in time. A stage ends when its kernels and its messages have.
 
     Args:
         title: for the line above.
         names: of the ranks.
         computing, messages: seconds, (stages, ranks).
-        last: seconds of messages after the last stage, (ranks,).
     """
-    ends = np.cumsum(np.maximum(computing, messages), axis=0)
-    at, total = _columns(len(ends)), float((ends[-1] + last).max())
-    begins = np.append(np.zeros_like(ends[:1]), ends, axis=0)[[*at, len(ends)]]
-    spent = [
-        np.append(np.add.reduceat(x, at), rest, axis=0)
-        for x, rest in ((computing, 0 * last[None]), (messages, last[None]))
-    ]
+    spent = np.maximum(computing, messages)
+    ends = np.append(np.zeros_like(spent[:1]), np.cumsum(spent, axis=0), axis=0)
+    at, total = _columns(len(spent)), float(ends[-1].max())
+    begins, columns = ends[at], [np.add.reduceat(x, at) for x in (computing, messages)]
     rows = []
     for rank, name in enumerate(names):
         bars = [
@@ -56,11 +50,11 @@ def seconds_picture(
                 Bar(float(begins[i, rank]), float(x[i, rank]), f"{1e3 * x[i, rank]:.4g} ms of {kind}")
                 for i in range(len(x))
             ]
-            for kind, x in zip(("kernels", "messages"), spent, strict=True)
+            for kind, x in zip(("kernels", "messages"), columns, strict=True)
         ]
         rows.append(Lane(name, *bars))
     ticks = [(total * i / 4, f"{1e3 * total * i / 4:.3g} ms") for i in range(5)]
-    return lanes(rows, total, ticks, title, [f"{len(ends)} stages"])
+    return lanes(rows, total, ticks, title, [f"{int(spent.any(1).sum())} stages"])
 
 
 def _columns(stages: int) -> list[int]:

@@ -519,19 +519,58 @@ def test_refuses_what_it_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
             replace(HAND, **wrong)
 
 
-@pytest.mark.parametrize("exchange", KEY_EXCHANGES)
-@pytest.mark.parametrize("p", [1, 4, 40])
+TIMELINES = (*KEY_EXCHANGES, "all-to-all", "all-to-all:2+ring", "direct+all-to-all:2", "ring:2+direct")
+
+
 @pytest.mark.parametrize("backward", [False, True])
-def test_timelines_end_with_the_predicted_time(exchange: str, p: int, backward: bool) -> None:
-    pattern, layout, rates = Pattern.dense(causal=True), Layout.contiguous(4096, p), Rates(1e9, 1e9, 1e9, 1e-4)
-    (row,) = estimate(pattern, layout, exchange=exchange, rates=rates, **SIZES)
-    svg = timeline(pattern, layout, exchange=exchange, rates=rates, backward=backward, **SIZES).svg
-    seconds = (row.backward if backward else row.forward).seconds
-    assert seconds is not None and f"predicted: {1e3 * seconds:.4g} ms on the slowest of {p} ranks" in svg
+@pytest.mark.parametrize(("exchange", "p"), [*product(TIMELINES, (4, 40)), ("ring", 1), ("all-to-all", 1)])
+def test_timelines_draw_the_predicted_times(exchange: str, p: int, backward: bool) -> None:
+    """With the bucket, exchanges by heads have two blocks or more. Of 40 ranks the slowest may be one not drawn."""
+    call: dict[str, Any] = {"rates": Rates(1e9, 1e9, 1e9, 1e-4, packing=1e9), "exchange": exchange, "bucket": 128}
+    pattern, layout = Pattern.dense(causal=True), Layout.contiguous(512, p)
+    (row,) = estimate(pattern, layout, **call, **SIZES)
+    svg = timeline(pattern, layout, **call, backward=backward, **SIZES).svg
+    predicted = vars(row.backward if backward else row.forward)
+    assert f"{exchange}, {'back' if backward else 'for'}ward, predicted: {1e3 * predicted['seconds']:.4g} ms on" in svg
     assert len(re.findall(">rank [0-9]+<", svg)) == min(p, 16) and f">rank {p - 1}<" in svg
-    bars = re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)"', svg)
-    if p <= 16:  # all ranks, the slowest among them; a bar has at least half a pixel, and places are rounded
-        assert max(float(x) + float(width) for x, width in bars) == pytest.approx(56 + 720, abs=0.6)
+    if p <= 16:
+        lanes = lanes_of(svg, p)
+        # A bar has at least half a pixel, and places are rounded.
+        assert max(end for rank in lanes for lane in rank for _, end, _ in lane) == pytest.approx(720, abs=0.6)
+        sums = np.array([[sum(ms for *_, ms in lane) for lane in rank] for rank in lanes])
+        slowest = np.array([1e3 * predicted[name] for name in ("computing", "messaging")])
+        assert np.isclose(sums, slowest, rtol=1e-3, atol=0).all(1).any()
+
+
+def test_timelines_by_heads_by_hand() -> None:
+    """Rows of the second block take longer than the kernels of the first, as in `test_times_by_heads_by_hand`."""
+    layout, rates = Layout.contiguous(8, 2), replace(HAND, link=0.25)
+    svg = timeline(
+        Pattern.dense(), layout, heads=4, head_dim=1, dtype=torch.float64, exchange="all-to-all", bucket=1,
+        device="cpu", rates=rates,
+    ).svg  # fmt: skip
+    end = 384 + 384 + 256 + 256
+    kernels, messages = [(384, 640), (768, 1024)], [(0, 384), (384, 640), (640, 768), (768, 1024), (1024, end)]
+    for lanes in lanes_of(svg, 2):
+        for lane, expected in zip(lanes, (kernels, messages), strict=True):
+            places = [(begin * end / 720, stop * end / 720) for begin, stop, _ in lane]
+            assert np.array(places) == pytest.approx(np.array(expected), abs=0.15 * end / 720)
+            assert [ms for *_, ms in lane] == [1e3 * (stop - begin) for begin, stop in expected]
+
+
+Lane = list[tuple[float, float, float]]
+
+
+def lanes_of(svg: str, ranks: int) -> list[tuple[Lane, Lane]]:
+    """Bars of kernels and of messages of each rank: begin and end in pixels of the axis, and milliseconds."""
+    left = min(float(x) for x in re.findall(r'<path stroke="#ccc" d="M([\d.]+)', svg))
+    bars = re.findall(r'<rect x="([\d.]+)" y="(\d+)" width="([\d.]+)" [^>]*><title>(\S+) ms of (\w+)', svg)
+    lanes: list[tuple[Lane, Lane]] = [([], []) for _ in range(ranks)]
+    for x, y, width, ms, kind in bars:
+        lanes[(int(y) - 22) // 28][kind == "messages"].append(
+            (float(x) - left, float(x) - left + float(width), float(ms))
+        )
+    return lanes
 
 
 @pytest.mark.parametrize(
@@ -539,7 +578,8 @@ def test_timelines_end_with_the_predicted_time(exchange: str, p: int, backward: 
     [
         ({"rates": None}, "rates is None; it must be Rates"),
         ({"layout": 4096}, "layout is 4096; it must be a Layout"),
-        ({"exchange": "all-to-all"}, "exchange is 'all-to-all'"),
+        ({"exchange": "all-to-all:3+ring"}, "exchange is 'all-to-all:3"),
+        ({"exchange": "all-to-all+ring"}, "exchange is 'all-to-all.ring'; it must have a number, or rates ranks_per_h"),
     ],
 )
 def test_timelines_refuse_what_estimates_refuse(change: dict[str, Any], said: str) -> None:

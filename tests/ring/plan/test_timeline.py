@@ -56,8 +56,8 @@ def test_many_steps_share_columns() -> None:
 
 
 def test_a_stage_ends_when_its_kernels_and_its_messages_have() -> None:
-    computing, messages = np.array([[1.0, 2], [3, 1]]), np.array([[2.0, 1], [0, 4]])
-    svg = seconds_picture("title", ["a", "b"], computing, messages, np.array([1.0, 2])).svg
+    computing, messages = np.array([[1.0, 2], [3, 1], [0, 0]]), np.array([[2.0, 1], [0, 4], [1, 2]])
+    svg = seconds_picture("title", ["a", "b"], computing, messages).svg
     left, unit = 26, 720 / 8  # the slowest: 2 + 4, then 2
     kernels = [(0, 1), (2, 3)], [(0, 2), (2, 1)]  # begin and seconds, of each rank
     waiting = [(0, 2), (5, 1)], [(0, 1), (2, 4), (6, 2)]
@@ -68,4 +68,4 @@ def test_a_stage_ends_when_its_kernels_and_its_messages_have() -> None:
         for bar in lane
     ]
     assert bars(svg) == [(left + begin * unit, width * unit, tip) for begin, width, tip in expected]
-    assert ">8e+03 ms<" in svg
+    assert ">8e+03 ms<" in svg and ">3 stages<" in svg
