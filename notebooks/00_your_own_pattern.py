@@ -16,8 +16,9 @@
 # %% [markdown]
 # # Your own pattern: in a picture, a table and a prediction
 #
-# Change the cell of parameters and run all cells, or let papermill do it:
-# `papermill 00_your_own_pattern.ipynb mine.ipynb -y "{TOKENS: 65536, ORDER: zigzag}"`. Nothing here needs a GPU.
+# Change the cell of parameters and run all cells. Or `pip install papermill` beside Jupyter, and in this folder
+# `papermill 00_your_own_pattern.ipynb mine.ipynb -y "{TOKENS: 65536, ORDER: zigzag}"`; from another folder, add `--cwd`
+# with this one. `papermill --help-notebook 00_your_own_pattern.ipynb` lists the parameters. Nothing here needs a GPU.
 
 # %%
 import csv
@@ -40,25 +41,45 @@ torch.set_num_threads(1)
 style()
 
 # %% tags=["parameters"]
-HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
-SEGMENTS, DILATIONS, CAUSAL = [2048, 16384, None], [1, 4, 64], True  # the branches of LongNet's kind of pattern
+HEADS = 8  # of queries
+KV_HEADS = 4  # of keys and values
+HEAD_DIM = 64
+SEGMENTS = [2048, 16384, None]  # of the branches of LongNet's kind of pattern; None: the whole sequence
+DILATIONS = [1, 4, 64]  # of these branches
+CAUSAL = True
 PATTERN = None  # or any other Pattern, or what its `to_dict()` returns: with windows, documents, branches of some heads
 TOKENS = 2**18  # of the sequence; with documents, theirs
-RANKS = 8
+RANKS = 8  # in the pictures
 ORDER = "contiguous"  # or "zigzag", "striped", "hilbert", "balanced", "zigzag by document"
-EXCHANGE = "ring"  # or "direct", "gather"
-FORWARD_RATE, BACKWARD_RATE = 600e12, 450e12  # FLOP/s of your kernels, for times
-LINK_RATE, LATENCY = 200e9, 1e-5  # bytes/s that a rank sends and receives; seconds a message takes beyond its bytes
-CHECKED_TOKENS, CHECKED_TYPES = 192, ("float32", "bfloat16")  # of the calls whose rounding errors are measured
+EXCHANGE = "ring"  # or "direct", "gather", "all-to-all"
+FORWARD_RATE = 600e12  # FLOP/s of your kernels, for times
+BACKWARD_RATE = 450e12  # the same in the backward
+LINK_RATE = 200e9  # bytes/s that a rank sends and receives
+LATENCY = 1e-5  # seconds a message takes beyond its bytes
+CHECKED_TOKENS = 192  # of the calls whose rounding errors are measured
+CHECKED_TYPES = ("float32", "bfloat16")  # of these calls
+
+# %% [markdown]
+# This cell checks them: parameters that cannot be end in it, with the error of the library.
 
 # %%
 longnet = Pattern.longnet(SEGMENTS, DILATIONS, HEADS, CAUSAL)
 pattern = longnet if PATTERN is None else PATTERN if isinstance(PATTERN, Pattern) else Pattern.from_dict(PATTERN)
-pattern.validate(HEADS)
 tokens = TOKENS if pattern.documents is None else sum(pattern.documents)
 rates = Rates(FORWARD_RATE, BACKWARD_RATE, LINK_RATE, LATENCY)
 sizes = dict(heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, exchange=EXCHANGE)
+estimate(pattern, tokens=tokens, ranks=[RANKS], order=ORDER, rates=rates, **sizes)
+short = pattern
+if pattern.documents is not None:
+    ends = np.minimum(np.cumsum(pattern.documents), CHECKED_TOKENS)
+    short = replace(pattern, documents=tuple(np.diff(ends, prepend=0).tolist()))
+checked = CHECKED_TOKENS if short.documents is None else sum(short.documents)
+plain = replace(
+    PLAIN, tokens=checked, pattern=short, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, exchange=EXCHANGE,
+    order="contiguous" if ORDER == "balanced" else ORDER,
+)  # fmt: skip
 WORLDS = (1, 2, 4, 8)
+cases = {(t, ranks): replace(plain, world=ranks, dtype=t) for t in CHECKED_TYPES for ranks in WORLDS}
 
 # %% [markdown]
 # ## The picture
@@ -150,16 +171,7 @@ assert all(row.shards >= scaled[i - 1].shards / 2 for i, row in enumerate(scaled
 # against its own derived bound. Dots are the largest error, lines the largest bound.
 
 # %%
-short = pattern
-if pattern.documents is not None:
-    ends = np.minimum(np.cumsum(pattern.documents), CHECKED_TOKENS)
-    short = replace(pattern, documents=tuple(np.diff(ends, prepend=0).tolist()))
-checked = CHECKED_TOKENS if short.documents is None else sum(short.documents)
-plain = replace(
-    PLAIN, tokens=checked, pattern=short, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, exchange=EXCHANGE,
-    order="contiguous" if ORDER == "balanced" else ORDER,
-)  # fmt: skip
-found = {(t, ranks): errors(replace(plain, world=ranks, dtype=t)) for t in CHECKED_TYPES for ranks in WORLDS}
+found = {setting: errors(case) for setting, case in cases.items()}
 names = ("out", "lse", "dq", "dk", "dv")
 figure, panels = plt.subplots(1, len(CHECKED_TYPES), figsize=(4.8 * len(CHECKED_TYPES), 3.4), squeeze=False)
 for axes, dtype in zip(panels[0], CHECKED_TYPES, strict=True):

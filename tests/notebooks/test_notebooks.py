@@ -40,6 +40,14 @@ def test_a_notebook_is_its_source_executed_once(source: Path) -> None:
     assert not [place for place in ("/home/", "/tmp/", "/root/", str(FOLDER.parent)) if place in file.read_text()]
 
 
+def test_parameters_are_named_one_a_line() -> None:
+    """papermill takes other assignments for no parameters, and warns whoever sets them that they are unknown."""
+    (cell,) = (
+        x for x in jupytext.read(FOLDER / "00_your_own_pattern.py").cells if "parameters" in x.metadata.get("tags", ())
+    )
+    assert [line for line in cell.source.splitlines() if not re.match("[A-Z_]+ = ", line)] == []
+
+
 def test_figures_of_the_readme_are_the_notebooks_own() -> None:
     """A figure that changed with `scripts/notebooks --save` must be copied to images/ again."""
     notebooks = [json.loads(source.with_suffix(".ipynb").read_text()) for source in SOURCES]
