@@ -315,12 +315,12 @@ def stage_seconds(
     """
     there, back = ([x.rows[2 * backward + i].seconds(1, rates) for x in blocks] for i in (0, 1))
     none = np.zeros_like(there[0])
-    timed = [
+    within = [
         _block_seconds(block, onward + returning, backward, operations, sizes, rates)
         for block, onward, returning in zip(blocks, [*there[1:], none], [none, *back[:-1]], strict=True)
     ]
-    computing, messages = (np.concatenate(x) for x in zip(*timed, strict=True))
-    return Seconds(np.array([none, *computing, none]), np.array([there[0], *messages, back[-1]]))
+    first, last = (Seconds(none[None], rows[None]) for rows in (there[0], back[-1]))
+    return Seconds(*(np.concatenate(x) for x in zip(first, *within, last, strict=True)))
 
 
 def _block_seconds(
