@@ -85,8 +85,7 @@ def work(pattern: Pattern, n: int, heads: int | None = None) -> Ints:
     within, length = _places_in_documents(pattern, n)
     heads, total = pattern.fewest_heads if heads is None else heads, np.zeros(n, np.int64)
     for branch in pattern.branches:
-        for offset, count in _offsets(branch, heads).items():
-            total += count * _keys_seen(branch, offset, pattern.causal, within, length)
+        total += _keys_seen(branch, heads, pattern.causal, within, length)
     return total
 
 
@@ -128,25 +127,19 @@ def _places_in_documents(pattern: Pattern, n: int) -> tuple[Ints, Ints]:
     return np.arange(n) - begins, np.repeat(lengths, lengths)
 
 
-def _offsets(branch: Branch, heads: int) -> dict[int, int]:
-    """Number of query heads by offset."""
-    counts: dict[int, int] = {}
-    for offset in branch.offsets(heads):
-        if offset is not None:
-            counts[offset] = counts.get(offset, 0) + 1
-    return counts
-
-
-def _keys_seen(branch: Branch, offset: int, causal: bool, within: Ints, length: Ints) -> Ints:
+def _keys_seen(branch: Branch, heads: int, causal: bool, within: Ints, length: Ints) -> Ints:
     rate, segment = branch.dilation_rate, branch.segment_length
     if segment is not None:
         begins = within // segment * segment
         within, length = within - begins, np.minimum(length - begins, segment)
-    before, behind = (within - offset) // rate, (length - 1 - within) // rate
+    served = np.zeros(min(rate, len(within)), np.int64)  # query heads by offset
+    for offset in branch.offsets(heads):
+        if offset is not None and offset < len(served):
+            served[offset] += 1
+    before, behind = within // rate, (length - 1 - within) // rate
     if branch.window is not None:
         before, behind = (np.minimum(x, branch.window // rate) for x in (before, behind))
-    seen = before + 1 if causal else before + 1 + behind
-    return np.where((within >= offset) & ((within - offset) % rate == 0), seen, 0)
+    return (before + 1 if causal else before + 1 + behind) * served[within % rate]
 
 
 # --- divisions --------------------------------------------------------------------------------------------------------

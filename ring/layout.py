@@ -420,19 +420,13 @@ def _greedy_runs(order: np.ndarray) -> Iterator[Run]:
 
 def _hilbert_curve(n: int) -> np.ndarray:
     """Positions below n in the order of the Hilbert curve through the square that has them row by row: (n,) int64."""
+    x = y = np.zeros(1, np.int64)
     side = 1
-    while side * side < n:
+    while side * side < n:  # four squares, of which the first and the last are turned, make one
+        x, y = (
+            np.concatenate([y, x, x + side, 2 * side - 1 - y]),
+            np.concatenate([x, y + side, y + side, side - 1 - x]),
+        )
         side *= 2
-    rest = np.arange(side * side, dtype=np.int64)
-    x, y = np.zeros_like(rest), np.zeros_like(rest)
-    scale = 1
-    while scale < side:  # from the finest quadrant outwards: turn the square built so far, then move it to its quadrant
-        right = (rest // 2) % 2
-        up = (rest ^ right) % 2
-        flip = (up == 0) & (right == 1)
-        x, y = np.where(flip, scale - 1 - x, x), np.where(flip, scale - 1 - y, y)
-        x, y = np.where(up == 0, y, x), np.where(up == 0, x, y)
-        x, y = x + scale * right, y + scale * up
-        rest, scale = rest // 4, scale * 2
     positions = y * side + x
     return positions[positions < n]

@@ -26,7 +26,7 @@ import torch
 
 from ring.compute import kernel_choice, kernels
 from ring.compute.kernel_choice import KernelSetting
-from ring.plan.cover import area, cover
+from ring.plan.cover import cover
 from ring.plan.plan import Plan
 from ring.plan.tile import Tile
 
@@ -102,8 +102,8 @@ class Programs:
         if not any(tiles):
             return program
         own = tiles[: len(program.arrivals[0])]
-        queries = [None if tile is None else area(tile.query_rows, tile.query_heads) for tile in tiles]
-        keys = [None if tile is None else area(tile.key_rows, tile.key_heads) for tile in own]
+        queries = [None if tile is None else (tile.query_rows, tile.query_heads) for tile in tiles]
+        keys = [None if tile is None else (tile.key_rows, tile.key_heads) for tile in own]
         of_queries = cover(queries, q.shape[1], q.shape[2])
         of_keys = cover(keys, self.plan.tokens, q.shape[2] // self._setting.share)
         marked = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -74,17 +75,28 @@ def choose(
         dlse: True if lse has a gradient.
         repeatable: sum in the same order in every run.
     """
-    varlen = tile.sequences is not None
-    windowed = tile.window is not None
-    if tile.mask is Mask.POSITION or (setting.device == "cpu" and (varlen or windowed or dlse)):
+    if tile.mask is Mask.POSITION or (setting.device == "cpu" and (tile.sequences or tile.window is not None or dlse)):
         return "math"
     names = fused_kernels(setting)
     if setting.device == "cpu":  # below a vector of keys flash returns finite numbers for a row of NaN scores
         return names[0] if names and tile.key_rows.length >= VECTOR else "math"
     if setting.kernel == "cudnn" and not repeatable:
         names = names[:1]
+    names = taking(names, tile, dlse, repeatable)
+    passed = "forward" if not backward else "repeatable backward" if repeatable else "backward"
+    return fastest(names, setting.capability, work_of(tile, passed, setting.dims, setting.batch)) if names else "math"
+
+
+def taking(names: Sequence[str], tile: Tile, dlse: bool = False, repeatable: bool = False) -> tuple[str, ...]:
+    """Return those of some fused kernels of GPUs that take a tile with these head dims, unless masked by position.
+
+    Args:
+        names: of "cudnn", "flash" and "fa4".
+        tile, dlse, repeatable: as in `choose`.
+    """
+    varlen, windowed = tile.sequences is not None, tile.window is not None
     single = tile.query_rows.length == tile.key_rows.length == 1
-    names = tuple(
+    return tuple(
         name
         for name, limits in ((name, GPU_LIMITS[name]) for name in names)
         if not (
@@ -92,7 +104,6 @@ def choose(
             or (single and not limits.single) or (repeatable and not limits.repeatable)
         )
     )  # fmt: skip
-    return fastest(names, setting.capability, _work(setting, tile, backward, repeatable)) if names else "math"
 
 
 def fused_kernels(setting: KernelSetting) -> tuple[str, ...]:
@@ -132,9 +143,9 @@ def max_window(setting: KernelSetting) -> int:
     return max((MAX_WINDOW.get(name, 0) for name in fused_kernels(setting)), default=0)
 
 
-def _work(setting: KernelSetting, tile: Tile, backward: bool, repeatable: bool) -> Work:
+def work_of(tile: Tile, passed: str, dims: tuple[int, int], batch: int) -> Work:
+    """Return the sizes of a tile's call. passed, dims: as in `Work`, of keys and of values."""
     count = 1 if tile.sequences is None else len(tile.sequences.query) - 1
-    heads = tile.query_rows.folds * setting.batch * tile.query_heads.groups * tile.query_heads.per_group * count
+    heads = tile.query_rows.folds * batch * tile.query_heads.groups * tile.query_heads.per_group * count
     length = (tile.query_rows.length * tile.key_rows.length) ** 0.5 / count
-    passed = "forward" if not backward else "repeatable backward" if repeatable else "backward"
-    return Work(passed, *setting.dims, tile.mask is Mask.CAUSAL, tile.sequences is not None, length, heads)
+    return Work(passed, *dims, tile.mask is Mask.CAUSAL, tile.sequences is not None, length, heads)

@@ -15,19 +15,20 @@ calls is not counted either.
 
 from __future__ import annotations
 
-from ring.compute.gpu.kernel_times import Work, fastest
-from ring.compute.kernel_limits import GPU_LIMITS, HOPPER, takes_dims
+from ring.compute.gpu.kernel_times import PASSES, fastest
+from ring.compute.gpu.partial_results import MAX_PENDING
+from ring.compute.kernel_choice import taking, work_of
+from ring.compute.kernel_limits import HOPPER
 from ring.compute.kernels import MAX_WORKSPACE
 from ring.estimate.counting import Counted
-from ring.estimate.rank_work import busiest, rank_plan, size_of
+from ring.estimate.rank_work import busiest, names_of, rank_plan, size_of, tiles_of
 from ring.estimate.rates import Kernels
-from ring.plan.cover import area, cover
+from ring.plan.cover import cover
 from ring.plan.plan import Plan
-from ring.plan.tile import Mask, Tile, is_everything
+from ring.plan.tile import Tile, is_everything
 
 _RANKS = 4  # at most, of which all are looked at
 _WIDE = 4  # bytes of fp32
-_MAX_PENDING = 2.0  # of `gpu_accumulator`, which needs Triton
 
 
 def allocated(
@@ -41,10 +42,6 @@ def allocated(
         max(_forward(plan, setting) for plan in plans),
         max(_backward(plan, setting, narrow, kernels) for plan in plans),
     )
-
-
-def _tiles(plan: Plan) -> list[Tile]:
-    return [*plan.local, *(tile for step in plan.steps for tile in step.tiles)]
 
 
 def _inputs(plan: Plan, setting: Counted) -> tuple[int, int, int, int]:
@@ -62,49 +59,44 @@ def _received(plan: Plan, setting: Counted) -> int:
 
 def _forward(plan: Plan, setting: Counted) -> int:
     q, kv, out, lse = _inputs(plan, setting)
-    rows = sum(size_of(tile.query_rows, tile.query_heads) for tile in _tiles(plan)) * setting.batch
+    rows = sum(size_of(tile.query_rows, tile.query_heads) for tile in tiles_of(plan)) * setting.batch
     parts, wide = rows * setting.dims[1] * setting.itemsize, out // setting.itemsize * _WIDE
     given = q + kv + lse + _received(plan, setting)
-    if parts > _MAX_PENDING * wide:
-        return given + out + wide + int(_MAX_PENDING * wide)
+    if parts > MAX_PENDING * wide:
+        return given + out + wide + int(MAX_PENDING * wide)
     whole = any(
         is_everything(tile.query_rows, tile.query_heads, int(setting.counts[plan.rank]), setting.heads)
-        for tile in _tiles(plan)
+        for tile in tiles_of(plan)
     )
     return given + parts + rows * _WIDE + (0 if whole else out)
 
 
 def _backward(plan: Plan, setting: Counted, narrow: bool, kernels: Kernels) -> int:
     q, kv, out, lse = _inputs(plan, setting)
-    names = [_kernel(tile, setting, kernels) for tile in _tiles(plan)]
-    of_fa4 = [
-        tile if name == "fa4" and tile.sequences is None else None
-        for tile, name in zip(_tiles(plan), names, strict=True)
-    ]
+    tiles, tokens = tiles_of(plan), int(setting.counts[plan.rank])
+    names = [kernel_of(tile, setting, kernels) for tile in tiles]
+    in_place = [name == "fa4" and tile.sequences is None for tile, name in zip(tiles, names, strict=True)]
     queries = cover(
-        [None if tile is None else area(tile.query_rows, tile.query_heads) for tile in of_fa4],
-        int(setting.counts[plan.rank]), setting.heads,
+        ((x.query_rows, x.query_heads) if placed else None for x, placed in zip(tiles, in_place, strict=True)),
+        tokens, setting.heads,
     )  # fmt: skip
     keys = cover(
-        [None if tile is None else area(tile.key_rows, tile.key_heads) for tile in of_fa4[: len(plan.local)]],
+        ((x.key_rows, x.key_heads) if placed else None for x, placed in zip(plan.local, in_place, strict=False)),
         int(setting.key_counts[plan.rank]), setting.kv_heads,
     )  # fmt: skip
     slot, gradient = setting.slot_bytes(narrow)
     held = q + kv + 2 * out + 2 * lse + _received(plan, setting) + plan.sizes.returned * gradient
     held += (q if queries else 0) + (kv if keys else 0)
     peak, of_dq, wide = 0, 0, q // setting.itemsize * _WIDE
-    for number, (tile, name) in enumerate(zip(_tiles(plan), names, strict=True)):
+    for number, (tile, name) in enumerate(zip(tiles, names, strict=True)):
         rows, of_keys = size_of(tile.query_rows, tile.query_heads), size_of(tile.key_rows, tile.key_heads) * slot
         of_dq += 0 if number in queries else rows * setting.dims[0] * setting.batch * setting.itemsize
         new = 0 if number in keys else of_keys
         peak = max(peak, held + of_dq + new + _workspace(tile, name, setting))
-        of_dq = wide if of_dq > _MAX_PENDING * wide else of_dq  # summed
+        of_dq = wide if of_dq > MAX_PENDING * wide else of_dq  # summed
         held += new if number < len(plan.local) else 0
     held += of_dq
-    whole = queries or any(
-        is_everything(tile.query_rows, tile.query_heads, int(setting.counts[plan.rank]), setting.heads)
-        for tile in _tiles(plan)
-    )
+    whole = queries or any(is_everything(x.query_rows, x.query_heads, tokens, setting.heads) for x in tiles)
     return max(peak, held + (0 if whole else q))
 
 
@@ -117,15 +109,7 @@ def _workspace(tile: Tile, name: str, setting: Counted) -> int:
     return min(MAX_WORKSPACE, rows * _WIDE * (setting.dims[0] + 2) + of_keys)
 
 
-def _kernel(tile: Tile, setting: Counted, kernels: Kernels) -> str:
+def kernel_of(tile: Tile, setting: Counted, kernels: Kernels) -> str:
     """Return the kernel of a tile's backward, as `ring.compute.kernel_choice` chooses it."""
-    varied, share = tile.sequences is not None, setting.heads // setting.kv_heads
-    names = tuple(
-        name for name in kernels.names
-        if takes_dims(name, HOPPER, *setting.dims, share) and (GPU_LIMITS[name].sequences or not varied)
-    )  # fmt: skip
-    count = 1 if tile.sequences is None else len(tile.sequences.query) - 1
-    length = (tile.query_rows.length * tile.key_rows.length) ** 0.5 / count
-    heads = tile.query_rows.folds * setting.batch * tile.query_heads.groups * tile.query_heads.per_group * count
-    work = Work("backward", *setting.dims, tile.mask is Mask.CAUSAL, varied, length, heads)
-    return fastest(names or kernels.names, HOPPER, work)
+    names = taking(names_of(setting, kernels), tile)
+    return fastest(names, HOPPER, work_of(tile, PASSES[1], setting.dims, setting.batch)) if names else "math"

@@ -86,11 +86,13 @@ class Counted(Setting):
 
     def stopping(self, size: int) -> Ints:
         """Return (blocks, p, groups, hops + 1): `ending`, by block."""
-        groups = RelayGroups(self.world, size)
-        shape = self.world, groups.count, groups.hops + 1
-        tables = [sum((kinds.flying(groups) for kinds in parts), np.zeros(shape)) for parts in self._kinds]
-        flying = _exact(self.widths[:, None, None, None] * np.array(tables))
-        return flying - np.append(flying[..., 1:], np.zeros_like(flying[..., :1]), axis=3)
+        if size not in self._stopping:
+            groups = RelayGroups(self.world, size)
+            shape = self.world, groups.count, groups.hops + 1
+            tables = [sum((kinds.flying(groups) for kinds in parts), np.zeros(shape)) for parts in self._kinds]
+            flying = _exact(self.widths[:, None, None, None] * np.array(tables))
+            self._stopping[size] = flying - np.append(flying[..., 1:], np.zeros_like(flying[..., :1]), axis=3)
+        return self._stopping[size]
 
     @cached_property
     def work(self) -> Ints:
@@ -118,6 +120,10 @@ class Counted(Setting):
 
     @cached_property
     def _problems(self) -> dict[Hashable, Counted]:
+        return {}
+
+    @cached_property
+    def _stopping(self) -> dict[int, Ints]:
         return {}
 
     @cached_property
@@ -214,54 +220,93 @@ class _Kinds:
 
     def _extents(self) -> tuple[Ints, Ints, Ints]:
         """Return leading and trailing elements that the rank at each distance needs, and its pairs, (keys, p)."""
-        p, reach, windowed = self.often.shape[1], self.block.window or 0, self.block.window is not None
-        leading, trailing, seen = np.zeros((3, len(self.keys), p), np.int64)
+        count = self.keys[:, 4:]
+        whole = self._seeing_all()
+        leading, trailing = np.where(whole > 0, count, 0)
+        seen = whole.sum(0) * count
         for query, key, at in self._pairs():
-            every, last = query[4] * key[4], query[2] + (query[4] - 1) * query[3]
-            # Keys up to a query or, beside its segment, up to a window behind it or before its window.
-            away = query[0] - key[0] if windowed else 0
-            shift = np.where(away > 0, -reach - 1, reach * (away < 0)) if windowed else np.zeros_like(last)
-            until, pairs = key[4], every
-            if self.causal or windowed:
-                until, pairs = _count_until(key, last + shift), _sum_until(query, key, shift)
-            if windowed:
-                inside = (away == 0) & (not self.causal)
-                until, pairs = np.where(inside, key[4], until), np.where(inside, every, pairs)
+            shift, after = query[5], query[0] > key[0]
+            until, pairs = (
+                _count_until(key, query[2] + (query[4] - 1) * query[3] + shift),
+                _sum_until(query, key, shift),
+            )
+            if self.block.window is not None:
                 hidden = _count_until(key, query[2] + shift)
-                np.maximum.at(trailing.reshape(-1), at, np.where(away > 0, key[4] - hidden, 0))
-                until, pairs = np.where(away > 0, 0, until), np.where(away > 0, every - pairs, pairs)
+                np.maximum.at(trailing.reshape(-1), at, np.where(after, key[4] - hidden, 0))
+                until, pairs = np.where(after, 0, until), np.where(after, query[4] * key[4] - pairs, pairs)
             np.maximum.at(leading.reshape(-1), at, until)
             np.add.at(seen.reshape(-1), at, pairs)
         leading[:, 0] = trailing[:, 0] = 0  # own rows
         return leading, trailing, seen
 
+    def _seeing_all(self) -> Ints:
+        """Count the queries of the rank at each distance that see all of a key range, (2, keys, p): of those that see
+        leading elements of some range, and of those that see trailing ones.
+        """
+        p, (before, until) = self.often.shape[1], self.edges
+        trailing = self.shift < 0
+        begin = self.key_begin + np.where(trailing, until, 0)
+        end = self.key_begin + np.where(trailing, self.key_count, before)
+        changes = np.zeros((2, len(self.keys) + 1, p), np.int64)
+        for edge, count in ((begin, self.queries[:, 4]), (end, -self.queries[:, 4])):
+            at = np.ravel_multi_index((trailing.astype(int), edge, self.queries[:, 1]), changes.shape)
+            np.add.at(changes.reshape(-1), at, count)
+        by_rank = np.cumsum(changes, axis=1)[:, :-1]
+        return np.take_along_axis(by_rank, (self.keys[None, :, 1:2] + np.arange(p)) % p, axis=2)
+
     @cached_property
+    def shift(self) -> Ints:
+        """Positions from a query to the last key that it sees or, in the segment behind the key's, does not see."""
+        away, reach = self.queries[:, 0], self.block.window
+        return np.zeros_like(away) if reach is None else np.where(away > 0, -reach - 1, reach * (away < 0))
+
+    @cached_property
+    def edges(self) -> tuple[Ints, Ints]:
+        """Leading key ranges of its kind that end up to the shifted first position of each query range, and those that
+        begin up to its last: only the ranges between them does it see in part. In a pattern that is not causal it sees
+        all of its own segment.
+        """
+        own = (self.queries[:, 0] == 0) | (self.block.window is None)
+        first, key = self.queries[:, 2] + self.shift, self.keys[:, 2]
+        last, key_last = (x[:, 2] + (x[:, 4] - 1) * x[:, 3] for x in (self.queries, self.keys))
+        low, span = int(key.min(initial=0)) - 1, int(key_last.max(initial=0)) - int(key.min(initial=0)) + 2
+        kind, key_kind = (np.repeat(np.arange(len(self.counts)), x) * span for x in self.counts.T)
+        ends = np.maximum.accumulate(key_kind + key_last - low)
+        before, until = (
+            np.searchsorted(x, kind + np.clip(position - low, 0, span - 1), "right") - self.key_begin
+            for x, position in ((ends, first), (key_kind + key - low, last + self.shift))
+        )
+        if self.causal:
+            return before, until
+        return np.where(own, self.key_count, before), np.where(own, self.key_count, until)
+
+    @property
     def partners(self) -> Ints:
         """Key ranges that each query range is paired with: the first ones of its kind, by position."""
-        query_kind, key_kind = (np.repeat(np.arange(len(self.counts)), x) for x in self.counts.T)
-        if not self.causal or self.block.window is not None:
-            return self.counts[query_kind, 1]
-        last, first = self.queries[:, 2] + (self.queries[:, 4] - 1) * self.queries[:, 3], self.keys[:, 2]
-        low, span = min(last.min(initial=0), 0), max(last.max(initial=0), first.max(initial=0)) + 1
-        seen = np.searchsorted(
-            key_kind * (span - low) + first, query_kind * (span - low) + np.maximum(last, -1), "right"
-        )
-        return seen - self.key_begin[query_kind]
+        return self.edges[1] if self.block.window is None else self.key_count
 
     @cached_property
     def key_begin(self) -> Ints:
-        """The first key range of each kind."""
-        return np.cumsum(self.counts[:, 1]) - self.counts[:, 1]
+        """The first key range of the kind of each query range."""
+        return np.repeat(np.cumsum(self.counts[:, 1]) - self.counts[:, 1], self.counts[:, 0])
+
+    @cached_property
+    def key_count(self) -> Ints:
+        """Key ranges of the kind of each query range."""
+        return np.repeat(self.counts[:, 1], self.counts[:, 0])
 
     def _pairs(self) -> Iterator[tuple[Ints, Ints, Ints]]:
-        """Yield the columns of the query and of the key of some pairs after others, and key * p + distance of each."""
-        p, queries, keys = self.often.shape[1], self.queries.T.copy(), self.keys.T.copy()
-        first_key = np.repeat(self.key_begin, self.counts[:, 0])
-        begins: list[int] = np.flatnonzero(group_starts(np.cumsum(self.partners) // _BATCH)).tolist()
-        for begin, end in pairwise([*begins, len(self.partners)]):
-            which, partners = np.arange(begin, end), self.partners[begin:end]
-            key_at = np.repeat(first_key[which], partners) + ragged_arange(partners)
-            query, key = queries[:, np.repeat(which, partners)], keys[:, key_at]
+        """Yield the columns of the query, with its shift, and of the key, and key * p + distance of each, of some pairs
+        after others: those of a query range that sees some of a key range, not all, or some of its queries.
+        """
+        p, queries, keys = self.often.shape[1], np.append(self.queries.T, self.shift[None], axis=0), self.keys.T.copy()
+        before, until = self.edges
+        partners, first_key = until - before, self.key_begin + before
+        begins: list[int] = np.flatnonzero(group_starts(np.cumsum(partners) // _BATCH)).tolist()
+        for begin, end in pairwise([*begins, len(partners)]):
+            which, several = np.arange(begin, end), partners[begin:end]
+            key_at = np.repeat(first_key[which], several) + ragged_arange(several)
+            query, key = queries[:, np.repeat(which, several)], keys[:, key_at]
             yield query, key, key_at * p + (query[1] - key[1]) % p
 
     def _in_all_rotations(self, tables: Ints) -> Ints:

@@ -16,7 +16,7 @@ import torch
 from reference import cost, validators
 from reference.head_groups import groups_of
 from reference.pattern import Pattern, check_pattern
-from ring.compute.kernel_limits import HALF, HOPPER, takes_dims
+from ring.compute.kernel_limits import HALF
 from ring.default_bucket import default_bucket
 from ring.estimate.allocator import allocated
 from ring.estimate.counting import MAX_TOKENS, Counted
@@ -365,7 +365,7 @@ def check_call(call: Call, rates: Rates | None) -> None:
         wrong = f"device is {call.device!r}; it must be 'cuda'"
     elif call.dtype not in HALF:
         wrong = f"dtype is {call.dtype}; it must be one of {', '.join(map(str, HALF))}"
-    elif not any(takes_dims(name, HOPPER, *dims, share) for name in rates.kernels.names):
+    elif not rates.kernels.taking(dims, share):
         wrong = f"head_dim and value_dim are {dims}; {' or '.join(rates.kernels.names)} must take them"
     else:
         return

@@ -32,10 +32,10 @@ from ring.estimate.counting import Counted
 from ring.estimate.rates import Kernels, Rates
 from ring.estimate.tile_seconds import call_seconds, tile_seconds
 from ring.plan.blocks import Heads
-from ring.plan.cover import area, cover
+from ring.plan.cover import cover
 from ring.plan.plan import Plan, SlotMap, plan_of
 from ring.plan.rows import Rows
-from ring.plan.tile import Mask, is_everything
+from ring.plan.tile import Mask, Tile, is_everything
 
 _MOST_RUNS, _MANY = 32, 2**10
 
@@ -64,21 +64,22 @@ def rank_work(
     if not listed and setting.pattern.documents is None and (runs := _runs(setting, rank)) > _MOST_RUNS:
         return _of_runs(setting, int(setting.counts[rank]) // runs, rates.kernels)
     plan = rank_plan(setting, exchange, bucket, by_default, rates.kernels, rank)
-    steps = [plan.local, [tile for step in plan.steps for tile in step.tiles]]
-    if strict and any(tile.mask is Mask.POSITION for tiles in steps for tile in tiles):
+    tiles, names = tiles_of(plan), names_of(setting, rates.kernels)
+    if strict and any(tile.mask is Mask.POSITION for tile in tiles):
         raise ValueError(
             "rates have no time of masks by position, which queries and keys at unequal distances need here: give "
             "Rates(forward=, backward=, link=) in place of rates with kernels"
         )
-    pairs = setting.work[rank, 0], setting.pairs[rank] - setting.work[rank, 0]
+    own_pairs = int(setting.work[rank, 0])
     own, others = (
         [
-            sum(tile_seconds(tile, passed, setting.dims, setting.batch, rates.kernels.names) for tile in tiles)
-            / max(1, int(count))
+            sum(tile_seconds(tile, passed, setting.dims, setting.batch, names) for tile in some) / max(1, pairs)
             for passed in PASSES[:2]
         ]
-        for tiles, count in zip(steps, pairs, strict=True)
-    )
+        for some, pairs in (
+            (plan.local, own_pairs), (tiles[len(plan.local) :], int(setting.pairs[rank]) - own_pairs)
+        )
+    )  # fmt: skip
     besides = [
         packed / (rates.packing or inf) + merged / (rates.kernels.merging or inf) + starts * rates.kernels.launch
         for packed, merged, starts in zip(
@@ -98,10 +99,21 @@ def _of_runs(setting: Counted, length: int, kernels: Kernels) -> RankWork:
     """Return the work of large calls on sequences as long as a run."""
     areas, heads = np.array([max(1, length) ** 2]), setting.batch * setting.heads * _MANY
     forward, backward = (
-        call_seconds(areas, heads, False, passed, setting.dims, kernels.names) / (heads / setting.batch * areas[0])
+        call_seconds(areas, heads, False, passed, setting.dims, names_of(setting, kernels))
+        / (heads / setting.batch * areas[0])
         for passed in PASSES[:2]
     )
     return RankWork((forward, backward), (forward, backward), (0.0, 0.0))
+
+
+def names_of(setting: Counted, kernels: Kernels) -> tuple[str, ...]:
+    """Return the kernels that take the head dims; all of them if none does, as for calls that are only ordered."""
+    return kernels.taking(setting.dims, setting.heads // setting.kv_heads) or kernels.names
+
+
+def tiles_of(plan: Plan) -> list[Tile]:
+    """List the tiles of own keys, then those of the steps."""
+    return [*plan.local, *(tile for step in plan.steps for tile in step.tiles)]
 
 
 def busiest(setting: Counted) -> int:
@@ -111,18 +123,18 @@ def busiest(setting: Counted) -> int:
 
 def rank_plan(setting: Counted, exchange: str, bucket: int, by_default: bool, kernels: Kernels, rank: int) -> Plan:
     """Return the plan of a rank on GPUs. by_default: the bucket is not the caller's."""
-    sizes = setting.batch, setting.heads, max(setting.dims)
+    sizes, names = (setting.batch, setting.heads, max(setting.dims)), names_of(setting, kernels)
     return plan_of(
         setting.pattern, setting.layout, rank, setting.heads, setting.kv_heads, exchange, bucket,
         default_local_bucket(*sizes, bucket, "cuda") if by_default else None,
-        varlen=max(MAX_VARLEN_TOKENS.get(name, 0) for name in kernels.names),
-        window=max(MAX_WINDOW.get(name, 0) for name in kernels.names), key_layout=setting.key_layout,
+        varlen=max(MAX_VARLEN_TOKENS.get(name, 0) for name in names),
+        window=max(MAX_WINDOW.get(name, 0) for name in names), key_layout=setting.key_layout,
     )  # fmt: skip
 
 
 def _starts(plan: Plan) -> tuple[int, int]:
     """Count the kernels that are started, forward and backward."""
-    tiles = len(plan.local) + sum(len(step.tiles) for step in plan.steps)
+    tiles = len(tiles_of(plan))
     packs = sum(bool(step.gathers) for step in plan.steps)
     # A received tile's gradients of keys and of values are written, or added to a buffer that was zeroed.
     returns = sum(2 * len(step.tiles) + (not step.once) + bool(step.carried) for step in plan.steps)
@@ -143,14 +155,12 @@ def _packed(plan: Plan, setting: Counted, narrow: bool) -> tuple[float, float]:
 
 def _merged(plan: Plan, setting: Counted, narrow: bool, kernels: Kernels) -> tuple[int, int]:
     """Count the bytes that merges read and write, forward and backward."""
-    (dim, value_dim), item, in_place = setting.dims, setting.batch * setting.itemsize, "fa4" in kernels.names
+    (dim, value_dim), item = setting.dims, setting.batch * setting.itemsize
+    in_place = "fa4" in names_of(setting, kernels)
     slot, gradient = setting.slot_bytes(narrow)
     tokens, keys = int(setting.counts[plan.rank]), int(setting.key_counts[plan.rank])
-    tiles = [*plan.local, *(tile for step in plan.steps for tile in step.tiles)]
-    of_queries, of_keys = (
-        [(x.query_rows, x.query_heads) for x in tiles],
-        [(x.key_rows, x.key_heads) for x in plan.local],
-    )
+    of_queries = [(x.query_rows, x.query_heads) for x in tiles_of(plan)]
+    of_keys = [(x.key_rows, x.key_heads) for x in plan.local]
     returned = sum(_slots(x) for step in plan.steps for x in step.scatters)
     of_out = _rows_merged(of_queries, tokens, setting.heads, False) * value_dim * item
     of_dq = _rows_merged(of_queries, tokens, setting.heads, in_place) * dim * item
@@ -165,7 +175,7 @@ def _rows_merged(parts: Sequence[tuple[Rows, Heads]], tokens: int, heads: int, i
     """
     every, total = tokens * heads, sum(size_of(*part) for part in parts)
     whole = any(is_everything(*part, tokens, heads) for part in parts)
-    if whole or (in_place and cover([area(*part) for part in parts], tokens, heads)):
+    if whole or (in_place and cover(parts, tokens, heads)):
         return total - every + 2 * min(total - every, every)
     return total + every
 

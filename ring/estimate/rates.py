@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reference import validators
+from ring.compute.kernel_limits import HOPPER, takes_dims
 from ring.estimate.tile_seconds import GPU, KERNELS
 
 _LEAST = 1e-9  # so that times are finite
@@ -31,6 +32,15 @@ class Kernels:
         validators.real("launch", self.launch)
         validators.optional(_rate, "merging", self.merging)
         _check_names("names", self.names)
+
+    def taking(self, dims: tuple[int, int], share: int) -> tuple[str, ...]:
+        """Return the names of those that take these head dims, of keys and of values.
+
+        Args:
+            dims: of keys and of values.
+            share: query heads of a key/value head.
+        """
+        return tuple(name for name in self.names if takes_dims(name, HOPPER, *dims, share))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ By default all of these are 0. The time of the host is left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -136,8 +136,9 @@ def stages_of(
     if groups.degree == 1:
         none = Messages.of(np.zeros((p, p), np.int64), hosts)
         of_keys = exchange if is_by_group(exchange) else groups.exchange  # of "all-to-all:1+direct" the second
+        key_stages = _key_stages(setting, of_keys, bucket, hosts)
         known = None if work is None else work(setting, of_keys)
-        return [HeadStage(setting.work[:, 0], _key_stages(setting, of_keys, bucket, hosts), (none,) * 4, work=known)]
+        return [HeadStage(setting.work[:, 0], key_stages, (none,) * 4, work=known)]
     shares, found = blocks_of(setting, groups, bucket), []
     sizes = row_bytes(setting, shares)
     for blocks in zip_longest(*shares, fillvalue=(range(0), 0)):
@@ -147,9 +148,9 @@ def stages_of(
             if block[1]:
                 part = setting.of_heads(groups.dividing, *block)
                 own[ranks] = part.work[:, 0]
+                within.append([(ranks, stage) for stage in _key_stages(part, groups.exchange, bucket, hosts[ranks])])
                 if work is not None and known is None:  # blocks of other heads are alike
                     known = work(part, groups.exchange)
-                within.append([(ranks, stage) for stage in _key_stages(part, groups.exchange, bucket, hosts[ranks])])
         stages = [_together(p, [x for x in each if x is not None]) for each in zip_longest(*within)]
         rows = _of_rows(setting, groups, blocks, sizes, hosts)
         found.append(HeadStage(own, stages, rows, groups.degree, known))
@@ -197,16 +198,16 @@ def _key_stages(setting: Counted, exchange: str, bucket: int, hosts: Ints) -> li
     """Return the stages of an exchange of keys, which pairs of own keys precede."""
     if setting.world == 1:
         return []
-    stages: list[Stage] = []
     most = bucket * setting.kv_heads
-    if exchange in ("direct", "gather"):
-        made = (_direct if exchange == "direct" else _gather)(setting, most, hosts)
-    else:
-        made = _ring(setting, most, relay_groups(exchange, setting.world), hosts)
-    for stage in made:
-        if len(stages) == _MAX_STAGES:
-            raise ValueError(f"bucket is {bucket}; it must be large enough for at most 2**16 stages of messages")
-        stages.append(stage)
+    if exchange == "gather":
+        return list(_gather(setting, most, hosts))
+    # Slots of an owner for one reader fill so many chunks at least, each of which reaches it in a stage of its own.
+    least = ((setting.needed.sum(0) - setting.widest).clip(0) // most).sum(1).max()
+    groups = None if exchange == "direct" else relay_groups(exchange, setting.world)
+    made = _direct(setting, most, hosts) if groups is None else _ring(setting, most, groups, hosts)
+    stages = list(islice(made, _MAX_STAGES + 1)) if least <= _MAX_STAGES else []
+    if max(least, len(stages)) > _MAX_STAGES:
+        raise ValueError(f"bucket is {bucket}; it must be large enough for at most 2**16 stages of messages")
     return stages
 
 

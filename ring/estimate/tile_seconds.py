@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ring.compute.gpu.kernel_times import FILE, PASSES
+from ring.compute.kernel_choice import taking
 from ring.plan.tile import Mask, Tile
 
 GPU = "NVIDIA H200"  # of the table
 KERNELS = ("cudnn", "flash", "fa4")
-_VARYING = ("flash", "fa4")  # take several lengths
 _BLOCK = 128  # rows
 THROTTLED = 0.1
 
@@ -52,7 +52,7 @@ def products(passed: str, dim: int, value_dim: int) -> int:
 
 
 def tile_seconds(tile: Tile, passed: str, dims: tuple[int, int], batch: int, kernels: Sequence[str] = KERNELS) -> float:
-    """Return the seconds of a tile's kernel, by the fastest of some.
+    """Return the seconds of a tile's kernel, by the fastest of those that take it; of all of some if none does.
 
     Args:
         tile: rows, keys, heads and mask.
@@ -61,16 +61,24 @@ def tile_seconds(tile: Tile, passed: str, dims: tuple[int, int], batch: int, ker
         batch: sequences.
         kernels: of KERNELS.
     """
-    rows, keys = (np.array([x.length]) for x in (tile.query_rows, tile.key_rows))
-    if (sequences := tile.sequences) is not None:
-        kernels = [name for name in kernels if name in _VARYING] or _VARYING
-        rows, keys = (-(-np.diff(x) // _BLOCK) * _BLOCK for x in (sequences.query, sequences.key))
     heads = batch * tile.query_rows.folds * tile.query_heads.groups * tile.query_heads.per_group
-    causal = tile.mask is Mask.CAUSAL
+    sequences = None if tile.sequences is None else tile.sequences.key_bytes
+    lengths, names = (tile.query_rows.length, tile.key_rows.length), taking(kernels, tile) or tuple(kernels)
+    return _shape_seconds(lengths, sequences, tile.window, heads, tile.mask is Mask.CAUSAL, passed, dims, names)
+
+
+@lru_cache(maxsize=4096)  # a plan has thousands of tiles of few shapes
+def _shape_seconds(
+    lengths: tuple[int, int], sequences: tuple[bytes, bytes] | None, window: int | None, heads: int, causal: bool,
+    passed: str, dims: tuple[int, int], kernels: tuple[str, ...],
+) -> float:  # fmt: skip
+    rows, keys = (np.array([x]) for x in lengths)
+    if sequences is not None:
+        rows, keys = (-(-np.diff(np.frombuffer(x, np.int64)) // _BLOCK) * _BLOCK for x in sequences)
     whole = call_seconds(rows * keys, heads, causal, passed, dims, kernels)
-    if tile.window is None:
+    if window is None:
         return whole
-    seen = np.minimum(keys, tile.window * (1 if causal else 2) + 2 * _BLOCK)
+    seen = np.minimum(keys, window * (1 if causal else 2) + 2 * _BLOCK)
     return min(whole, call_seconds(seen * seen, heads * rows / seen, False, passed, dims, kernels))
 
 

@@ -10,7 +10,8 @@ The example (see `ring.plan`): four rows of two heads. The first two tiles cover
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -45,12 +46,13 @@ def area(rows: Rows, heads: Heads) -> Area | None:
     )
 
 
-def cover(areas: Sequence[Area | None], tokens: int, heads: int) -> frozenset[int]:
-    """Return the indices of areas that together are all rows of all heads, each once; no index if there are none, or if
-    some heads are divided into more areas than others. None: an area that cannot be selected.
+def cover(parts: Iterable[tuple[Rows, Heads] | None], tokens: int, heads: int) -> frozenset[int]:
+    """Return the indices of parts that together are all rows of all heads, each once; no index if there are none, or if
+    some heads are divided into more parts than others. None: a part that cannot be selected.
     """
     selected: dict[int, Area] = {}
-    for number, one in enumerate(areas[:_MAX_TILES]):
+    for number, part in enumerate(islice(parts, _MAX_TILES)):
+        one = None if part is None else area(*part)
         if one is not None and not any(one.overlaps(other) for other in selected.values()):
             selected[number] = one
     counts = np.zeros(heads, np.int64)

@@ -25,7 +25,7 @@ Which elements of a run lie on a grid is a congruence; `_on_grid` solves it and 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -285,42 +285,47 @@ def _inverses(values: Ints, moduli: Ints) -> Ints:
 
 def _listed_ranges(blocks: tuple[Block, ...], layouts: tuple[Layout, ...], documents: DocumentTable) -> Ranges:
     """Build the table of layouts with a listed order, from every selected position."""
-    ranks = np.concatenate([np.repeat(np.arange(layout.world_size), layout.counts) for layout in layouts])
-    rows = np.concatenate([ragged_arange(np.array(layout.counts)) for layout in layouts])
-    listed = np.concatenate([layout.order for layout in layouts])
-    selected = [_selected(block, listed, documents) for block in blocks]
-    entry, segment = (np.concatenate(columns) for columns in zip(*selected, strict=True))
-    block = np.repeat(np.arange(len(blocks)), [len(entries) for entries, _ in selected])
-    queries = layouts[0].n
-    order = np.lexsort((listed[entry], ranks[entry], segment, block, entry >= queries))
-    entry, block, segment = entry[order], block[order], segment[order]
-    begin = np.flatnonzero(group_starts(entry >= queries, block, segment, ranks[entry]))
-    count = np.diff(np.append(begin, len(entry)))
-    positions, span = listed[entry], max(layout.n for layout in layouts) + 1
+    tables, span = [], max(layout.n for layout in layouts) + 1
+    for layout in layouts:
+        ranks, rows = np.repeat(np.arange(layout.world_size), layout.counts), ragged_arange(np.array(layout.counts))
+        ascending = np.lexsort((layout.order, ranks))
+        listed, rows = layout.order[ascending], rows[ascending]
+        for index, (entry, segment) in enumerate(_selected(blocks, listed, documents)):
+            rank = ranks[entry]
+            begin = np.flatnonzero(group_starts(segment, rank))
+            tables.append({
+                "block": np.full_like(begin, index), "segment": segment[begin], "rank": rank[begin],
+                "count": np.diff(np.append(begin, len(entry))), "rows": rows[entry], "positions": listed[entry],
+            })  # fmt: skip
+    columns: dict[str, Any] = {name: concatenated([table[name] for table in tables]) for name in tables[0]}
+    rows, positions, count = columns.pop("rows"), columns.pop("positions"), columns["count"]
+    begin = np.cumsum(count) - count
     return Ranges(
         blocks,
-        block=block[begin],
-        segment=segment[begin],
-        rank=ranks[entry][begin],
-        count=count,
         row=begin,
         row_step=np.ones_like(begin),
         first=positions[begin],
         step=np.zeros_like(begin),
-        listing=Listing(rows[entry], positions, np.repeat(np.arange(len(begin)), count) * span + positions, span),
+        listing=Listing(rows, positions, np.repeat(np.arange(len(begin)), count) * span + positions, span),
         packed=len(documents) > 1,
-        first_key=int((entry[begin] < queries).sum()) if len(layouts) > 1 else None,
+        first_key=sum(len(table["rank"]) for table in tables[: len(blocks)]) if len(layouts) > 1 else None,
+        **columns,
     )
 
 
-def _selected(block: Block, position: Ints, documents: DocumentTable) -> tuple[Ints, Ints]:
-    """Return the indices of the positions that lie on a block's grid, and the segment of each."""
-    if block.window is not None:
-        documents = documents.cut(block.whole_segment)
-    document = documents.holding(position)
-    segment, within = np.divmod(position - documents.begin[document], block.segment_length)
-    some = np.flatnonzero((within >= block.offset) & ((within - block.offset) % block.dilation_rate == 0))
-    return some, (segment + documents.first_segment(block.segment_length)[document])[some]
+def _selected(blocks: tuple[Block, ...], position: Ints, documents: DocumentTable) -> Iterator[tuple[Ints, Ints]]:
+    """Yield, for each block, the indices of the positions that lie on its grid, by segment, and the segment of each."""
+    alike: tuple[int, ...] = ()  # blocks that differ only in the offset have the same segments
+    for block in blocks:
+        if alike != (alike := (block.segment_length, block.dilation_rate, block.whole_segment)):
+            table = documents if block.window is None else documents.cut(block.whole_segment)
+            document = table.holding(position)
+            segment, within = np.divmod(position - table.begin[document], block.segment_length)
+            segment += table.first_segment(block.segment_length)[document]
+            by_segment = np.argsort(segment, kind="stable")
+            segment, phase = segment[by_segment], (within % block.dilation_rate)[by_segment]
+        some = np.flatnonzero(phase == block.offset)
+        yield by_segment[some], segment[some]
 
 
 def merge_adjacent(ranges: Ranges, rank: int) -> Ranges:

@@ -171,9 +171,7 @@ def gathered_folds(
     most_gathered: most members of such a fold.
     """
     order, begins, d_left, d_right = _even_folds(signature, segment, left, right)
-    first = order[begins[:-1]]
-    kind = np.empty_like(order)
-    kind[order] = np.cumsum(group_starts(*(column[order] for column in signature))) - 1
+    first, kind = order[begins[:-1]], _numbered(signature, order)
     parts = -(-np.diff(begins) // most[first])
     scattered = np.bincount(kind[first], parts) > 1 + np.bincount(kind) // _MEMBERS_OF_A_FOLD
     yield from _cut_folds(order, begins, d_left, d_right, most, np.flatnonzero(~scattered[kind[first]]))
@@ -182,6 +180,13 @@ def gathered_folds(
         for at in range(0, len(layer), limit):
             members = layer[at : at + limit]
             yield Fold(members, kind=FoldKind.EVEN if len(members) == 1 else FoldKind.LISTED)
+
+
+def _numbered(columns: Sequence[Ints], order: Ints) -> Ints:
+    """Number the entries alike that are equal in all columns. order: in which such entries are neighbours."""
+    number = np.empty_like(order)
+    number[order] = np.cumsum(group_starts(*(column[order] for column in columns))) - 1
+    return number
 
 
 def varlen_folds(
@@ -193,17 +198,16 @@ def varlen_folds(
 
     lengths: of every entry on the left and right; limits: the most of each that a call takes in total.
     """
-    _, kind = np.unique(np.stack(call), axis=1, return_inverse=True)
-    kind, work, long = kind.reshape(-1), lengths[0] * lengths[1], np.maximum(*lengths) > longest
+    kind, work, long = _numbered(call, np.lexsort(call[::-1])), lengths[0] * lengths[1], np.maximum(*lengths) > longest
     short = ~long | (2 * np.bincount(kind, work * long) < np.bincount(kind, work))[kind]
-    left_over = []
-    for fold in folds(signature, segment, left, right, most):
+    order, begins, d_left, d_right = _even_folds(signature, segment, left, right)
+    small = short[order[begins[:-1]]] & (np.diff(begins) < _MEMBERS_OF_A_FOLD)
+    left_over = [order[np.repeat(small, np.diff(begins))]]
+    for fold in _cut_folds(order, begins, d_left, d_right, most, np.flatnonzero(~small)):
         if short[fold.members[0]] and len(fold.members) < _MEMBERS_OF_A_FOLD:
             left_over.append(fold.members)
         else:
             yield fold
-    if not left_over:
-        return
     for layer in _layers(kind, segment, np.sort(np.concatenate(left_over))):
         ends, at = [np.cumsum(length[layer]) for length in lengths], 0
         while at < len(layer):

@@ -228,8 +228,8 @@ def _window_tiles(runs: WindowRuns, rank: int, causal: bool, limits: Limits) -> 
     for reach in np.unique(runs.reach).tolist():
         some = pairs.take(np.flatnonzero(runs.reach == reach))
         for draft in _drafts(runs.table, keys, mask, some, limits.own, limits):
-            for _, tile in _tiles_of_call(runs.table, mask, [draft]):
-                yield replace(tile, window=reach)
+            for _, tile in _tiles_of_call(runs.table, mask, [draft], reach):
+                yield tile
 
 
 def _tiles(
@@ -403,7 +403,9 @@ def _group_keys(drafts: Iterator[_Draft], most_keys: int) -> Iterator[list[_Draf
     yield from calls.values()
 
 
-def _tiles_of_call(ranges: Ranges, mask: Mask, drafts: list[_Draft]) -> Iterator[tuple[int, Tile]]:
+def _tiles_of_call(
+    ranges: Ranges, mask: Mask, drafts: list[_Draft], window: int | None = None
+) -> Iterator[tuple[int, Tile]]:
     """Yield (stage, tile) for each head group of the block, from drafts of the same query rows."""
     drafts = sorted(drafts, key=lambda draft: draft.key.start)  # in another order they are never a strided view
     first = drafts[0]
@@ -426,5 +428,6 @@ def _tiles_of_call(ranges: Ranges, mask: Mask, drafts: list[_Draft]) -> Iterator
                 query_positions=query_positions,
                 key_positions=key_positions,
                 sequences=first.sequences,
+                window=window,
             ),
         )

@@ -13,6 +13,10 @@ from bench.workload import document_lengths
 
 from reference.pattern import Pattern
 from ring.compute.gpu.kernel_times import FILE
+from ring.compute.kernel_choice import KernelSetting
+from ring.compute.kernel_choice import choose as choose_kernel
+from ring.compute.kernel_limits import HOPPER
+from ring.compute.scores import Scores
 from ring.estimate import Kernels, Rates, allocator, choose, estimate, rank_work, timeline
 from ring.estimate.estimates import Call
 from ring.estimate.tile_seconds import GPU, call_seconds, tile_seconds
@@ -136,11 +140,33 @@ def test_peaks_of_one_rank_by_hand() -> None:
     assert (row.forward.allocated, row.backward.allocated) == nothing
 
 
-def test_the_accumulator_keeps_as_much_pending() -> None:
-    pytest.importorskip("triton")
-    from ring.compute.gpu.gpu_accumulator import MAX_PENDING
+@pytest.mark.parametrize("window", (None, 255, 1000, 4095))
+def test_the_allocator_has_the_kernels_of_the_call(window: int | None) -> None:
+    """Without FlashAttention-4: cuDNN would be faster at some tiles with a window, which it does not take."""
+    pattern, layout, kernels = Pattern.dense(True, window=window), Layout.zigzag(2**14, 2), Kernels(("cudnn", "flash"))
+    setting = Call(pattern, 32, 8, 128, 128, 1, torch.bfloat16, "ring", None, "cuda").counted(layout, layout)
+    call = KernelSetting("auto", "cuda", HOPPER, torch.bfloat16, (128, 128), 4, 1, Scores(1.0, None))
+    tiles = rank_work.tiles_of(rank_work.rank_plan(setting, "ring", 2**16, True, kernels, 0))
+    for tile in tiles:
+        assert allocator.kernel_of(tile, setting, kernels) == choose_kernel(call, tile, backward=True)
 
-    assert allocator._MAX_PENDING == MAX_PENDING
+
+def test_plans_have_windows_that_the_kernels_for_the_head_dims_take() -> None:
+    """FlashAttention-4 does not take head dims of 80, and FlashAttention-2 no window of 4096 tokens."""
+    pattern, layout = Pattern.dense(True, window=4095), Layout.contiguous(2**15, 2)
+    for head_dim, windows in ((80, {None}), (128, {None, 4095})):
+        call = Call(pattern, 32, 8, head_dim, head_dim, 1, torch.bfloat16, "ring", None, "cuda")
+        plan = rank_work.rank_plan(call.counted(layout, layout), "ring", 2**16, True, Kernels(), 1)
+        assert {tile.window for tile in rank_work.tiles_of(plan)} == windows
+
+
+@pytest.mark.parametrize("passed", ("forward", "backward"))
+def test_cudnn_prices_no_window(passed: str) -> None:
+    for length in (512, 2**12, 2**15):
+        rows = Rows(0, 1, length)
+        tile = Tile(rows, rows, Heads(8, 4, 0, 4, 1), Heads(8, 1, 0, 1, 1), Mask.CAUSAL, window=511)
+        several, alone = (tile_seconds(tile, passed, (128, 128), 1, x) for x in (("cudnn", "flash"), ("flash",)))
+        assert several == alone
 
 
 def test_timelines_have_the_kernels_of_a_gpu() -> None:

@@ -15,13 +15,10 @@ import torch
 
 from ring.compute.accumulator import Accumulator, Sum
 from ring.compute.gpu.merge_kernel import Job, run
-from ring.compute.gpu.partial_results import Part, as_output, takes_part, whole
+from ring.compute.gpu.partial_results import MAX_PENDING, Part, as_output, takes_part, whole
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 from ring.strided_view import StridedView
-
-# Merge partial results when they hold this many times the bytes of an fp32 accumulator.
-MAX_PENDING = 2.0
 
 
 class _PendingParts:

@@ -12,6 +12,9 @@ from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 from ring.plan.tile import is_everything
 
+# Merge partial results when they hold this many times the bytes of an fp32 accumulator.
+MAX_PENDING = 2.0
+
 _ALIGNMENT = 16  # bytes of the widest load
 
 

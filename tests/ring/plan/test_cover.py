@@ -30,7 +30,11 @@ COVERS = {
 
 @pytest.mark.parametrize(("areas", "expected"), COVERS.values(), ids=COVERS)
 def test_covers(areas: list[Area | None], expected: set[int]) -> None:
-    assert cover(areas, 8, 4) == expected
+    parts = [
+        None if x is None else (Rows(x.rows.start, 1, len(x.rows)), Heads(len(x.heads), 1, x.heads.start, 1, 1))
+        for x in areas
+    ]
+    assert cover(parts, 8, 4) == expected
 
 
 def test_areas_are_consecutive_rows_and_heads() -> None:
