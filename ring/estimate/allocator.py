@@ -21,7 +21,7 @@ from ring.compute.kernel_choice import taking, work_of
 from ring.compute.kernel_limits import HOPPER
 from ring.compute.kernels import MAX_WORKSPACE
 from ring.estimate.counting import Counted
-from ring.estimate.rank_work import busiest, names_of, rank_plan, size_of, tiles_of
+from ring.estimate.rank_work import names_of, rank_plan, size_of
 from ring.estimate.rates import Kernels
 from ring.plan.cover import cover
 from ring.plan.plan import Plan
@@ -36,7 +36,7 @@ def allocated(
 ) -> tuple[int, int]:
     """Return the bytes of forward and of backward on the fullest of some ranks, for 16-bit tensors."""
     # More plans would take seconds; that of the rank with most pairs is made anyway.
-    ranks = range(setting.world) if setting.world <= _RANKS else {0, busiest(setting)}
+    ranks = range(setting.world) if setting.world <= _RANKS else {0, int(setting.pairs.argmax())}
     plans = [rank_plan(setting, exchange, bucket, by_default, kernels, rank) for rank in ranks]
     return (
         max(_forward(plan, setting) for plan in plans),
@@ -59,21 +59,21 @@ def _received(plan: Plan, setting: Counted) -> int:
 
 def _forward(plan: Plan, setting: Counted) -> int:
     q, kv, out, lse = _inputs(plan, setting)
-    rows = sum(size_of(tile.query_rows, tile.query_heads) for tile in tiles_of(plan)) * setting.batch
+    rows = sum(size_of(tile.query_rows, tile.query_heads) for tile in plan.tiles) * setting.batch
     parts, wide = rows * setting.dims[1] * setting.itemsize, out // setting.itemsize * _WIDE
     given = q + kv + lse + _received(plan, setting)
     if parts > MAX_PENDING * wide:
         return given + out + wide + int(MAX_PENDING * wide)
     whole = any(
         is_everything(tile.query_rows, tile.query_heads, int(setting.counts[plan.rank]), setting.heads)
-        for tile in tiles_of(plan)
+        for tile in plan.tiles
     )
     return given + parts + rows * _WIDE + (0 if whole else out)
 
 
 def _backward(plan: Plan, setting: Counted, narrow: bool, kernels: Kernels) -> int:
     q, kv, out, lse = _inputs(plan, setting)
-    tiles, tokens = tiles_of(plan), int(setting.counts[plan.rank])
+    tiles, tokens = plan.tiles, int(setting.counts[plan.rank])
     names = [kernel_of(tile, setting, kernels) for tile in tiles]
     in_place = [name == "fa4" and tile.sequences is None for tile, name in zip(tiles, names, strict=True)]
     queries = cover(

@@ -2,8 +2,8 @@
 
 A group is the ranges of keys of one block in one segment (`ring.plan.ranges`), with the ranges of queries that may see
 them: those of the same segment and, under a window, of the segments beside it. Most groups are alike: one is another,
-shifted by some positions and rotated by some ranks. Each kind is counted once, pair by pair of ranges, and added for
-every rotation in which it occurs.
+shifted by some positions and rotated by some ranks. Each kind is counted once, and added for every rotation in which it
+occurs. Queries that see all of a key range are summed by rank; ranges that see each other in part are counted in pairs.
 
 Keys are counted by their owner s and the distance t = (d - s) mod p to the rank d that reads them. Of a key range rank
 d sees leading elements and, under a window, trailing ones, as in `ring.plan.remote_rows`.
@@ -28,7 +28,7 @@ from ring.plan.ranges import Ints, Ranges, group_starts, ragged_arange, ranges_o
 from ring.plan.relay_groups import RelayGroups
 
 MAX_TOKENS = 2**31  # sums of positions over a range fit into 64 bits
-MAX_PAIRS = 2**27  # of ranges: some ten seconds
+MAX_PAIRS = 2**27  # of ranges that see each other
 MAX_TABLE = 2**24  # blocks times ranks squared: some GiB
 _BATCH = 2**16  # of these at a time, so that arrays stay in the caches of a processor
 _PART = 2**10  # key ranges
@@ -262,9 +262,8 @@ class _Kinds:
 
     @cached_property
     def edges(self) -> tuple[Ints, Ints]:
-        """Leading key ranges of its kind that end up to the shifted first position of each query range, and those that
-        begin up to its last: only the ranges between them does it see in part. In a pattern that is not causal it sees
-        all of its own segment.
+        """Number of key ranges of its kind that end up to the first shifted position of each query range, and of those
+        that begin up to its last. Those between them are seen in part, but for a segment of which all is seen.
         """
         own = (self.queries[:, 0] == 0) | (self.block.window is None)
         first, key = self.queries[:, 2] + self.shift, self.keys[:, 2]
@@ -296,8 +295,8 @@ class _Kinds:
         return np.repeat(self.counts[:, 1], self.counts[:, 0])
 
     def _pairs(self) -> Iterator[tuple[Ints, Ints, Ints]]:
-        """Yield the columns of the query, with its shift, and of the key, and key * p + distance of each, of some pairs
-        after others: those of a query range that sees some of a key range, not all, or some of its queries.
+        """Yield the columns of the query and its shift, the columns of the key, and key * p + distance of each, of some
+        pairs after others that see each other in part.
         """
         p, queries, keys = self.often.shape[1], np.append(self.queries.T, self.shift[None], axis=0), self.keys.T.copy()
         before, until = self.edges

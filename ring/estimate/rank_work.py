@@ -33,9 +33,9 @@ from ring.estimate.rates import Kernels, Rates
 from ring.estimate.tile_seconds import call_seconds, tile_seconds
 from ring.plan.blocks import Heads
 from ring.plan.cover import cover
-from ring.plan.plan import Plan, SlotMap, plan_of
+from ring.plan.plan import Plan, plan_of
 from ring.plan.rows import Rows
-from ring.plan.tile import Mask, Tile, is_everything
+from ring.plan.tile import Mask, is_everything
 
 _MOST_RUNS, _MANY = 32, 2**10
 
@@ -60,11 +60,11 @@ def rank_work(
     for tiles that only the math kernel takes, whose times are not measured; otherwise they count as fused ones.
     """
     assert rates.kernels is not None
-    rank, listed = busiest(setting), setting.layout.listed is not None
+    rank, listed = int(setting.pairs.argmax()), setting.layout.listed is not None
     if not listed and setting.pattern.documents is None and (runs := _runs(setting, rank)) > _MOST_RUNS:
         return _of_runs(setting, int(setting.counts[rank]) // runs, rates.kernels)
     plan = rank_plan(setting, exchange, bucket, by_default, rates.kernels, rank)
-    tiles, names = tiles_of(plan), names_of(setting, rates.kernels)
+    tiles, names = plan.tiles, names_of(setting, rates.kernels)
     if strict and any(tile.mask is Mask.POSITION for tile in tiles):
         raise ValueError(
             "rates have no time of masks by position, which queries and keys at unequal distances need here: give "
@@ -111,16 +111,6 @@ def names_of(setting: Counted, kernels: Kernels) -> tuple[str, ...]:
     return kernels.taking(setting.dims, setting.heads // setting.kv_heads) or kernels.names
 
 
-def tiles_of(plan: Plan) -> list[Tile]:
-    """List the tiles of own keys, then those of the steps."""
-    return [*plan.local, *(tile for step in plan.steps for tile in step.tiles)]
-
-
-def busiest(setting: Counted) -> int:
-    """Return the rank with most pairs."""
-    return int(setting.pairs.argmax())
-
-
 def rank_plan(setting: Counted, exchange: str, bucket: int, by_default: bool, kernels: Kernels, rank: int) -> Plan:
     """Return the plan of a rank on GPUs. by_default: the bucket is not the caller's."""
     sizes, names = (setting.batch, setting.heads, max(setting.dims)), names_of(setting, kernels)
@@ -134,8 +124,7 @@ def rank_plan(setting: Counted, exchange: str, bucket: int, by_default: bool, ke
 
 def _starts(plan: Plan) -> tuple[int, int]:
     """Count the kernels that are started, forward and backward."""
-    tiles = len(tiles_of(plan))
-    packs = sum(bool(step.gathers) for step in plan.steps)
+    tiles, packs = len(plan.tiles), sum(bool(step.gathers) for step in plan.steps)
     # A received tile's gradients of keys and of values are written, or added to a buffer that was zeroed.
     returns = sum(2 * len(step.tiles) + (not step.once) + bool(step.carried) for step in plan.steps)
     return tiles + packs + 1, tiles + packs + returns + 2  # merges of out; of dq, and of dk and dv
@@ -144,7 +133,7 @@ def _starts(plan: Plan) -> tuple[int, int]:
 def _packed(plan: Plan, setting: Counted, narrow: bool) -> tuple[float, float]:
     """Count the bytes of rows that are copied for messages, forward and backward."""
     slot, gradient = setting.slot_bytes(narrow)
-    keys = sum(_slots(x) for step in plan.steps for x in step.gathers) * slot
+    keys = sum(size_of(x.rows, x.heads) for step in plan.steps for x in step.gathers) * slot
     written = sum(size_of(x.key_rows, x.key_heads) for step in plan.steps for x in step.tiles)
     zeroed = sum(x.stop - x.start for step in plan.steps if not step.once for x in step.receives)
     # A copy reads and writes; zeroing writes, and a sum reads twice.
@@ -159,9 +148,9 @@ def _merged(plan: Plan, setting: Counted, narrow: bool, kernels: Kernels) -> tup
     in_place = "fa4" in names_of(setting, kernels)
     slot, gradient = setting.slot_bytes(narrow)
     tokens, keys = int(setting.counts[plan.rank]), int(setting.key_counts[plan.rank])
-    of_queries = [(x.query_rows, x.query_heads) for x in tiles_of(plan)]
+    of_queries = [(x.query_rows, x.query_heads) for x in plan.tiles]
     of_keys = [(x.key_rows, x.key_heads) for x in plan.local]
-    returned = sum(_slots(x) for step in plan.steps for x in step.scatters)
+    returned = sum(size_of(x.rows, x.heads) for step in plan.steps for x in step.scatters)
     of_out = _rows_merged(of_queries, tokens, setting.heads, False) * value_dim * item
     of_dq = _rows_merged(of_queries, tokens, setting.heads, in_place) * dim * item
     of_dk = _rows_merged(of_keys, keys, setting.kv_heads, in_place) * slot + returned * gradient
@@ -178,10 +167,6 @@ def _rows_merged(parts: Sequence[tuple[Rows, Heads]], tokens: int, heads: int, i
     if whole or (in_place and cover(parts, tokens, heads)):
         return total - every + 2 * min(total - every, every)
     return total + every
-
-
-def _slots(x: SlotMap) -> int:
-    return size_of(x.rows, x.heads)
 
 
 def size_of(rows: Rows, heads: Heads) -> int:

@@ -87,12 +87,16 @@ class Plan:
     sizes: Sizes  # of the buffers, in slots
     setting: Hashable  # arguments of the plan except the rank: equal on ranks with matching plans
 
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """Tiles of own keys, then those of all steps."""
+        return self.local + tuple(tile for step in self.steps for tile in step.tiles)
+
     @cached_property
     def nbytes(self) -> int:
         """Approximate bytes."""
-        tiles = [*self.local, *(tile for step in self.steps for tile in step.tiles)]
         maps = [slot_map for step in self.steps for slot_map in (*step.gathers, *step.scatters)]
-        return sum(tile.nbytes for tile in tiles) + sum(x.rows.nbytes + x.slots.nbytes for x in maps)
+        return sum(tile.nbytes for tile in self.tiles) + sum(x.rows.nbytes + x.slots.nbytes for x in maps)
 
     def _repr_html_(self) -> str:
         scores = [sum(tile.scores for tile in tiles) for tiles in (self.local, *(step.tiles for step in self.steps))]

@@ -146,8 +146,7 @@ def test_the_allocator_has_the_kernels_of_the_call(window: int | None) -> None:
     pattern, layout, kernels = Pattern.dense(True, window=window), Layout.zigzag(2**14, 2), Kernels(("cudnn", "flash"))
     setting = Call(pattern, 32, 8, 128, 128, 1, torch.bfloat16, "ring", None, "cuda").counted(layout, layout)
     call = KernelSetting("auto", "cuda", HOPPER, torch.bfloat16, (128, 128), 4, 1, Scores(1.0, None))
-    tiles = rank_work.tiles_of(rank_work.rank_plan(setting, "ring", 2**16, True, kernels, 0))
-    for tile in tiles:
+    for tile in rank_work.rank_plan(setting, "ring", 2**16, True, kernels, 0).tiles:
         assert allocator.kernel_of(tile, setting, kernels) == choose_kernel(call, tile, backward=True)
 
 
@@ -157,7 +156,7 @@ def test_plans_have_windows_that_the_kernels_for_the_head_dims_take() -> None:
     for head_dim, windows in ((80, {None}), (128, {None, 4095})):
         call = Call(pattern, 32, 8, head_dim, head_dim, 1, torch.bfloat16, "ring", None, "cuda")
         plan = rank_work.rank_plan(call.counted(layout, layout), "ring", 2**16, True, Kernels(), 1)
-        assert {tile.window for tile in rank_work.tiles_of(plan)} == windows
+        assert {tile.window for tile in plan.tiles} == windows
 
 
 @pytest.mark.parametrize("passed", ("forward", "backward"))
