@@ -8,14 +8,15 @@ A batch of rank 0 that sends to rank 1 and receives from it:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from ring.comm import signals
 from ring.comm.signals import Signals
-from ring.comm.transport import Message
+from ring.comm.transport import Message, Put
 
 _LANES = 4  # concurrent copies; captured graphs were seen to run them one after the other
 
@@ -80,12 +81,14 @@ class Streams:
 @dataclass(frozen=True, eq=False)
 class PendingCopies:
     """A batch on the side stream. received: one event per lane, recorded when its receives are copied; complete: the
-    event recorded when peers have copied the sends too; current: the stream of the call.
+    event recorded when peers have copied the sends too; current: the stream of the call; sources: tensors that the side
+    stream reads, kept until then.
     """
 
     received: Sequence[torch.cuda.Event]
     complete: torch.cuda.Event
     current: torch.cuda.Stream
+    sources: Sequence[torch.Tensor] = ()
 
     def arrive(self) -> None:
         for event in self.received:
@@ -144,6 +147,40 @@ class CopyBatch:
             self._received[number % len(lanes)].record(lane)  # the lane's last copy records last
         for event in self._received:
             side.wait_event(event)
+
+
+class PutBatch:
+    """The batch of one label in which every rank writes into the others' memory, for one kind of call.
+
+    writers: ranks that write here. receivers: ranks that are written to. The flags are those of copies: the owner of a
+    free buffer sets "ready", and who has written to it "done".
+    """
+
+    def __init__(
+        self, writers: Sequence[Consumer], receivers: Sequence[Producer],
+        puts: Sequence[Callable[[torch.Tensor, torch.Tensor], None]], streams: Streams,
+    ) -> None:  # fmt: skip
+        self._side, self._puts = streams.side, puts
+        self._ready = Signals(_all(x.signal_ready for x in writers) + _all(x.wait_ready for x in receivers))
+        self._done = Signals(_all(x.signal_done for x in receivers) + _all(x.wait_done for x in writers))
+        self._begun, self._complete = torch.cuda.Event(), torch.cuda.Event()
+
+    def run(self, puts: Sequence[Put], current: torch.cuda.Stream) -> PendingCopies:
+        """puts: of the same shapes in every call. current: the stream of the call."""
+        side = self._side
+        self._begun.record(current)
+        side.wait_event(self._begun)
+        self._ready(side)
+        with torch.cuda.stream(side):
+            for write, put in zip(self._puts, puts, strict=True):
+                write(put.tensor, put.own)
+        self._done(side)
+        self._complete.record(side)
+        return PendingCopies([self._complete], self._complete, current, [put.tensor for put in puts])
+
+
+def _all(signals_of: Iterable[list[signals.Operation]]) -> list[signals.Operation]:
+    return list(chain.from_iterable(signals_of))
 
 
 def _copy(producer: Producer, receives: Sequence[Message], stream: torch.cuda.Stream) -> None:

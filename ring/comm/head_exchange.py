@@ -7,6 +7,9 @@ A slot is one row of one head, batch times head dim numbers; a message is a row 
 
 A tensor has two buffers: by owner, with the own rows of the other ranks' heads; by head, with all rows of the own
 heads, in the order of the ranks.
+
+If ranks write into each other's memory (`Transport.put`), nothing is packed: a tensor has only the buffer in which it
+arrives. By owner that has the heads of all ranks side by side.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from ring.comm import buffer_meter
-from ring.comm.transport import Message, Outgoing, Pending, Transport
+from ring.comm.transport import Message, Outgoing, Part, Pending, Put, Transport
 from ring.plan.head_shares import HeadBlock
 from ring.strided_view import copy
 
@@ -88,6 +91,8 @@ class HeadExchange:
             self._collect(outward, wanted, len(self._stages) - 1, returning)
 
     def _scatter(self, carriers: Sequence[_Carrier], given: Given, stage: int) -> Pending:
+        if self._transport.one_sided:
+            return self._put(carriers, [x for _, x in given], stage, at_owner=False)
         sends, receives = [], []
         for carrier, (_, x) in zip(carriers, given, strict=True):
             for heads, part in carrier.by_owner(stage):
@@ -96,7 +101,20 @@ class HeadExchange:
             receives += carrier.messages(stage, at_owner=False)
         return self._transport.post(sends, receives)
 
+    def _put(
+        self, carriers: Sequence[_Carrier], tensors: Sequence[torch.Tensor], stage: int, at_owner: bool
+    ) -> Pending:
+        """Write tensors into the buffers by owner, or by head, of all ranks."""
+        puts = []
+        for carrier, x in zip(carriers, tensors, strict=False):  # no results in a stage without heads
+            assert isinstance(carrier, _PutCarrier)
+            puts.append(carrier.put(stage, x, at_owner))
+        receives = [message for carrier in carriers for message in carrier.messages(stage, at_owner)]
+        return self._transport.put([put for put in puts if put.parts], receives)
+
     def _return(self, carriers: Sequence[_Carrier], results: Sequence[torch.Tensor], stage: int) -> Pending:
+        if self._transport.one_sided:
+            return self._put(carriers, results, stage, at_owner=True)
         for carrier, result in zip(carriers, results, strict=False):  # no results in a stage without heads
             copy(carrier.by_head(stage), result)
         sends = [message for carrier in carriers for message in carrier.messages(stage, at_owner=False)]
@@ -111,31 +129,35 @@ class HeadExchange:
                 own.add_(part) if rows.summed else copy(own, part)
 
     def _outgoing(self, given: Given, wanted: Given) -> list[Outgoing]:
-        """List all messages between ranks that divide the heads, as `_scatter` and `_return` post them."""
+        """List all messages between ranks that divide the heads, as `_scatter` and `_return` post them; for puts those
+        that are received.
+        """
         inward, outward = self._carriers(given, wanted, _without_memory)
-        outgoing = []
+        outgoing, received = [], self._transport.one_sided
         for stage in range(len(self._stages)):
-            for carriers, at_owner in ((inward[stage % 2], True), (outward, False)):
+            for carriers, at_owner in ((inward[stage % 2], not received), (outward, received)):
                 outgoing += [message for carrier in carriers for message in carrier.announced(stage, at_owner)]
         return outgoing
 
     def _carriers(self, given: Given, wanted: Given, empty: Empty) -> tuple[list[list[_Carrier]], list[_Carrier]]:
         """Allocate the buffers of the tensors given, for one stage or by turns for two, and of those wanted."""
         sides = range(min(2, len(self._stages)))
-        inward = [[self._carrier(rows, x, f" {side}", empty) for rows, x in given] for side in sides]
-        return inward, [self._carrier(rows, x, "", empty) for rows, x in wanted]
+        inward = [[self._carrier(rows, x, f" {side}", empty, True) for rows, x in given] for side in sides]
+        return inward, [self._carrier(rows, x, "", empty, False) for rows, x in wanted]
 
-    def _carrier(self, rows: Rows, x: torch.Tensor, side: str, empty: Empty) -> _Carrier:
-        """Allocate both buffers of a tensor."""
-        place, kind = self._place, (x.shape[0], x.shape[3])
+    def _carrier(self, rows: Rows, x: torch.Tensor, side: str, empty: Empty, inward: bool) -> _Carrier:
+        """Allocate both buffers of a tensor; for puts, an empty one in place of that from which it is not sent."""
+        place, kind, put = self._place, (x.shape[0], x.shape[3]), self._transport.one_sided
         widths = [[len(rows.heads(block)) for block in stage] for stage in self._stages]
-        at_owner = rows.counts[place] * max(sum(stage) - stage[place] for stage in widths)
+        at_owner = rows.counts[place] * max(sum(stage) - (0 if put else stage[place]) for stage in widths)
         at_head = sum(rows.counts) * max(stage[place] for stage in widths)
+        if put:
+            at_owner, at_head = (0, at_head) if inward else (at_owner, 0)
         buffers = []
         for end, slots in (("owner", at_owner), ("head", at_head)):
             name = f"{rows.label} by {end}{side}"
             buffers.append(_Buffer(name, empty(name, (slots, kind[0] * kind[1]), x.dtype, x.device)))
-        return _Carrier(rows, self._ranks, place, self._stages, kind, *buffers)
+        return (_PutCarrier if put else _Carrier)(rows, self._ranks, place, self._stages, kind, *buffers)
 
     def _allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         buffer = self._transport.empty(name, shape, dtype, device)
@@ -191,7 +213,7 @@ class _Carrier:
         return [Message(ranks[peer], buffer.memory, label, *span) for peer, *span in parts(stage) if span[0] < span[1]]
 
     def announced(self, stage: int, at_owner: bool) -> list[Outgoing]:
-        """List the messages, if they are sent."""
+        """List the messages, if they are sent; for puts, received."""
         buffer = self.of_owner if at_owner else self.of_head
         return [message.announced(buffer.name) for message in self.messages(stage, at_owner)]
 
@@ -214,6 +236,48 @@ class _Carrier:
     def _view(self, buffer: _Buffer, start: int, rows: int, heads: int) -> torch.Tensor:
         batch, dim = self.kind
         return buffer.memory[start : start + rows * heads].view(rows, heads, batch, dim).permute(2, 0, 1, 3)
+
+
+class _PutCarrier(_Carrier):
+    """The buffer in which a tensor arrives. By owner, a row has the heads of all ranks side by side."""
+
+    def put(self, stage: int, x: torch.Tensor, at_owner: bool) -> Put:
+        """Return the put of a tensor: of the own rows to the buffers by head of all ranks, or of the own heads to those
+        by owner.
+        """
+        widths, edges = self._widths(stage), list(accumulate(self.rows.counts, initial=0))
+        spans = list(zip(self.ranks, edges[:-1], edges[1:], widths, strict=True))
+        if at_owner:
+            heads, row_slots = range(widths[self.place]), sum(widths)
+            parts = [Part(rank, range(*span), heads, row_slots) for rank, *span, _ in spans]
+            own = self.of_owner.memory[sum(widths[: self.place]) :]
+        else:
+            rows = range(self.rows.counts[self.place])
+            heads_of = [self._heads(stage, peer) for peer in range(len(self.ranks))]
+            parts = [Part(rank, rows, heads, len(heads)) for rank, heads in zip(self.ranks, heads_of, strict=True)]
+            own = self.of_head.memory[edges[self.place] * widths[self.place] :]
+        return Put(f"{self.rows.label} {stage + 1}", x, tuple(x for x in parts if x.rows and x.heads), own)
+
+    def by_owner(self, stage: int) -> Iterator[tuple[range, torch.Tensor]]:
+        """Iterate over runs of heads of all ranks, and the own rows of them: views."""
+        runs: list[range] = []
+        for heads in filter(len, (self._heads(stage, peer) for peer in range(len(self.ranks)))):
+            first = runs.pop().start if runs and runs[-1].stop == heads.start else heads.start
+            runs.append(range(first, heads.stop))
+        whole = self._view(self.of_owner, 0, self.rows.counts[self.place], sum(map(len, runs)))
+        for heads, first in zip(runs, accumulate(map(len, runs), initial=0), strict=False):
+            yield heads, whole[:, :, first : first + len(heads)]
+
+    def _at_owner(self, stage: int) -> Iterator[tuple[int, int, int]]:
+        """Iterate over (peer, first slot, end), as if the slots of a peer were neighbours."""
+        own, first = self.rows.counts[self.place], 0
+        for peer, width in enumerate(self._widths(stage)):
+            if peer != self.place:
+                yield peer, first, first + own * width
+            first += width
+
+    def _widths(self, stage: int) -> list[int]:
+        return [len(self._heads(stage, peer)) for peer in range(len(self.ranks))]
 
 
 def _without_memory(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

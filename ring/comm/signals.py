@@ -18,7 +18,7 @@ _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_V
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 
 
-class _Operation(ctypes.Structure):
+class Operation(ctypes.Structure):
     """CUstreamBatchMemOpParams, whose waits and writes have one layout."""
 
     _fields_ = (
@@ -27,22 +27,22 @@ class _Operation(ctypes.Structure):
     )  # fmt: skip
 
 
-def put(address: int, value: int) -> _Operation:
+def put(address: int, value: int) -> Operation:
     """Write the flag at this address, once all earlier work of the stream is done and visible to other GPUs."""
-    return _Operation(_WRITE, address, value, 0)
+    return Operation(_WRITE, address, value, 0)
 
 
-def wait(address: int, value: int) -> _Operation:
+def wait(address: int, value: int) -> Operation:
     """Block later work of the stream until the flag at this address, on its own GPU, has this value."""
-    return _Operation(_WAIT, address, value, _EQUAL)
+    return Operation(_WAIT, address, value, _EQUAL)
 
 
 class Signals:
     """Operations that a stream executes in order, prepared once and submitted together in every call."""
 
-    def __init__(self, operations: Sequence[_Operation]) -> None:
+    def __init__(self, operations: Sequence[Operation]) -> None:
         self._count = len(operations)
-        self._operations = (_Operation * self._count)(*operations)
+        self._operations = (Operation * self._count)(*operations)
 
     def __call__(self, stream: torch.cuda.Stream) -> None:
         if self._count:
@@ -54,7 +54,7 @@ class Signals:
 @lru_cache
 def _batch() -> Callable[..., int]:
     function = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
-    function.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.POINTER(_Operation), ctypes.c_uint)
+    function.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.POINTER(Operation), ctypes.c_uint)
     return function
 
 

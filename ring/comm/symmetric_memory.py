@@ -22,9 +22,19 @@ import torch.distributed as dist
 from ring.caching.bounded_cache import BoundedCache
 from ring.caching.graph_keepalive import keep_alive
 from ring.comm import signals
-from ring.comm.copy_batch import Consumer, Copy, CopyBatch, Flags, Producer, Streams
+from ring.comm.copy_batch import Consumer, Copy, CopyBatch, Flags, Producer, PutBatch, Streams
 from ring.comm.process_group import ProcessGroupTransport, backends_of
-from ring.comm.transport import EmptyBatch, Message, Outgoing, Pending, SoloTransport, Transport, all_gather_json
+from ring.comm.put_table import Entry, entries
+from ring.comm.transport import (
+    EmptyBatch,
+    Message,
+    Outgoing,
+    Pending,
+    Put,
+    SoloTransport,
+    Transport,
+    all_gather_json,
+)  # fmt: skip
 
 _ALIGNMENT = 256  # bytes at which a buffer begins
 _ROUTES = 1024  # cached per transport, one for each kind of call
@@ -41,6 +51,7 @@ class _Route:
     pool: _SharedMemory | None
     by_nccl: bool = False
     copy_batches: dict[str, CopyBatch] = field(default_factory=dict)  # by label
+    put_batches: dict[str, PutBatch] = field(default_factory=dict)  # by label
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +88,7 @@ class SymmetricTransport(ProcessGroupTransport):
         be created while a graph is captured.
         """
         capturing = torch.cuda.is_current_stream_capturing()
+        self._route = None  # that of another kind of call
         route = self._route = self._routes.get_or_make(key, lambda: self._new_route(outgoing(), capturing))
         self.by_nccl |= route.by_nccl
         if capturing:
@@ -105,6 +117,56 @@ class SymmetricTransport(ProcessGroupTransport):
             return EmptyBatch()
         return self._copy_batch(route, route.pool, sends, receives).run(receives, self._current)
 
+    @property
+    def one_sided(self) -> bool:
+        """True unless the call that is prepared uses NCCL."""
+        return self._route is None or not self._route.by_nccl
+
+    def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
+        route = self._route
+        assert route is not None and not route.by_nccl
+        if not (puts or receives):
+            return EmptyBatch()
+        label = puts[0].label if puts else receives[0].label
+        batch = route.put_batches.get(label)
+        if batch is None:
+            batch = route.put_batches[label] = self._put_batch(route, puts, receives)
+        return batch.run(puts, self._current)
+
+    def _put_batch(self, route: _Route, puts: Sequence[Put], receives: Sequence[Message]) -> PutBatch:
+        """Return the batch for these puts, whose parts recur in every call of this kind."""
+        from ring.comm.put_kernel import Putter  # not at the top: torch for CPUs has no Triton
+
+        pool = route.pool
+        peers = {part.peer for put in puts for part in put.parts} - {self.rank}
+        flags = Flags(self.rank, []) if pool is None else pool.flags  # without memory there are no peers
+        putters = []
+        for put in puts:
+            shared = put.own if pool is None else pool.own[: pool.own.numel() // _ALIGNMENT * _ALIGNMENT]
+            putters.append(Putter(self.put_entries(route, put), shared.view(put.own.dtype)))
+        return PutBatch(
+            [Consumer(peer, flags) for peer in self._nearest_first(receives)],
+            [Producer(peer, flags, ()) for peer in sorted(peers, key=self._distance)], putters, self._streams,
+        )  # fmt: skip
+
+    def put_entries(self, route: _Route, put: Put) -> list[Entry]:
+        """List the parts of a put, by their addresses in the memory of all ranks."""
+        size = put.own.itemsize
+
+        def begin(peer: int) -> int:
+            assert route.pool is not None
+            begins = route.pool.begins
+            ((start, stop),) = route.ranges[peer][put.label][str(self.rank)]
+            (part,) = (part for part in put.parts if part.peer == peer)
+            if stop - start != len(part.rows) * len(part.heads) * put.slot_bytes:
+                raise RuntimeError(
+                    f"message {put.label!r} to rank {peer} has {len(part.rows)} rows of {len(part.heads)} heads of "
+                    f"{put.slot_bytes} bytes, its buffer {stop - start} bytes"
+                )
+            return (begins[peer] + start - begins[self.rank]) // size
+
+        return entries(put.parts, self.rank, begin, put.slot_bytes // size)
+
     def _copy_batch(
         self, route: _Route, pool: _SharedMemory, sends: Sequence[Message], receives: Sequence[Message]
     ) -> CopyBatch:
@@ -119,7 +181,10 @@ class SymmetricTransport(ProcessGroupTransport):
 
     def _nearest_first(self, messages: Sequence[Message]) -> list[int]:
         """Peers of the messages, the next rank first: so ranks copy from different ranks at a time."""
-        return sorted({message.peer for message in messages}, key=lambda peer: (peer - self.rank) % self.world_size)
+        return sorted({message.peer for message in messages}, key=self._distance)
+
+    def _distance(self, peer: int) -> int:
+        return (peer - self.rank) % self.world_size
 
     def _producer(self, route: _Route, pool: _SharedMemory, peer: int, receives: Sequence[Message]) -> Producer:
         copies = []

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -87,6 +87,31 @@ class Outgoing:
     stop: int
 
 
+class Part(NamedTuple):
+    """Rows and heads of a tensor, for one rank. row_slots: slots of a row of that rank's buffer."""
+
+    peer: int
+    rows: range
+    heads: range
+    row_slots: int
+
+
+@dataclass(frozen=True, eq=False)
+class Put:
+    """Parts of a tensor, (B, rows, heads, D), to write into the buffers in which other ranks receive this label. The
+    part of the rank itself goes to `own`. A slot is one row of one head, (B, D).
+    """
+
+    label: str
+    tensor: torch.Tensor
+    parts: tuple[Part, ...]
+    own: torch.Tensor
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.tensor.shape[0] * self.tensor.shape[3] * self.own.itemsize
+
+
 M = TypeVar("M", Message, Outgoing)
 
 
@@ -144,12 +169,29 @@ class Transport(Consensus, Protocol):
         """
         ...
 
+    @property
+    def one_sided(self) -> bool:
+        """True if the call that is prepared can `put`. The same on every rank."""
+        raise NotImplementedError
+
+    def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
+        """Write parts of tensors into buffers of the receivers, where `one_sided`.
+
+        Args:
+            puts: parts for other ranks, and for this one.
+            receives: what other ranks write into buffers of this one.
+
+        Returns:
+            The batch. Tensors and buffers are as in `post`.
+        """
+        ...
+
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
         """Prepare for a call, before its buffers are allocated.
 
         Args:
             key: the kind of call, the same on every rank.
-            outgoing: lists the messages of such a call.
+            outgoing: lists the messages of such a call; for `put`, what is received.
         """
         ...
 
@@ -169,11 +211,18 @@ class LocalBuffers(Transport):
     def hosts(self) -> tuple[int, ...]:
         return (0,) * self.world_size
 
+    @property
+    def one_sided(self) -> bool:
+        return False
+
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
         """Do nothing."""
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
+
+    def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
+        raise NotImplementedError
 
 
 def all_gather_json(value: object, ranks: Consensus) -> list[Any]:
@@ -221,6 +270,8 @@ class SomeRanks(Transport):
     part: the end of names of buffers and labels, which recur in other parts.
     """
 
+    one_sided = False
+
     def __init__(self, whole: Transport, ranks: Sequence[int], part: str) -> None:
         self.whole, self._ranks, self._part = whole, ranks, part
         self.rank, self.world_size, self.calls = ranks.index(whole.rank), len(ranks), whole.calls
@@ -240,6 +291,9 @@ class SomeRanks(Transport):
 
     def _translated(self, messages: Sequence[M]) -> list[M]:
         return [replace(m, peer=self._ranks[m.peer], label=m.label + self._part) for m in messages]
+
+    def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
+        raise NotImplementedError
 
     @property
     def hosts(self) -> tuple[int, ...]:
@@ -268,6 +322,18 @@ class RecordingTransport(Transport):
         self.sent += [(m.peer, m.bytes, m.label) for m in sends]
         self.received += [(m.peer, m.bytes, m.label) for m in receives]
         return self.inner.post(sends, receives)
+
+    @property
+    def one_sided(self) -> bool:
+        return self.inner.one_sided
+
+    def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
+        self.sent += [
+            (part.peer, len(part.rows) * len(part.heads) * put.slot_bytes, put.label)
+            for put in puts for part in put.parts if part.peer != self.rank
+        ]  # fmt: skip
+        self.received += [(m.peer, m.bytes, m.label) for m in receives]
+        return self.inner.put(puts, receives)
 
     def all_equal(self, payload: bytes) -> bool:
         return self.inner.all_equal(payload)

@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.workload import Contender, Inputs, Results, Workload
 from ring import Transport, ring_attention
 from ring.comm.call_order import Calls
-from ring.comm.transport import LocalBuffers, Message, Pending
+from ring.comm.transport import LocalBuffers, Message, Pending, Put
 from ring.default_bucket import default_bucket
 
 
@@ -98,6 +98,13 @@ class Silent(LocalBuffers):
         return self._buffers[key]
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        return _NeverSent()
+
+    @property
+    def one_sided(self) -> bool:
+        return True
+
+    def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
         return _NeverSent()
 
     def all_equal(self, payload: bytes) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from collections import Counter
@@ -16,8 +17,9 @@ from ring.caching.bounded_cache import BoundedCache
 from ring.caching.graph_keepalive import keep_alive_for_one_graph
 from ring.comm import symmetric_memory
 from ring.comm.copy_batch import Flags
+from ring.comm.put_table import Entry
 from ring.comm.symmetric_memory import SymmetricTransport, _Route, _SharedMemory
-from ring.comm.transport import Message, Pending, all_gather_json
+from ring.comm.transport import Message, Pending, Put, all_gather_json
 from tests.ring.test_all_to_all import CASES, check, layout_of, patterns
 from verification.run.simulation.simulated_transport import SimulatedTransport
 
@@ -102,11 +104,12 @@ def test_no_route_is_made_while_a_graph_is_captured(transport: OnNoGPU) -> None:
 
 class InOneProcess(SymmetricTransport):
     """Symmetric memory of a simulated rank. The simulation carries the messages; `sent` has their addresses, and
-    `copied` those from which the receivers would copy.
+    `copied` those from which the receivers would copy. Puts write to the memory of other ranks.
     """
 
     sent: Counter[tuple[int, ...]]
     copied: Counter[tuple[int, ...]]
+    written: Counter[int]  # parts, by rank
 
     def __init__(self, inner: SimulatedTransport) -> None:
         self._inner, self._routes, self._pools, self.by_nccl = inner, BoundedCache(64), [], False
@@ -135,6 +138,40 @@ class InOneProcess(SymmetricTransport):
         self.copied.update(copies)
         return self._inner.post(sends, receives)
 
+    def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
+        """Write by the table of the kernel, once the receivers are ready, and tell them."""
+        route = self._route
+        assert route is not None
+        peers = {part.peer for put in puts for part in put.parts} - {self.rank}
+        writers = {m.peer for m in receives}
+        self._inner.post(_flags(writers, "ready"), _flags(peers, "ready")).wait()
+        for put in puts:
+            begin = put.own if route.pool is None else route.pool.own
+            for entry in self.put_entries(route, put):
+                _write(entry, put, put.own if entry.own else begin)
+                InOneProcess.written[self.rank] += 1
+        return self._inner.post(_flags(peers, "done"), _flags(writers, "done"))
+
+
+def _flags(peers: set[int], label: str) -> list[Message]:
+    return [Message(peer, torch.zeros(1), label) for peer in sorted(peers)]
+
+
+def _write(entry: Entry, put: Put, begin: torch.Tensor) -> None:
+    """Write a part by its addresses, as the kernel does."""
+    batch, _, _, dim = put.tensor.shape
+    rows, heads = (entry.row, entry.row + entry.rows), (entry.head, entry.head + entry.columns // (batch * dim))
+    part = (
+        put.tensor[:, slice(*rows), slice(*heads)]
+        .permute(1, 2, 0, 3)
+        .to(put.own.dtype)
+        .reshape(entry.rows, -1)
+        .contiguous()
+    )
+    for number, row in enumerate(part):
+        address = begin.data_ptr() + (entry.to + number * entry.step) * row.itemsize
+        ctypes.memmove(address, row.data_ptr(), row.nbytes)
+
 
 @pytest.mark.parametrize("order", ("zigzag", "uneven"))
 @pytest.mark.parametrize(
@@ -147,6 +184,8 @@ def test_receivers_copy_from_where_messages_lie(exchange: str, order: str, monke
     for heads, bucket, name in CASES:
         monkeypatch.setattr(InOneProcess, "sent", Counter(), raising=False)
         monkeypatch.setattr(InOneProcess, "copied", Counter(), raising=False)
+        monkeypatch.setattr(InOneProcess, "written", Counter(), raising=False)
         pattern, layout = patterns(heads[0])[name], layout_of(order, 21, 4)
         check(pattern, heads, layout, wrap=InOneProcess, bucket=bucket, exchange=exchange)
-        assert InOneProcess.sent == InOneProcess.copied != Counter()
+        assert InOneProcess.sent == InOneProcess.copied
+        assert bool(InOneProcess.written) == ("all-to-all" in exchange)

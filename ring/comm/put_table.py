@@ -1,0 +1,39 @@
+"""Where the parts of a put lie: integers for the kernel that writes them (`ring.comm.put_kernel`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import gcd
+from typing import NamedTuple
+
+from ring.comm.transport import Part
+
+
+class Entry(NamedTuple):
+    """A part in memory. columns: numbers of a row, (heads, B, D); to: the number at which it begins, from the start of
+    the rank's shared memory, or of its own buffer if `own`; step: numbers from one row to the next.
+    """
+
+    row: int
+    rows: int
+    head: int
+    columns: int
+    to: int
+    step: int
+    own: int
+
+
+def entries(parts: Sequence[Part], rank: int, begin: Callable[[int], int], slot: int) -> list[Entry]:
+    """List the parts. begin: the number at which that of a peer begins; slot: numbers of a slot."""
+    return [
+        Entry(
+            part.rows.start, len(part.rows), part.heads.start, len(part.heads) * slot,
+            0 if part.peer == rank else begin(part.peer), part.row_slots * slot, part.peer == rank,
+        )
+        for part in parts
+    ]  # fmt: skip
+
+
+def alignment(found: Sequence[Entry], most: int) -> int:
+    """Return the largest divisor of `most` that divides all places: so many numbers can be written at once."""
+    return gcd(most, *(number for entry in found for number in (entry.columns, entry.to, entry.step)))
