@@ -1,6 +1,6 @@
 """Attention by heads: the ranks of a group divide the heads of their rows, and each computes some of all these rows.
 
-A block of heads has the rows of the group, shard after shard: those of one rank of a joined layout. Its plan is that of
+A block of heads has the rows of the group: those of one rank of a joined layout. Its plan is that of
 the ranks with the same heads, between which keys travel by another exchange. If all ranks divide the heads, this is one
 rank without messages. Backward the owners send q, k, v, the output and lse again, so nothing is kept for it.
 Gradients of keys are summed over the blocks that had their head; where some head was in several, they travel in the
@@ -24,6 +24,7 @@ from ring.default_bucket import default_bucket, default_local_bucket
 from ring.layout import Layout
 from ring.lowering import Program, Programs
 from ring.plan.head_groups import HeadGroups
+from ring.plan.head_rows import Places, block_layout, block_places
 from ring.plan.head_shares import HeadBlock, head_shares, shares_keys
 from ring.plan.plan import plan_of
 from ring.precision import accumulator_dtype
@@ -51,9 +52,10 @@ class HeadProgram(NamedTuple):
 class HeadPrograms:
     """The stages of a setting, and the programs of this rank's block in each; None in a stage without heads.
 
-    dividing, alike: the ranks that divide the heads with this one, and that have the same. counts, key_counts: rows of
-    each of `dividing`. returns_lse: lse may have a gradient. sums_keys: a key/value head is in blocks of several ranks.
-    setting: arguments of the programs except the rank, equal on all ranks.
+    dividing, alike: the ranks that divide the heads with this one, and that have the same. places, key_places: where
+    the rows of each of `dividing` lie in a block. returns_lse: lse may have a gradient. sums_keys: a key/value head is
+    in blocks of several ranks. setting: arguments of the programs except the rank, equal on all
+    ranks.
     """
 
     by_head: ClassVar[Literal[True]] = True
@@ -61,8 +63,8 @@ class HeadPrograms:
     alike: range
     stages: tuple[tuple[HeadBlock, ...], ...]
     blocks: tuple[Programs | None, ...]
-    counts: tuple[int, ...]
-    key_counts: tuple[int, ...]
+    places: Places
+    key_places: Places
     returns_lse: bool
     sums_keys: bool
     setting: Hashable
@@ -100,25 +102,19 @@ class HeadPrograms:
 def head_programs(call: Call, groups: HeadGroups, rank: int) -> HeadPrograms:
     """Build the programs of a validated call."""
     heads, kv_heads, bucket = call.q.shape[2], call.k.shape[2], bucket_of(call)
-    layout = joined = _joined(call.layout, groups)
-    if call.key_layout is not call.layout:
-        joined = _joined(call.key_layout, groups)
-    stages = head_shares(heads, kv_heads, groups.degree, max(1, bucket * kv_heads // max(1, *joined.counts)))
     own, alike = groups.dividing(rank), groups.alike(rank)
+    every = [groups.dividing(rank) for rank in groups.alike(0)]
+    layout, keys = (block_layout(x, every) for x in (call.layout, call.key_layout))
+    stages = head_shares(heads, kv_heads, groups.degree, max(1, bucket * kv_heads // max(1, *keys.counts)))
     blocks = tuple(
-        programs_of(call, groups.between, alike.index(rank), bucket, layout, joined, block) if block.queries else None
+        programs_of(call, groups.between, alike.index(rank), bucket, layout, keys, block) if block.queries else None
         for block in (stage[own.index(rank)] for stage in stages)
     )
-    counts, key_counts = (tuple(x.counts[member] for member in own) for x in (call.layout, call.key_layout))
+    places, key_places = (block_places(x, every, own) for x in (call.layout, call.key_layout))
     setting = call.pattern, call.layout.digest, call.key_layout.digest, heads, kv_heads, call.exchange, bucket
     return HeadPrograms(
-        own, alike, stages, blocks, counts, key_counts, call.return_lse, shares_keys(stages), setting
+        own, alike, stages, blocks, places, key_places, call.return_lse, shares_keys(stages), setting
     )  # fmt: skip
-
-
-def _joined(layout: Layout, groups: HeadGroups) -> Layout:
-    """Join the shards of the ranks that divide the heads: a layout for the ranks that have the same heads."""
-    return layout.joined([groups.dividing(rank) for rank in groups.alike(0)])
 
 
 def bucket_of(call: Call) -> int:
@@ -165,7 +161,7 @@ def forward(
         results, own_lse = compute(number, *tensors, own_sinks)
         return results, _as_rows(own_lse)
 
-    queries, keys = programs.counts, programs.key_counts
+    queries, keys = programs.places, programs.key_places
     given = [(Rows("queries", queries, False), q), (Rows("keys", keys, True), k), (Rows("values", keys, True), v)]
     wanted = [(Rows("output", queries, False), out), (Rows("lse", queries, False), lse)]
     _exchange(programs, transport, "forward", given, wanted, stage)
@@ -178,7 +174,7 @@ def backward(
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return (dq, dk, dv) of the own rows. transport: of the whole group. tensors: q, k, v, out, lse, dout."""
     q, k, v, out, lse, dout = tensors
-    queries, keys = programs.counts, programs.key_counts
+    queries, keys = programs.places, programs.key_places
     given = [(Rows("queries", queries, False), q), (Rows("keys", keys, True), k), (Rows("values", keys, True), v)]
     given += [(Rows("output", queries, False), out), (Rows("lse", queries, False), _as_rows(lse))]
     given.append((Rows("gradients of output", queries, False), dout))

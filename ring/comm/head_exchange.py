@@ -6,10 +6,10 @@ own heads. Messages of the next stage are in flight while a stage is computed, a
 A slot is one row of one head, batch times head dim numbers; a message is a row of slots, row by row.
 
 A tensor has two buffers: by owner, with the own rows of the other ranks' heads; by head, with all rows of the own
-heads, in the order of the ranks.
+heads, in the order of the ranks. A block may have another order.
 
 If ranks write into each other's memory (`Transport.put`), nothing is packed: a tensor has only the buffer in which it
-arrives. By owner that has the heads of all ranks side by side.
+arrives: by head, in the order of the block; by owner, with the heads of all ranks side by side.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ import torch
 
 from ring.comm import buffer_meter
 from ring.comm.transport import Message, Outgoing, Part, Pending, Put, Transport
+from ring.plan.head_rows import Places
 from ring.plan.head_shares import HeadBlock
 from ring.strided_view import copy
 
@@ -34,14 +36,31 @@ Empty = Callable[[str, Sequence[int], torch.dtype, torch.device], torch.Tensor]
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor to exchange, by its label. counts: rows of each rank; of_keys: it has key/value heads; summed: several
-    blocks may have results of a head.
+    """A tensor to exchange, by its label. places: where the rows of each rank lie in a block; of_keys: it has key/value
+    heads; summed: several blocks may have results of a head.
     """
 
     label: str
-    counts: tuple[int, ...]
+    places: Places
     of_keys: bool
     summed: bool = False
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each rank."""
+        return tuple(sum(map(len, places)) for places in self.places)
+
+    @cached_property
+    def spans(self) -> list[tuple[range, slice]]:
+        """Rows of a block, and the same in the order of the ranks."""
+        places = [place for of_rank in self.places for place in of_rank]
+        edges = list(accumulate(map(len, places), initial=0))
+        return [(place, slice(*span)) for place, *span in zip(places, edges[:-1], edges[1:], strict=True)]
+
+    @cached_property
+    def by_rank(self) -> bool:
+        """True if a block has the rows in the order of the ranks."""
+        return all((rows.start, rows.stop, rows.step) == (at.start, at.stop, 1) for rows, at in self.spans if rows)
 
     def heads(self, block: HeadBlock) -> range:
         return block.keys if self.of_keys else block.queries
@@ -81,7 +100,7 @@ class HeadExchange:
                 pending.wait()
                 results: Sequence[torch.Tensor] = ()
                 if self._stages[stage][self._place].queries:
-                    results = compute(stage, [carrier.by_head(stage) for carrier in inward[stage % 2]])
+                    results = compute(stage, [carrier.in_block(stage) for carrier in inward[stage % 2]])
                 if returning is not None:
                     self._collect(outward, wanted, stage - 1, returning)
                 returning = self._return(outward, results, stage)
@@ -116,7 +135,9 @@ class HeadExchange:
         if self._transport.one_sided:
             return self._put(carriers, results, stage, at_owner=True)
         for carrier, result in zip(carriers, results, strict=False):  # no results in a stage without heads
-            copy(carrier.by_head(stage), result)
+            by_head = carrier.by_head(stage)
+            for rows, at in carrier.rows.spans:
+                copy(by_head[:, at], result[:, rows.start : rows.stop : rows.step])
         sends = [message for carrier in carriers for message in carrier.messages(stage, at_owner=False)]
         receives = [message for carrier in carriers for message in carrier.messages(stage, at_owner=True)]
         return self._transport.post(sends, receives)
@@ -197,6 +218,16 @@ class _Carrier:
         """All rows of the own heads, (B, rows, heads, D): a view."""
         return self._view(self.of_head, 0, sum(self.rows.counts), len(self._heads(stage, self.place)))
 
+    def in_block(self, stage: int) -> torch.Tensor:
+        """The same in the order of the block: a view, or a copy."""
+        by_head = self.by_head(stage)
+        if self.rows.by_rank:
+            return by_head
+        block = torch.empty_like(by_head)
+        for rows, at in self.rows.spans:
+            copy(block[:, rows.start : rows.stop : rows.step], by_head[:, at])
+        return block
+
     def by_owner(self, stage: int) -> Iterator[tuple[range, torch.Tensor]]:
         """Iterate over the heads of every rank and the own rows of them, (B, own rows, heads, D): views."""
         own = self.rows.counts[self.place]
@@ -239,24 +270,28 @@ class _Carrier:
 
 
 class _PutCarrier(_Carrier):
-    """The buffer in which a tensor arrives. By owner, a row has the heads of all ranks side by side."""
+    """The buffer in which a tensor arrives. By head it has the block's order; by owner, a row has all heads."""
 
     def put(self, stage: int, x: torch.Tensor, at_owner: bool) -> Put:
         """Return the put of a tensor: of the own rows to the buffers by head of all ranks, or of the own heads to those
         by owner.
         """
-        widths, edges = self._widths(stage), list(accumulate(self.rows.counts, initial=0))
-        spans = list(zip(self.ranks, edges[:-1], edges[1:], widths, strict=True))
-        if at_owner:
-            heads, row_slots = range(widths[self.place]), sum(widths)
-            parts = [Part(rank, range(*span), heads, row_slots) for rank, *span, _ in spans]
-            own = self.of_owner.memory[sum(widths[: self.place]) :]
-        else:
-            rows = range(self.rows.counts[self.place])
-            heads_of = [self._heads(stage, peer) for peer in range(len(self.ranks))]
-            parts = [Part(rank, rows, heads, len(heads)) for rank, heads in zip(self.ranks, heads_of, strict=True)]
-            own = self.of_head.memory[edges[self.place] * widths[self.place] :]
-        return Put(f"{self.rows.label} {stage + 1}", x, tuple(x for x in parts if x.rows and x.heads), own)
+        widths, buffer = self._widths(stage), self.of_owner if at_owner else self.of_head
+        parts = []
+        for peer, rank in enumerate(self.ranks):
+            places = self.rows.places[peer if at_owner else self.place]
+            for place, row in zip(places, accumulate(map(len, places), initial=0), strict=False):
+                if at_owner:
+                    first = row * sum(widths) + sum(widths[: self.place])
+                    parts.append(Part(rank, place, range(widths[self.place]), first, sum(widths)))
+                else:
+                    rows, first = range(row, row + len(place)), place.start * widths[peer]
+                    parts.append(Part(rank, rows, self._heads(stage, peer), first, place.step * widths[peer]))
+        parts = [part for part in parts if part.rows and part.heads]
+        return Put(f"{self.rows.label} {stage + 1}", x, tuple(parts), buffer.memory)
+
+    def in_block(self, stage: int) -> torch.Tensor:
+        return self.by_head(stage)
 
     def by_owner(self, stage: int) -> Iterator[tuple[range, torch.Tensor]]:
         """Iterate over runs of heads of all ranks, and the own rows of them: views."""
@@ -269,12 +304,14 @@ class _PutCarrier(_Carrier):
             yield heads, whole[:, :, first : first + len(heads)]
 
     def _at_owner(self, stage: int) -> Iterator[tuple[int, int, int]]:
-        """Iterate over (peer, first slot, end), as if the slots of a peer were neighbours."""
-        own, first = self.rows.counts[self.place], 0
-        for peer, width in enumerate(self._widths(stage)):
-            if peer != self.place:
-                yield peer, first, first + own * width
-            first += width
+        """Iterate over (peer, first slot, end): as many slots from the front as a peer writes, wherever they are."""
+        own = self.rows.counts[self.place]
+        yield from ((peer, 0, own * width) for peer, width in enumerate(self._widths(stage)) if peer != self.place)
+
+    def _at_head(self, stage: int) -> Iterator[tuple[int, int, int]]:
+        """See `_at_owner`."""
+        width = len(self._heads(stage, self.place))
+        yield from ((peer, 0, count * width) for peer, count in enumerate(self.rows.counts) if peer != self.place)
 
     def _widths(self, stage: int) -> list[int]:
         return [len(self._heads(stage, peer)) for peer in range(len(self.ranks))]

@@ -23,21 +23,24 @@ _WORD = 16  # bytes
 @triton.jit
 def _put(  # type: ignore[no-untyped-def]
     source, shared, own, table, batch_step, row_step, head_step, dim_step,
-    BATCH: tl.constexpr, DIM: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr, BATCH: tl.constexpr, DIM: tl.constexpr, ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """source (B, rows, heads, D), any strides; table (parts, 7) int64: entries."""
-    entry = table + tl.program_id(2) * 7
-    rows, columns = tl.load(entry + 1), tl.multiple_of(tl.load(entry + 3), ALIGN)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """source (B, rows, heads, D), any strides; table (PARTS, 8) int64: entries."""
+    # Neighbouring programs write different parts: to all GPUs at once, and to this one's memory meanwhile.
+    entry = table + tl.program_id(0) % PARTS * 8
+    rows, columns = tl.load(entry + 2), tl.multiple_of(tl.load(entry + 4), ALIGN)
+    row = (tl.program_id(0) // PARTS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     slot, dim = column // DIM, column % DIM
-    head, batch = tl.load(entry + 2) + slot // BATCH, slot % BATCH
+    head, batch = tl.load(entry + 3) + slot // BATCH, slot % BATCH
     of_column = batch * batch_step + head * head_step + dim * dim_step
-    value = tl.load(source + ((tl.load(entry) + row) * row_step)[:, None] + of_column[None, :], mask)
-    to, step = tl.multiple_of(tl.load(entry + 4), ALIGN), tl.multiple_of(tl.load(entry + 5), ALIGN)
+    of_row = (tl.load(entry) + row * tl.load(entry + 1)) * row_step
+    value = tl.load(source + of_row[:, None] + of_column[None, :], mask)
+    to, step = tl.multiple_of(tl.load(entry + 5), ALIGN), tl.multiple_of(tl.load(entry + 6), ALIGN)
     place = to + (row * step)[:, None] + column[None, :]
-    if tl.load(entry + 6) != 0:
+    if tl.load(entry + 7) != 0:
         tl.store(own + place, value, mask)
     else:
         tl.store(shared + place, value, mask)
@@ -49,25 +52,26 @@ class Putter:
     def __init__(self, found: Sequence[Entry], shared: torch.Tensor) -> None:
         self._shared, self._table = shared, torch.tensor(found, dtype=torch.int64, device=shared.device)
         rows, columns = max(entry.rows for entry in found), max(entry.columns for entry in found)
-        self._grid = triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS), len(found)
+        self._parts = len(found)
+        self._grid = triton.cdiv(rows, _ROWS) * len(found), triton.cdiv(columns, _COLUMNS), 1
         self._align = alignment(found, _WORD // shared.itemsize)
 
     def __call__(self, source: torch.Tensor, own: torch.Tensor) -> None:
         """Write the parts of (B, rows, heads, D) on the current stream. own: buffer of this rank's part."""
         batch, _, _, dim = source.shape
         begins = source.data_ptr() % _WORD, own.data_ptr() % _WORD
-        dtypes, slot = (source.dtype, own.dtype), (batch, dim)
-        launch = _launcher(self._grid, source.device, dtypes, source.stride(), slot, self._align, begins)
+        dtypes, constants = (source.dtype, own.dtype), (self._parts, batch, dim, self._align)
+        launch = _launcher(self._grid, source.device, dtypes, source.stride(), constants, begins)
         launch(source, self._shared, own, self._table)
 
 
 @lru_cache(maxsize=1024)
 def _launcher(
     grid: tuple[int, int, int], device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[int, ...],
-    slot: tuple[int, int], align: int, begins: tuple[int, int],
+    constants: tuple[int, ...], begins: tuple[int, int],
 ) -> Launcher:  # fmt: skip
-    """Return the launcher for tensors of this kind. slot: batch and head dim. begins: addresses modulo 16 of the source
-    and of the own buffer.
+    """Return the launcher for tensors of this kind. constants: PARTS to ALIGN. begins: addresses modulo 16 of the
+    source and of the own buffer.
     """
-    constants = {"BATCH": slot[0], "DIM": slot[1], "ALIGN": align, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
-    return Launcher(_put, grid, _WARPS, strides, constants)
+    named = dict(zip(("PARTS", "BATCH", "DIM", "ALIGN"), constants, strict=True))
+    return Launcher(_put, grid, _WARPS, strides, named | {"ROWS": _ROWS, "COLUMNS": _COLUMNS})

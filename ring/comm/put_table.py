@@ -10,11 +10,13 @@ from ring.comm.transport import Part
 
 
 class Entry(NamedTuple):
-    """A part in memory. columns: numbers of a row, (heads, B, D); to: the number at which it begins, from the start of
-    the rank's shared memory, or of its own buffer if `own`; step: numbers from one row to the next.
+    """A part in memory. row, row_step, rows: of the tensor; columns: numbers of a row, (heads, B, D); to: the number at
+    which it begins, from the start of the rank's shared memory, or of its own buffer if `own`; step: numbers from one
+    row to the next.
     """
 
     row: int
+    row_step: int
     rows: int
     head: int
     columns: int
@@ -24,11 +26,12 @@ class Entry(NamedTuple):
 
 
 def entries(parts: Sequence[Part], rank: int, begin: Callable[[int], int], slot: int) -> list[Entry]:
-    """List the parts. begin: the number at which that of a peer begins; slot: numbers of a slot."""
+    """List the parts. begin: the number at which the buffer of a peer begins; slot: numbers of a slot."""
     return [
         Entry(
-            part.rows.start, len(part.rows), part.heads.start, len(part.heads) * slot,
-            0 if part.peer == rank else begin(part.peer), part.row_slots * slot, part.peer == rank,
+            part.rows.start, part.rows.step, len(part.rows), part.heads.start, len(part.heads) * slot,
+            (0 if part.peer == rank else begin(part.peer)) + part.first * slot, part.row_slots * slot,
+            part.peer == rank,
         )
         for part in parts
     ]  # fmt: skip

@@ -157,11 +157,9 @@ class SymmetricTransport(ProcessGroupTransport):
             assert route.pool is not None
             begins = route.pool.begins
             ((start, stop),) = route.ranges[peer][put.label][str(self.rank)]
-            (part,) = (part for part in put.parts if part.peer == peer)
-            if stop - start != len(part.rows) * len(part.heads) * put.slot_bytes:
+            if stop - start != put.bytes_to(peer):
                 raise RuntimeError(
-                    f"message {put.label!r} to rank {peer} has {len(part.rows)} rows of {len(part.heads)} heads of "
-                    f"{put.slot_bytes} bytes, its buffer {stop - start} bytes"
+                    f"message {put.label!r} to rank {peer} has {put.bytes_to(peer)} bytes, its buffer {stop - start}"
                 )
             return (begins[peer] + start - begins[self.rank]) // size
 

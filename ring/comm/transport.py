@@ -88,18 +88,21 @@ class Outgoing:
 
 
 class Part(NamedTuple):
-    """Rows and heads of a tensor, for one rank. row_slots: slots of a row of that rank's buffer."""
+    """Rows and heads of a tensor, for one rank. first: their first slot in that rank's buffer; row_slots: slots from
+    one of these rows to the next.
+    """
 
     peer: int
     rows: range
     heads: range
+    first: int
     row_slots: int
 
 
 @dataclass(frozen=True, eq=False)
 class Put:
-    """Parts of a tensor, (B, rows, heads, D), to write into the buffers in which other ranks receive this label. The
-    part of the rank itself goes to `own`. A slot is one row of one head, (B, D).
+    """Parts of a tensor, (B, rows, heads, D), to write into the buffers in which other ranks receive this label. Those
+    for the rank itself go to `own`, its buffer. A slot is one row of one head, (B, D).
     """
 
     label: str
@@ -110,6 +113,9 @@ class Put:
     @property
     def slot_bytes(self) -> int:
         return self.tensor.shape[0] * self.tensor.shape[3] * self.own.itemsize
+
+    def bytes_to(self, peer: int) -> int:
+        return self.slot_bytes * sum(len(part.rows) * len(part.heads) for part in self.parts if part.peer == peer)
 
 
 M = TypeVar("M", Message, Outgoing)
@@ -329,8 +335,8 @@ class RecordingTransport(Transport):
 
     def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
         self.sent += [
-            (part.peer, len(part.rows) * len(part.heads) * put.slot_bytes, put.label)
-            for put in puts for part in put.parts if part.peer != self.rank
+            (peer, put.bytes_to(peer), put.label)
+            for put in puts for peer in sorted({part.peer for part in put.parts} - {self.rank})
         ]  # fmt: skip
         self.received += [(m.peer, m.bytes, m.label) for m in receives]
         return self.inner.put(puts, receives)

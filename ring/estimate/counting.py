@@ -23,6 +23,7 @@ from reference.cost import Setting
 from reference.pattern import Pattern
 from ring.layout import Layout
 from ring.plan.blocks import Block
+from ring.plan.head_rows import block_layout
 from ring.plan.range_pairs import group_of
 from ring.plan.ranges import Ints, Ranges, group_starts, ragged_arange, ranges_of, ranges_of_runs
 from ring.plan.relay_groups import RelayGroups
@@ -111,7 +112,7 @@ class Counted(Setting):
         problem = pattern, len(queries), keys, dividing
         if problem not in self._problems:
             if dividing not in self._joined:
-                self._joined[dividing] = self.layout.joined(dividing), self.key_layout.joined(dividing)
+                self._joined[dividing] = block_layout(self.layout, dividing), block_layout(self.key_layout, dividing)
             layout, key_layout = self._joined[dividing]
             self._problems[problem] = replace(
                 self, pattern=pattern, heads=len(queries), kv_heads=keys, layout=layout, key_layout=key_layout

@@ -160,7 +160,8 @@ def _flags(peers: set[int], label: str) -> list[Message]:
 def _write(entry: Entry, put: Put, begin: torch.Tensor) -> None:
     """Write a part by its addresses, as the kernel does."""
     batch, _, _, dim = put.tensor.shape
-    rows, heads = (entry.row, entry.row + entry.rows), (entry.head, entry.head + entry.columns // (batch * dim))
+    rows = entry.row, entry.row + entry.rows * entry.row_step, entry.row_step
+    heads = (entry.head, entry.head + entry.columns // (batch * dim))
     part = (
         put.tensor[:, slice(*rows), slice(*heads)]
         .permute(1, 2, 0, 3)
