@@ -296,7 +296,7 @@ class Buffers:
         return self.forward + self.gradients + self.returned
 
 
-def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False) -> Buffers:
+def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False, one_sided: bool = False) -> Buffers:
     """Return the bytes of every communication buffer that an exchange allocates. All are 0 for one rank.
 
     With cap = bucket * Hk slots, most = cap + W - 1, v(s, t) = slots of s of t hops or more, e(s, t) = those of
@@ -321,13 +321,14 @@ def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False) 
         exchange: one of EXCHANGES, or two, as `groups_of`.
         bucket: in tokens, at least 1.
         narrow: True if gradients return in the working type, as those of `direct` do between GPUs.
+        one_sided: True if ranks that exchange heads write into each other's memory, as GPUs of one host do.
 
     Raises:
         ValueError: the exchange is unknown, or the bucket less than 1.
     """
     groups = groups_of(exchange, setting.world)
     if groups.degree > 1:
-        return _buffers_by_head(setting, groups, bucket, narrow)
+        return _buffers_by_head(setting, groups, bucket, narrow, one_sided)
     receive, send, returned = _buffer_slots(setting, groups, bucket)
     copies = 1 if groups.exchange == "gather" else 2
     size, gradient_size = setting.slot_bytes(narrow)
@@ -465,28 +466,31 @@ def _sent_by_head(setting: Setting, groups: Groups, narrow: bool) -> Traffic:
     return Traffic(*total)
 
 
-def _buffers_by_head(setting: Setting, groups: Groups, bucket: int, narrow: bool) -> Buffers:
+def _buffers_by_head(setting: Setting, groups: Groups, bucket: int, narrow: bool, one_sided: bool) -> Buffers:
     """Buffers of an exchange by heads. A stage is the next block of every rank that has one.
 
     A tensor has a buffer by head, of all rows of the widest own block, and one by owner, of the own rows of the other
     ranks' blocks in the widest stage. What goes to the heads has two of each if there are several stages, so that one
-    fills while the other is used; what comes back has one. Here `receive` is by head, `send` by owner, `gradients` and
+    fills while the other is used; what comes back has one. If one-sided, a tensor has only the buffer in which it
+    arrives; by owner that has the own block, too. Here `receive` is by head, `send` by owner, `gradients` and
     `returned` are what backward needs beside the buffers of forward. The exchange of keys adds the buffers of the block
     that needs most.
     """
     blocks = blocks_of(setting, groups, bucket)
     stages = max(map(len, blocks))
     widths = np.array([[*[(len(queries), keys) for queries, keys in x], *[(0, 0)] * (stages - len(x))] for x in blocks])
-    others = (widths.sum(0) - widths).max(1)  # (ranks of a group, queries and keys)
+    in_stage = widths.sum(0) + np.zeros_like(widths)
+    others = (in_stage if one_sided else in_stage - widths).max(1)  # (ranks of a group, queries and keys)
     there, back, again, gradients = row_bytes(setting, blocks)
     sides = min(2, stages)
-    forward = sides * there + back
-    more = sides * again + gradients - forward
+    to_heads, to_owners = np.array([sides * there, sides * again]), np.array([back, gradients])  # forward, backward
+    at_head, at_owner = (to_heads, to_owners) if one_sided else (to_heads + to_owners,) * 2
     found = np.zeros((4, setting.world), np.int64)
     for group in groups.dividing:
         counts = np.array([[setting.counts[r], setting.key_counts[r]] for r in group])
-        by_head, by_owner = widths.max(1) * counts.sum(0), others * counts
-        found[:, list(group)] = [by_head @ forward, by_owner @ forward, by_head @ more, by_owner @ more]
+        by_head, by_owner = widths.max(1) * counts.sum(0) @ at_head.T, others * counts @ at_owner.T
+        found[:, list(group)] = [by_head[:, 0], by_owner[:, 0], by_head[:, 1], by_owner[:, 1]]
+    found[2:] -= found[:2]
     within = np.zeros((2, setting.world), np.int64)
     for ranks, block in _problems(setting, groups, blocks):
         held = buffers(block, groups.exchange, bucket, narrow)

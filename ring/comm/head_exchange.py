@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from ring.comm import buffer_meter
-from ring.comm.transport import Message, Outgoing, Part, Pending, Put, Transport
+from ring.comm.transport import Message, OneSidedTransport, Outgoing, Part, Pending, Put, Transport, one_sided
 from ring.plan.head_rows import Places
 from ring.plan.head_shares import HeadBlock
 from ring.strided_view import copy
@@ -110,8 +110,8 @@ class HeadExchange:
             self._collect(outward, wanted, len(self._stages) - 1, returning)
 
     def _scatter(self, carriers: Sequence[_Carrier], given: Given, stage: int) -> Pending:
-        if self._transport.one_sided:
-            return self._put(carriers, [x for _, x in given], stage, at_owner=False)
+        if one_sided(self._transport):
+            return self._put(self._transport, carriers, [x for _, x in given], stage, at_owner=False)
         sends, receives = [], []
         for carrier, (_, x) in zip(carriers, given, strict=True):
             for heads, part in carrier.by_owner(stage):
@@ -121,19 +121,20 @@ class HeadExchange:
         return self._transport.post(sends, receives)
 
     def _put(
-        self, carriers: Sequence[_Carrier], tensors: Sequence[torch.Tensor], stage: int, at_owner: bool
-    ) -> Pending:
+        self, transport: OneSidedTransport, carriers: Sequence[_Carrier], tensors: Sequence[torch.Tensor], stage: int,
+        at_owner: bool,
+    ) -> Pending:  # fmt: skip
         """Write tensors into the buffers by owner, or by head, of all ranks."""
         puts = []
         for carrier, x in zip(carriers, tensors, strict=False):  # no results in a stage without heads
             assert isinstance(carrier, _PutCarrier)
             puts.append(carrier.put(stage, x, at_owner))
         receives = [message for carrier in carriers for message in carrier.messages(stage, at_owner)]
-        return self._transport.put([put for put in puts if put.parts], receives)
+        return transport.put([put for put in puts if put.parts], receives)
 
     def _return(self, carriers: Sequence[_Carrier], results: Sequence[torch.Tensor], stage: int) -> Pending:
-        if self._transport.one_sided:
-            return self._put(carriers, results, stage, at_owner=True)
+        if one_sided(self._transport):
+            return self._put(self._transport, carriers, results, stage, at_owner=True)
         for carrier, result in zip(carriers, results, strict=False):  # no results in a stage without heads
             by_head = carrier.by_head(stage)
             for rows, at in carrier.rows.spans:
@@ -154,7 +155,7 @@ class HeadExchange:
         that are received.
         """
         inward, outward = self._carriers(given, wanted, _without_memory)
-        outgoing, received = [], self._transport.one_sided
+        outgoing, received = [], one_sided(self._transport)
         for stage in range(len(self._stages)):
             for carriers, at_owner in ((inward[stage % 2], not received), (outward, received)):
                 outgoing += [message for carrier in carriers for message in carrier.announced(stage, at_owner)]
@@ -168,7 +169,7 @@ class HeadExchange:
 
     def _carrier(self, rows: Rows, x: torch.Tensor, side: str, empty: Empty, inward: bool) -> _Carrier:
         """Allocate both buffers of a tensor; for puts, an empty one in place of that from which it is not sent."""
-        place, kind, put = self._place, (x.shape[0], x.shape[3]), self._transport.one_sided
+        place, kind, put = self._place, (x.shape[0], x.shape[3]), one_sided(self._transport)
         widths = [[len(rows.heads(block)) for block in stage] for stage in self._stages]
         at_owner = rows.counts[place] * max(sum(stage) - (0 if put else stage[place]) for stage in widths)
         at_head = sum(rows.counts) * max(stage[place] for stage in widths)

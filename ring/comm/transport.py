@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import torch
 
@@ -175,29 +175,12 @@ class Transport(Consensus, Protocol):
         """
         ...
 
-    @property
-    def one_sided(self) -> bool:
-        """True if the call that is prepared can `put`. The same on every rank."""
-        raise NotImplementedError
-
-    def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
-        """Write parts of tensors into buffers of the receivers, where `one_sided`.
-
-        Args:
-            puts: parts for other ranks, and for this one.
-            receives: what other ranks write into buffers of this one.
-
-        Returns:
-            The batch. Tensors and buffers are as in `post`.
-        """
-        ...
-
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
         """Prepare for a call, before its buffers are allocated.
 
         Args:
             key: the kind of call, the same on every rank.
-            outgoing: lists the messages of such a call; for `put`, what is received.
+            outgoing: lists the messages of such a call.
         """
         ...
 
@@ -210,6 +193,35 @@ class Transport(Consensus, Protocol):
         ...
 
 
+class OneSidedTransport(Transport, Protocol):
+    """A transport whose ranks may write into each other's memory, in place of messages. See `one_sided`.
+
+    For a call that puts, `prepare` is given what a rank receives, and with which label.
+    """
+
+    @property
+    def one_sided(self) -> bool:
+        """True if the call that is prepared can put. The same on every rank."""
+        ...
+
+    def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
+        """Write parts of tensors into buffers of the receivers.
+
+        Args:
+            puts: parts for other ranks, and for this one.
+            receives: what other ranks write into buffers of this one.
+
+        Returns:
+            The batch. Tensors and buffers are as in `post`.
+        """
+        ...
+
+
+def one_sided(transport: Transport) -> TypeGuard[OneSidedTransport]:
+    """Return True if the call that a transport has prepared, or is to prepare, can put."""
+    return bool(getattr(transport, "one_sided", False))
+
+
 class LocalBuffers(Transport):
     """A transport that sends from ordinary tensors, between ranks of one host unless a subclass knows better."""
 
@@ -217,18 +229,11 @@ class LocalBuffers(Transport):
     def hosts(self) -> tuple[int, ...]:
         return (0,) * self.world_size
 
-    @property
-    def one_sided(self) -> bool:
-        return False
-
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
         """Do nothing."""
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
-
-    def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
-        raise NotImplementedError
 
 
 def all_gather_json(value: object, ranks: Consensus) -> list[Any]:
@@ -276,8 +281,6 @@ class SomeRanks(Transport):
     part: the end of names of buffers and labels, which recur in other parts.
     """
 
-    one_sided = False
-
     def __init__(self, whole: Transport, ranks: Sequence[int], part: str) -> None:
         self.whole, self._ranks, self._part = whole, ranks, part
         self.rank, self.world_size, self.calls = ranks.index(whole.rank), len(ranks), whole.calls
@@ -297,9 +300,6 @@ class SomeRanks(Transport):
 
     def _translated(self, messages: Sequence[M]) -> list[M]:
         return [replace(m, peer=self._ranks[m.peer], label=m.label + self._part) for m in messages]
-
-    def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
-        raise NotImplementedError
 
     @property
     def hosts(self) -> tuple[int, ...]:
@@ -331,7 +331,7 @@ class RecordingTransport(Transport):
 
     @property
     def one_sided(self) -> bool:
-        return self.inner.one_sided
+        return one_sided(self.inner)
 
     def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
         self.sent += [
@@ -339,6 +339,7 @@ class RecordingTransport(Transport):
             for put in puts for peer in sorted({part.peer for part in put.parts} - {self.rank})
         ]  # fmt: skip
         self.received += [(m.peer, m.bytes, m.label) for m in receives]
+        assert one_sided(self.inner)
         return self.inner.put(puts, receives)
 
     def all_equal(self, payload: bytes) -> bool:

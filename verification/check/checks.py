@@ -236,7 +236,7 @@ def check_buffers(case: Case, expectation: Expectation, observations: Observatio
                 f"buffers: the default bucket on {_rank(case, index)} is {observation.layout.bucket} where the largest "
                 f"shard has {LONGER} tokens; the memory budget makes it {bucket}"
             )
-    expected = costs(case)
+    expected = costs(case, observations[0].one_sided)
     for phase in ("forward", "backward"):
         peaks = [getattr(observation, f"buffer_{phase}") for observation in observations]
         for index, (peak, exact) in enumerate(zip(peaks, getattr(expected, f"buffer_{phase}"), strict=True)):
@@ -293,14 +293,16 @@ class Costs:
 
 
 @lru_cache(maxsize=64)
-def costs(case: Case) -> Costs:
-    """Return the costs by `reference.cost`. Cached, so that it can be called while the ranks are at work."""
+def costs(case: Case, one_sided: bool = False) -> Costs:
+    """Return the costs by `reference.cost`. Cached, so that it can be called while the ranks are at work.
+
+    one_sided: ranks write into each other's memory."""
     case = with_number(case)
     sizes = case.batch, case.heads, case.kv_heads, case.head_dim, case.torch_dtype.itemsize, case.value_dim
     keys = None if case.keys is None else case.key_shards().positions
     setting = cost.Setting(case.pattern, case.shards().positions, *sizes, keys, lse_gradient=case.lse != "unused")
     sent = cost.sent(setting, case.exchange, case.narrow)
-    buffers = cost.buffers(setting, case.exchange, case.tokens_per_call, case.narrow)
+    buffers = cost.buffers(setting, case.exchange, case.tokens_per_call, case.narrow, one_sided)
     return Costs(sent.forward, sent.backward, buffers.forward, buffers.backward)
 
 

@@ -12,7 +12,7 @@ import re
 import tempfile
 import time
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from reference import validators
 from reference.fast_oracle import evaluate
-from ring.comm.transport import Transport
+from ring.comm.transport import Transport, one_sided
 from verification.case import Case
 from verification.check import properties
 from verification.check.checks import costs
@@ -112,6 +112,7 @@ def measured(transport: Transport, case: Case, file: str) -> Measurement:
     again = run_attention(transport, case, inputs)
     seconds = time.perf_counter() - started
     observation = observation_of(layout_answers(case, transport.rank), inputs, copies, run, again)
+    observation = replace(observation, one_sided=one_sided(transport))
     return Measurement(observation, seconds, meter.peak, process_peak())
 
 

@@ -52,6 +52,7 @@ class Observation:
     buffer_            peak bytes of communication buffers
     repeat_equal       a second run gave the same bits and sent the same messages; inputs_unchanged: bit for bit
     workspace_         None unless the Case is measured
+    one_sided          ranks write into each other's memory, as GPUs of one host do
     """
 
     layout: LayoutAnswers
@@ -72,6 +73,7 @@ class Observation:
     workspace_forward: Workspace | None
     workspace_backward: Workspace | None
     dsinks: Floats | None = None
+    one_sided: bool = False
 
 
 Observations = Sequence[Observation]

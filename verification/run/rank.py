@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ring import Layout, Transport, ring_attention
 from ring.comm.buffer_meter import measure
-from ring.comm.transport import RecordingTransport
+from ring.comm.transport import RecordingTransport, one_sided
 from ring.default_bucket import default_bucket
 from verification.case import Case
 from verification.run import second_run
@@ -323,7 +323,8 @@ def observe(
     copies = [x.clone() for x in inputs]
     run = run_attention(transport, case, inputs, meter=Meter(*case.dims) if case.measured else None, record=record)
     again = run_attention(transport, case, inputs, case.second_run_of(transport.rank)) if repeat else run
-    return observation_of(layout_answers(case, transport.rank), inputs, copies, run, again)
+    observation = observation_of(layout_answers(case, transport.rank), inputs, copies, run, again)
+    return replace(observation, one_sided=one_sided(transport))
 
 
 def layout_answers(case: Case, index: int) -> LayoutAnswers:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +23,14 @@ from ring.comm.put_table import Entry
 from ring.comm.symmetric_memory import SymmetricTransport, _Route, _SharedMemory
 from ring.comm.transport import Message, Pending, Put, all_gather_json
 from tests.ring.test_all_to_all import CASES, check, layout_of, patterns
+from tests.support.plain_case import plain
+from verification.case import Case
+from verification.check.checks import check_buffers, check_traffic
+from verification.check.properties import prepare
+from verification.run.observation import Observation
+from verification.run.rank import observe
 from verification.run.simulation.simulated_transport import SimulatedTransport
+from verification.run.simulation.simulation import Simulation
 
 KINDS = 3  # of calls of which a transport here knows the routes
 
@@ -174,19 +183,46 @@ def _write(entry: Entry, put: Put, begin: torch.Tensor) -> None:
         ctypes.memmove(address, row.data_ptr(), row.nbytes)
 
 
+@pytest.fixture
+def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for counter in ("sent", "copied", "written"):
+        monkeypatch.setattr(InOneProcess, counter, Counter(), raising=False)
+
+
+@pytest.mark.usefixtures("in_one_process")
 @pytest.mark.parametrize("order", ("zigzag", "uneven"))
 @pytest.mark.parametrize(
     "exchange", ("direct", "all-to-all", "all-to-all:2+ring", "ring+all-to-all:2", "all-to-all:2+gather")
 )
-def test_receivers_copy_from_where_messages_lie(exchange: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receivers_copy_from_where_messages_lie(exchange: str, order: str) -> None:
     """Also those of an exchange within an exchange, of which some ranks may have none."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for heads, bucket, name in CASES:
-        monkeypatch.setattr(InOneProcess, "sent", Counter(), raising=False)
-        monkeypatch.setattr(InOneProcess, "copied", Counter(), raising=False)
-        monkeypatch.setattr(InOneProcess, "written", Counter(), raising=False)
+        for counter in (InOneProcess.sent, InOneProcess.copied, InOneProcess.written):
+            counter.clear()
         pattern, layout = patterns(heads[0])[name], layout_of(order, 21, 4)
         check(pattern, heads, layout, wrap=InOneProcess, bucket=bucket, exchange=exchange)
         assert InOneProcess.sent == InOneProcess.copied
         assert bool(InOneProcess.written) == ("all-to-all" in exchange)
+
+
+def _observed(transport: SimulatedTransport, case: Case) -> Observation:
+    return observe(InOneProcess(transport), case)
+
+
+@pytest.mark.usefixtures("in_one_process")
+@pytest.mark.parametrize("exchange", ("all-to-all", "all-to-all:2+direct", "ring+all-to-all:2"))
+@pytest.mark.parametrize(("order", "cuts"), [("zigzag", None), ("striped", None), ("contiguous", (0, 4, 4, 8, 21))])
+def test_bytes_and_buffers_of_puts_are_those_of_the_reference(
+    exchange: str, order: str, cuts: tuple[int, ...] | None
+) -> None:
+    """In one stage and in several, with key/value heads in blocks of several ranks."""
+    for (heads, kv_heads), bucket in itertools.product(((4, 2), (6, 6)), (1, 4, None)):
+        case = plain(
+            4, tokens=21, cuts=cuts, order=order, heads=heads, kv_heads=kv_heads, exchange=exchange, bucket=bucket
+        )
+        found = Simulation(4, 0).run(partial(_observed, case=case))
+        assert all(observation.one_sided for observation in found)
+        check_traffic(case, prepare(case), found)
+        check_buffers(case, prepare(case), found)
