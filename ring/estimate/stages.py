@@ -99,6 +99,7 @@ class HeadStage(NamedTuple):
 
     own: pairs of own keys, (p,). stages: of the other keys. rows: bytes to the ranks of the heads and of the results
     back, forward, then backward. degree: ranks that divide the heads. work: of the GPU; None: only rates are known.
+    one_sided: ranks write into each other's memory.
     """
 
     own: np.ndarray
@@ -106,18 +107,32 @@ class HeadStage(NamedTuple):
     rows: tuple[Messages, ...]
     degree: int = 1
     work: RankWork | None = None
+    one_sided: bool = False
 
     def packed(self, backward: bool) -> np.ndarray:
         """Bytes of rows that each rank copies in a pass, (p,): its own before they are sent; results before they are
-        sent, and once they have arrived. Those of the own heads are not sent, but copied.
+        sent, and once they have arrived. Those of the own heads are not sent, but copied. If one-sided, only results
+        that have arrived are copied.
         """
         there, back = self.rows[2 * backward :][:2]
-        sent: np.ndarray = np.sum([there.sent, back.sent, back.received], axis=(0, 1))
+        copied = [back.received] if self.one_sided else [there.sent, back.sent, back.received]
+        sent: np.ndarray = np.sum(copied, axis=(0, 1))
         return sent * self.degree / max(1, self.degree - 1)
 
     def copies(self, backward: bool) -> int:
-        """Count the kernels that copy them: a tensor has one for each rank, results one more."""
+        """Count the kernels that copy them: a tensor has one for each rank, results one more; if one-sided, a tensor
+        has one that writes to all ranks.
+        """
+        if self.one_sided:
+            return _GIVEN[backward] + 2 * _WANTED[backward]
         return _GIVEN[backward] * self.degree + _WANTED[backward] * (self.degree + 1)
+
+    def row_seconds(self, backward: bool, rates: Rates) -> list[np.ndarray]:
+        """Time the rows to the ranks of the heads, and the results back, (p,) each. One-sided they are one message."""
+        rows = self.rows[2 * backward :][:2]
+        if self.one_sided:
+            rows = tuple(x._replace(out=np.minimum(x.out, 1), into=np.minimum(x.into, 1)) for x in rows)
+        return [x.seconds(1, rates) for x in rows]
 
     def messages(self, backward: bool) -> list[Messages]:
         """List the messages of a pass."""
@@ -153,7 +168,7 @@ def stages_of(
                     known = work(part, groups.exchange)
         stages = [_together(p, [x for x in each if x is not None]) for each in zip_longest(*within)]
         rows = _of_rows(setting, groups, blocks, sizes, hosts)
-        found.append(HeadStage(own, stages, rows, groups.degree, known))
+        found.append(HeadStage(own, stages, rows, groups.degree, known, work is not None and len(set(on)) == 1))
     return found
 
 
@@ -314,7 +329,7 @@ def stage_seconds(
 
     operations: of a pair, forward and backward; sizes: bytes of a slot and of its gradient.
     """
-    there, back = ([x.rows[2 * backward + i].seconds(1, rates) for x in blocks] for i in (0, 1))
+    there, back = zip(*(x.row_seconds(backward, rates) for x in blocks), strict=True)
     none = np.zeros_like(there[0])
     within = [
         _block_seconds(block, onward + returning, backward, operations, sizes, rates)
