@@ -99,8 +99,8 @@ for tokens in PER_GPU:
         f"one port {predicted[tokens][1]:.2f}, pairs {predicted[tokens][2]:.2f}"
     )
 measured = {}
-for world in (2,):
-    run = record(f"claims/ring_{world}", ("device", "command", "rows"))
+for world in (2, 4):
+    run = record(f"exchanges/h200x{world}_dense", ("device", "command", "rows"))
     print(f"\n{world} GPUs: {run['device']} | {run['command']}")
     ms = {
         (row["pass"], row["tokens"], row["exchange"]): row for row in run["rows"]
@@ -126,12 +126,13 @@ left.set(
     xlabel="computing / messages", ylabel="time of ring / time of direct", title="8 GPUs, model: held of pairs only"
 )
 left.legend()
-for passed, mark in (("forward", "o"), ("forward+backward", "^")):
-    several = {tokens: ratio for (_, p, tokens), ratio in measured.items() if p == passed}
-    right.plot(list(several), list(several.values()), f"{mark}-", label=passed)
+for world, line in ((2, "-"), (4, "--")):
+    for passed, mark in (("forward", "o"), ("forward+backward", "^")):
+        several = {tokens: ratio for (p, way, tokens), ratio in measured.items() if (p, way) == (world, passed)}
+        right.plot(list(several), list(several.values()), mark + line, label=f"{passed}, {world} GPUs")
 binary_ticks(right.xaxis)
 right.axhline(1, color="k", linewidth=0.8)
-right.set(xlabel="tokens a GPU", title="2 H200s, recorded")
+right.set(xlabel="tokens a GPU", title="2 and 4 H200s, recorded")
 right.legend()
 plt.show()
 
@@ -139,11 +140,12 @@ for tokens, (ratio, port, pair) in predicted.items():
     assert port <= 1 < pair, "one port: a ring loses nothing; pairs: it does at every length"
     assert (pair > 2) == (ratio < 2), (tokens, "a ring loses half or more where messages are not well hidden")
 assert max(pair for _, _, pair in predicted.values()) > 3.58
-assert all(0.9 < ratio < 1.1 for ratio in measured.values()), "two GPUs have one hop in either exchange"
+assert all(ratio < 1.1 for (_, _, tokens), ratio in measured.items() if tokens >= 2048), "little behind on one port"
 
 # %% [markdown]
 # **Holds only if every pair has a link of its own.** Both exchanges send the same bytes in p - 1 messages a GPU, so on
 # one port a ring loses nothing. In the model it is even ahead, by its stages: it computes on the first shard while the
 # next is in flight, whereas `direct` waits for all that fits into one round. On links in pairs it is up to 5.3 times as
-# slow, and 1.06 times once computing takes seven times as long as messages. The recorded GPUs share a switch; two of
-# them have one hop in either exchange, and differ by at most 7 %. A ring on 4 GPUs is not recorded.
+# slow, and 1.06 times once computing takes seven times as long as messages. The recorded GPUs share a switch: with
+# 2 Ki tokens each and more a ring is at most 9 % behind, on two of them and on four. With 512 tokens, where a step is
+# little more than its messages, it is 14 % behind on four in forward and backward.

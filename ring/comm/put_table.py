@@ -1,4 +1,4 @@
-"""Where the parts of a put lie: integers for the kernel that writes them (`ring.comm.put_kernel`)."""
+"""Finds where the parts of a put lie, as integers for the kernel that writes them (`ring.comm.put_kernel`)."""
 
 from __future__ import annotations
 

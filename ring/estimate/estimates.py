@@ -164,7 +164,10 @@ def _shown(name: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of `estimate` that do not depend on tokens and ranks."""
+    """The arguments of `estimate` that do not depend on tokens and ranks.
+
+    one_sided: the ranks are GPUs of one host, and write into each other's memory.
+    """
 
     pattern: Pattern
     heads: int
@@ -176,6 +179,7 @@ class Call:
     exchange: str
     bucket: int | None
     device: str
+    one_sided: bool = False
 
     def __post_init__(self) -> None:
         check_pattern(self.pattern)
@@ -238,7 +242,7 @@ class Call:
     def memory(self, setting: Counted, bucket: int) -> dict[str, np.ndarray]:
         """Return the terms of the memory of each rank, (p,) each, by their names in `Estimate`."""
         held = cost.resident(setting, self.exchange, bucket)
-        buffers = cost.buffers(setting, self.exchange, bucket, self.narrow)
+        buffers = cost.buffers(setting, self.exchange, bucket, self.narrow, self.one_sided)
         incoming = self.batch * setting.counts * self.heads * self.value_dim * self.dtype.itemsize
         return {
             "shards": held.shards, "accumulator": held.accumulator, "gradients": held.gradients, "incoming": incoming,
@@ -392,7 +396,8 @@ def row_of(
 ) -> Estimate:  # fmt: skip
     """Return the estimate of checked arguments. setting: counted before; None: counted here."""
     hosts = (0,) * layout.world_size if rates is None else rates.hosts(layout.world_size)
-    call = replace(call, exchange=with_number(call.exchange, hosts))
+    one_sided = call.device == "cuda" and len(set(hosts)) <= 1
+    call = replace(call, exchange=with_number(call.exchange, hosts), one_sided=one_sided)
     alone, bucket = setting is None, call.bucket_of(layout, keys)
     setting = call.counted(layout, keys) if setting is None else setting
     sent = cost.sent(setting, call.exchange, call.narrow)

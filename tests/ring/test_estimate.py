@@ -116,7 +116,7 @@ def test_bytes_buffers_and_operations_are_those_of_the_reference(drawn: tuple[Ca
         narrow = groups_of(exchange, layout.world_size).exchange == "direct" and device == "cuda"
         bucket = call.bucket or default_bucket(layout, call.heads, call.kv_heads, call.dtype, device, keys)
         theirs, ours = (
-            (cost.sent(x, exchange, narrow), cost.buffers(x, exchange, bucket, narrow),
+            (cost.sent(x, exchange, narrow), cost.buffers(x, exchange, bucket, narrow, device == "cuda"),
              cost.resident(x, exchange, bucket), cost.flops(x, exchange))
             for x in (exact, counted)
         )  # fmt: skip
@@ -379,13 +379,12 @@ def test_exchanges_by_hosts_are_estimated_as_their_number() -> None:
 
 @pytest.mark.parametrize("exchange", [*KEY_EXCHANGES, "all-to-all", "ring+all-to-all:2"])
 def test_the_longest_sequence_fits_and_the_next_does_not(exchange: str) -> None:
-    call = Call(Pattern.dense(True, window=1000), 4, 2, 64, 64, 1, torch.bfloat16, exchange, None, "cuda")
+    call = Call(Pattern.dense(True, window=1000), 4, 2, 64, 64, 1, torch.bfloat16, exchange, None, "cuda", True)
     found = longest(call, 4, "zigzag", 2**28)
     least, more = (call.peak(Layout.zigzag(n, 4)) for n in (found, found + 512))
     assert least <= 2**28 < more and longest(call, 4, "zigzag", 1000) == 0
-    (row,) = estimate(
-        call.pattern, tokens=512, ranks=4, memory=2**28, **{k: v for k, v in vars(call).items() if k != "pattern"}
-    )
+    given = {name: value for name, value in vars(call).items() if name not in ("pattern", "one_sided")}
+    (row,) = estimate(call.pattern, tokens=512, ranks=4, memory=2**28, **given)
     assert row.longest == found
 
 
