@@ -164,10 +164,7 @@ def _shown(name: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of `estimate` that do not depend on tokens and ranks.
-
-    one_sided: the ranks are GPUs of one host, and write into each other's memory.
-    """
+    """The arguments of `estimate` that do not depend on tokens and ranks."""
 
     pattern: Pattern
     heads: int
@@ -179,7 +176,6 @@ class Call:
     exchange: str
     bucket: int | None
     device: str
-    one_sided: bool = False
 
     def __post_init__(self) -> None:
         check_pattern(self.pattern)
@@ -239,10 +235,12 @@ class Call:
         of_keys, of_values = (2 * self.batch * dim for dim in (self.head_dim, self.value_dim))
         return of_keys + of_values, 3 * of_keys + 2 * of_values
 
-    def memory(self, setting: Counted, bucket: int) -> dict[str, np.ndarray]:
-        """Return the terms of the memory of each rank, (p,) each, by their names in `Estimate`."""
+    def memory(self, setting: Counted, bucket: int, one_sided: bool) -> dict[str, np.ndarray]:
+        """Return the terms of the memory of each rank, (p,) each, by their names in `Estimate`. one_sided: the ranks
+        write into each other's memory.
+        """
         held = cost.resident(setting, self.exchange, bucket)
-        buffers = cost.buffers(setting, self.exchange, bucket, self.narrow, self.one_sided)
+        buffers = cost.buffers(setting, self.exchange, bucket, self.narrow, one_sided)
         incoming = self.batch * setting.counts * self.heads * self.value_dim * self.dtype.itemsize
         return {
             "shards": held.shards, "accumulator": held.accumulator, "gradients": held.gradients, "incoming": incoming,
@@ -251,9 +249,9 @@ class Call:
             "backward_memory": held.shards + incoming + held.gradients + buffers.backward,
         }  # fmt: skip
 
-    def peak(self, layout: Layout) -> int:
-        """Return the bytes of the fullest rank at the peak."""
-        terms = self.memory(self.counted(layout, layout), self.bucket_of(layout, layout))
+    def peak(self, layout: Layout, one_sided: bool) -> int:
+        """Return the bytes of the fullest rank at the peak. one_sided: as in `memory`."""
+        terms = self.memory(self.counted(layout, layout), self.bucket_of(layout, layout), one_sided)
         return int(max(terms["forward_memory"].max(), terms["backward_memory"].max()))
 
 
@@ -397,12 +395,12 @@ def row_of(
     """Return the estimate of checked arguments. setting: counted before; None: counted here."""
     hosts = (0,) * layout.world_size if rates is None else rates.hosts(layout.world_size)
     one_sided = call.device == "cuda" and len(set(hosts)) <= 1
-    call = replace(call, exchange=with_number(call.exchange, hosts), one_sided=one_sided)
+    call = replace(call, exchange=with_number(call.exchange, hosts))
     alone, bucket = setting is None, call.bucket_of(layout, keys)
     setting = call.counted(layout, keys) if setting is None else setting
     sent = cost.sent(setting, call.exchange, call.narrow)
     stages = stages_of(setting, call.exchange, bucket, hosts, call.work(rates, bucket, alone))
-    terms = {name: int(term.max()) for name, term in call.memory(setting, bucket).items()}
+    terms = {name: int(term.max()) for name, term in call.memory(setting, bucket, one_sided).items()}
     flops = cost.flops(setting, call.exchange)
     messages = (np.sum([x.out for stage in stages for x in stage.messages(i)], axis=(0, 1)) for i in (False, True))
     sizes = setting.slot_bytes(call.narrow)
@@ -420,7 +418,7 @@ def row_of(
             call.allocated(setting, bucket, rates) if alone else (None, None), strict=True,
         )
     }  # fmt: skip
-    most = None if memory is None else longest(call, setting.world, order, memory)
+    most = None if memory is None else longest(call, setting.world, order, memory, one_sided)
     return Estimate(
         layout.n, setting.world, order, call.exchange, bucket, shards=terms["shards"], accumulator=terms["accumulator"],
         gradients=terms["gradients"], incoming=terms["incoming"], pairs=max(flops.pairs), imbalance=flops.imbalance,
@@ -428,7 +426,7 @@ def row_of(
     )  # fmt: skip
 
 
-def longest(call: Call, ranks: int, order: str, memory: int) -> int:
+def longest(call: Call, ranks: int, order: str, memory: int, one_sided: bool) -> int:
     """Return tokens that fit the memory of a rank, 0 if none do, such that 128 more a rank do not.
 
     Found by bisection. Memory grows with the tokens, but for buffers that shrink where fewer messages of `direct` share
@@ -440,11 +438,11 @@ def longest(call: Call, ranks: int, order: str, memory: int) -> int:
     fits, fails = 0, memory * ranks // token // grain + 1
     if fails * grain > MAX_TOKENS:
         fails = MAX_TOKENS // grain
-        if call.peak(layout_of(call.pattern, fails * grain, ranks, order)) <= memory:
+        if call.peak(layout_of(call.pattern, fails * grain, ranks, order), one_sided) <= memory:
             raise ValueError(f"memory is {memory}; it must be less than 2**31 tokens take on {ranks} ranks")
     while fails - fits > 1:
         middle = (fits + fails) // 2
-        if call.peak(layout_of(call.pattern, middle * grain, ranks, order)) <= memory:
+        if call.peak(layout_of(call.pattern, middle * grain, ranks, order), one_sided) <= memory:
             fits = middle
         else:
             fails = middle

@@ -171,7 +171,8 @@ class Workload:
         """Return the closed-form bytes of the fullest rank: (forward, forward and backward). They count accumulators,
         communication buffers and the saved lse, not inputs and outputs."""
         narrow = on_gpus and exchange == "direct"
-        buffers, resident = cost.buffers(self.setting, exchange, bucket, narrow), cost.resident(self.setting)
+        buffers = cost.buffers(self.setting, exchange, bucket, narrow, one_sided=on_gpus)
+        resident = cost.resident(self.setting)
         lse = self.shape.batch * self.shape.query * self.setting.counts * self.setting.accumulator_itemsize
         forward = resident.accumulator + buffers.forward
         backward = resident.gradients + buffers.backward + lse

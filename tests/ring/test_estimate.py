@@ -379,11 +379,11 @@ def test_exchanges_by_hosts_are_estimated_as_their_number() -> None:
 
 @pytest.mark.parametrize("exchange", [*KEY_EXCHANGES, "all-to-all", "ring+all-to-all:2"])
 def test_the_longest_sequence_fits_and_the_next_does_not(exchange: str) -> None:
-    call = Call(Pattern.dense(True, window=1000), 4, 2, 64, 64, 1, torch.bfloat16, exchange, None, "cuda", True)
-    found = longest(call, 4, "zigzag", 2**28)
-    least, more = (call.peak(Layout.zigzag(n, 4)) for n in (found, found + 512))
-    assert least <= 2**28 < more and longest(call, 4, "zigzag", 1000) == 0
-    given = {name: value for name, value in vars(call).items() if name not in ("pattern", "one_sided")}
+    call = Call(Pattern.dense(True, window=1000), 4, 2, 64, 64, 1, torch.bfloat16, exchange, None, "cuda")
+    found = longest(call, 4, "zigzag", 2**28, True)
+    least, more = (call.peak(Layout.zigzag(n, 4), True) for n in (found, found + 512))
+    assert least <= 2**28 < more and longest(call, 4, "zigzag", 1000, True) == 0
+    given = {name: value for name, value in vars(call).items() if name != "pattern"}
     (row,) = estimate(call.pattern, tokens=512, ranks=4, memory=2**28, **given)
     assert row.longest == found
 
