@@ -88,9 +88,10 @@ class Rates:
             launch, merging  3e-6 s, 1.4e12 bytes/s: what `direct`'s forward without messages takes beyond its kernels
                              alone, 12 us for 8 MB at 512 tokens and 86 us for 134 MB at 8 Ki
             packing          2e12 bytes/s, each read and written: 83 % of the memory's 4.8e12
-            latency          1e-5 s: messages add 93 us to `all-to-all` of two at 512 tokens, for 5 of them, and 132 us
-                             to that of four, for 15
-            link             3e11 bytes/s: messages of `all-to-all` reach 3.5e11 between two, and 2.3e11 between four
+            latency          1e-5 s: messages of 2 MB add 17 us to `ring`'s forward of two at 512 tokens, for one, and
+                             54 us to that of four, for 3
+            link             3e11 bytes/s: rows of `all-to-all` reach 3.1e11 between two, and 3.4e11 between four, at
+                             8 Ki tokens forward and backward
 
         Args:
             gpu: its name in torch: "NVIDIA H200".

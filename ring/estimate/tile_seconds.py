@@ -15,7 +15,7 @@ more than 0.1 s. A GPU at its limit slows down by the more, the more operations 
 
     rate * (1 - THROTTLED * (rate / highest rate)^2)
 
-THROTTLED is from "kernels alone" at 8 Ki tokens in the record `exchanges/h200x2_dense`: 1.78 ms forward and 4.95
+THROTTLED is from "kernels alone" at 8 Ki tokens in the record `exchanges/h200x2_dense`: 1.77 ms forward and 4.82
 backward, 1.55 and 4.46 by the table.
 """
 

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 from ring.layout import Layout
 
-_MOST_RUNS = 64  # for each rank; each is copied by itself
+_MOST_RUNS = 8  # for each rank; each is copied by itself
 Places = tuple[tuple[range, ...], ...]  # for each rank that sends rows: where they lie in the block, in its own order
 
 

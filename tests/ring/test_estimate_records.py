@@ -25,12 +25,12 @@ HOST = "without a graph, where a graph takes less than the time / 1.15: the host
 WINDOW = "windows measured before a call took them as such: squares, with copies of reversed rows"
 BY_ENGINES = "exchanges by heads measured when copy engines sent packed rows, shard after shard"
 PRETENDED = "pretended hosts: NCCL over sockets, whose rate depends on the ranks that send; see notebook 03d"
-LEFT_OUT = {HOST: 70, BY_ENGINES: 64, PRETENDED: 48, WINDOW: 21}
+LEFT_OUT = {HOST: 72, BY_ENGINES: 64, PRETENDED: 48, WINDOW: 21}
 # Settings whose memory is left out, with their numbers.
 SENT_BY_NCCL = "pretended hosts: no buffer lies in symmetric memory"
 BY_HEADS = "exchanges by heads: not predicted"
 REPLAYED = "calls short enough to be replayed: the graph's memory was allocated before the peak was measured"
-MEMORY_LEFT_OUT = {BY_HEADS: 54, REPLAYED: 44, WINDOW: 15, SENT_BY_NCCL: 48}
+MEMORY_LEFT_OUT = {BY_HEADS: 60, REPLAYED: 44, WINDOW: 15, SENT_BY_NCCL: 48}
 
 
 def timed(files: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -156,7 +156,7 @@ def test_nine_in_ten_times_are_within_15_percent() -> None:
     kept = [each for each, reason in zip(rows, reasons, strict=True) if reason is None]
     off = np.array([1e3 * seconds_of(row, predicted(record, row)) / row["ms"] - 1 for _, record, row in kept])
     held_out = np.array([not name.startswith(CALIBRATION) for name, *_ in kept])
-    assert len(off) >= 258 and np.mean(np.abs(off) <= 0.15) >= 0.9
+    assert len(off) >= 268 and np.mean(np.abs(off) <= 0.15) >= 0.9
     assert held_out.sum() >= 121 and np.mean(np.abs(off[held_out]) <= 0.15) >= 0.9
 
 
