@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from ring.comm import buffer_meter
-from ring.comm.transport import Message, OneSidedTransport, Outgoing, Part, Pending, Put, Transport, one_sided
+from ring.comm.transport import Message, OneSidedTransport, Outgoing, Pending, Put, Target, Transport, one_sided
 from ring.plan.head_rows import Places
 from ring.plan.head_shares import HeadBlock
 from ring.strided_view import copy
@@ -130,7 +130,7 @@ class HeadExchange:
             assert isinstance(carrier, _PutCarrier)
             puts.append(carrier.put(stage, x, at_owner))
         receives = [message for carrier in carriers for message in carrier.messages(stage, at_owner)]
-        return transport.put([put for put in puts if put.parts], receives)
+        return transport.put([put for put in puts if put.targets], receives)
 
     def _return(self, carriers: Sequence[_Carrier], results: Sequence[torch.Tensor], stage: int) -> Pending:
         if one_sided(self._transport):
@@ -278,18 +278,18 @@ class _PutCarrier(_Carrier):
         by owner.
         """
         widths, buffer = self._widths(stage), self.of_owner if at_owner else self.of_head
-        parts = []
+        targets = []
         for peer, rank in enumerate(self.ranks):
             places = self.rows.places[peer if at_owner else self.place]
             for place, row in zip(places, accumulate(map(len, places), initial=0), strict=False):
                 if at_owner:
                     first = row * sum(widths) + sum(widths[: self.place])
-                    parts.append(Part(rank, place, range(widths[self.place]), first, sum(widths)))
+                    targets.append(Target(rank, place, range(widths[self.place]), first, sum(widths)))
                 else:
                     rows, first = range(row, row + len(place)), place.start * widths[peer]
-                    parts.append(Part(rank, rows, self._heads(stage, peer), first, place.step * widths[peer]))
-        parts = [part for part in parts if part.rows and part.heads]
-        return Put(f"{self.rows.label} {stage + 1}", x, tuple(parts), buffer.memory)
+                    targets.append(Target(rank, rows, self._heads(stage, peer), first, place.step * widths[peer]))
+        targets = [target for target in targets if target.rows and target.heads]
+        return Put(f"{self.rows.label} {stage + 1}", x, tuple(targets), buffer.memory)
 
     def in_block(self, stage: int) -> torch.Tensor:
         return self.by_head(stage)

@@ -1,4 +1,4 @@
-"""Finds where the parts of a put lie, as integers for the kernel that writes them (`ring.comm.put_kernel`)."""
+"""Finds where the rows of a put go, as integers for the kernel that writes them (`ring.comm.put_kernel`)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from math import gcd
 from typing import NamedTuple
 
-from ring.comm.transport import Part
+from ring.comm.transport import Target
 
 
 class Entry(NamedTuple):
-    """A part in memory. row, row_step, rows: of the tensor; columns: numbers of a row, (heads, B, D); to: the number at
-    which it begins, from the start of the rank's shared memory, or of its own buffer if `own`; step: numbers from one
-    row to the next.
+    """A target in memory. row, row_step, rows: of the tensor; columns: numbers of a row, (heads, B, D); to: the number
+    at which it begins, from the start of the rank's shared memory, or of its own buffer if `own`; step: numbers from
+    one row to the next.
     """
 
     row: int
@@ -25,15 +25,15 @@ class Entry(NamedTuple):
     own: int
 
 
-def entries(parts: Sequence[Part], rank: int, begin: Callable[[int], int], slot: int) -> list[Entry]:
-    """List the parts. begin: the number at which the buffer of a peer begins; slot: numbers of a slot."""
+def entries(targets: Sequence[Target], rank: int, begin: Callable[[int], int], slot: int) -> list[Entry]:
+    """List the targets. begin: the number at which the buffer of a peer begins; slot: numbers of a slot."""
     return [
         Entry(
-            part.rows.start, part.rows.step, len(part.rows), part.heads.start, len(part.heads) * slot,
-            (0 if part.peer == rank else begin(part.peer)) + part.first * slot, part.row_slots * slot,
-            part.peer == rank,
+            target.rows.start, target.rows.step, len(target.rows), target.heads.start, len(target.heads) * slot,
+            (0 if target.peer == rank else begin(target.peer)) + target.first * slot, target.row_slots * slot,
+            target.peer == rank,
         )
-        for part in parts
+        for target in targets
     ]  # fmt: skip
 
 

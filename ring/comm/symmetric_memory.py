@@ -5,6 +5,9 @@ and receives would take some of them. Sender and receiver synchronise by flags i
 "ready" at the receiver, which copies and sets "done" at the sender; each resets the flag that it waited for. All of
 this happens on streams (`ring.comm.signals`), so the host never waits and a call can be captured in a CUDA graph.
 
+In a put each rank writes into the memory of the others (`ring.comm.put_kernel`): the owner of a free buffer sets
+"ready" at the writers, which write and set "done".
+
 A receiver must know the addresses of its messages in the sender's memory, which follow from the sender's plan. So the
 ranks exchange them once for each kind of call. Only then does the memory grow, on all ranks together.
 """
@@ -134,11 +137,11 @@ class SymmetricTransport(ProcessGroupTransport):
         return batch.run(puts, self._current)
 
     def _put_batch(self, route: _Route, puts: Sequence[Put], receives: Sequence[Message]) -> PutBatch:
-        """Return the batch for these puts, whose parts recur in every call of this kind."""
+        """Return the batch for these puts, whose targets recur in every call of this kind."""
         from ring.comm.put_kernel import Putter  # not at the top: torch for CPUs has no Triton
 
         pool = route.pool
-        peers = {part.peer for put in puts for part in put.parts} - {self.rank}
+        peers = {target.peer for put in puts for target in put.targets} - {self.rank}
         flags = Flags(self.rank, []) if pool is None else pool.flags  # without memory there are no peers
         putters = []
         for put in puts:
@@ -150,7 +153,7 @@ class SymmetricTransport(ProcessGroupTransport):
         )  # fmt: skip
 
     def put_entries(self, route: _Route, put: Put) -> list[Entry]:
-        """List the parts of a put, by their addresses in the memory of all ranks."""
+        """List the targets of a put, by their addresses in the memory of all ranks."""
         size = put.own.itemsize
 
         def begin(peer: int) -> int:
@@ -163,7 +166,7 @@ class SymmetricTransport(ProcessGroupTransport):
                 )
             return (begins[peer] + start - begins[self.rank]) // size
 
-        return entries(put.parts, self.rank, begin, put.slot_bytes // size)
+        return entries(put.targets, self.rank, begin, put.slot_bytes // size)
 
     def _copy_batch(
         self, route: _Route, pool: _SharedMemory, sends: Sequence[Message], receives: Sequence[Message]

@@ -87,7 +87,7 @@ class Outgoing:
     stop: int
 
 
-class Part(NamedTuple):
+class Target(NamedTuple):
     """Rows and heads of a tensor, for one rank. first: their first slot in that rank's buffer; row_slots: slots from
     one of these rows to the next.
     """
@@ -101,13 +101,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Put:
-    """Parts of a tensor, (B, rows, heads, D), to write into the buffers in which other ranks receive this label. Those
-    for the rank itself go to `own`, its buffer. A slot is one row of one head, (B, D).
+    """Rows and heads of a tensor, (B, rows, heads, D), to write into the buffers in which other ranks receive this
+    label. Those for the rank itself go to `own`, its buffer. A slot is one row of one head, (B, D).
     """
 
     label: str
     tensor: torch.Tensor
-    parts: tuple[Part, ...]
+    targets: tuple[Target, ...]
     own: torch.Tensor
 
     @property
@@ -115,7 +115,7 @@ class Put:
         return self.tensor.shape[0] * self.tensor.shape[3] * self.own.itemsize
 
     def bytes_to(self, peer: int) -> int:
-        return self.slot_bytes * sum(len(part.rows) * len(part.heads) for part in self.parts if part.peer == peer)
+        return self.slot_bytes * sum(len(x.rows) * len(x.heads) for x in self.targets if x.peer == peer)
 
 
 M = TypeVar("M", Message, Outgoing)
@@ -205,10 +205,10 @@ class OneSidedTransport(Transport, Protocol):
         ...
 
     def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
-        """Write parts of tensors into buffers of the receivers.
+        """Write rows of tensors into buffers of the receivers.
 
         Args:
-            puts: parts for other ranks, and for this one.
+            puts: rows for other ranks, and for this one.
             receives: what other ranks write into buffers of this one.
 
         Returns:
@@ -336,7 +336,7 @@ class RecordingTransport(Transport):
     def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
         self.sent += [
             (peer, put.bytes_to(peer), put.label)
-            for put in puts for peer in sorted({part.peer for part in put.parts} - {self.rank})
+            for put in puts for peer in sorted({target.peer for target in put.targets} - {self.rank})
         ]  # fmt: skip
         self.received += [(m.peer, m.bytes, m.label) for m in receives]
         assert one_sided(self.inner)

@@ -1,4 +1,4 @@
-"""The kernel that writes parts of a tensor into buffers, here three on one GPU.
+"""The kernel that writes rows of a tensor into buffers, here three on one GPU.
 
 python -m pytest tests/ring/comm/test_put_kernel.py
 """
@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from ring.comm.put_table import entries
-from ring.comm.transport import Part, Put
+from ring.comm.transport import Put, Target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 ROWS, HEADS = 150, 6
-PARTS = (
+TARGETS = (
     (range(100), range(2), 6, 2),
     (range(1, ROWS, 3), range(1, HEADS), 0, HEADS + 2),
     (range(100, ROWS), range(HEADS - 1, HEADS), 5, 1),
@@ -24,7 +24,7 @@ PARTS = (
 @pytest.mark.parametrize(
     ("batch", "dim", "dtype"), [(1, 128, torch.bfloat16), (2, 5, torch.float64), (3, 1, torch.float32)]
 )
-def test_every_part_is_where_it_belongs(batch: int, dim: int, dtype: torch.dtype, transposed: bool) -> None:
+def test_every_row_is_where_it_belongs(batch: int, dim: int, dtype: torch.dtype, transposed: bool) -> None:
     """Also with strides, and starts, that 16-byte words do not divide."""
     from ring.comm.put_kernel import Putter
 
@@ -33,11 +33,13 @@ def test_every_part_is_where_it_belongs(batch: int, dim: int, dtype: torch.dtype
     x = x.transpose(1, 2) if transposed else x
     memory = torch.zeros(3, 20 * ROWS, batch * dim, dtype=dtype, device="cuda")
     wanted = memory.cpu()
-    for buffer, (rows, heads, first, step) in zip(wanted, PARTS, strict=True):
+    for buffer, (rows, heads, first, step) in zip(wanted, TARGETS, strict=True):
         for number, row in enumerate(rows):
             slots = x[:, row, heads.start : heads.stop].cpu().transpose(0, 1).reshape(len(heads), -1)
             buffer[first + number * step :][: len(heads)] = slots
-    put = Put("x", x, tuple(Part(peer, *part) for peer, part in enumerate(PARTS)), memory[0])
-    found = entries(put.parts, 0, lambda peer: (memory[peer].data_ptr() - memory.data_ptr()) // x.itemsize, batch * dim)
+    put = Put("x", x, tuple(Target(peer, *target) for peer, target in enumerate(TARGETS)), memory[0])
+    found = entries(
+        put.targets, 0, lambda peer: (memory[peer].data_ptr() - memory.data_ptr()) // x.itemsize, batch * dim
+    )
     Putter(found, memory.view(-1))(x, put.own)
     assert torch.equal(memory.cpu(), wanted)
