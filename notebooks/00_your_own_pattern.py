@@ -16,9 +16,9 @@
 # %% [markdown]
 # # Your own pattern: in a picture, a table and a prediction
 #
-# Change the cell of parameters and run all cells. Or `pip install papermill` beside Jupyter, and in this folder
-# `papermill 00_your_own_pattern.ipynb mine.ipynb -y "{TOKENS: 65536, ORDER: zigzag}"`; from another folder, add `--cwd`
-# with this one. `papermill --help-notebook 00_your_own_pattern.ipynb` lists the parameters. Nothing here needs a GPU.
+# Change the cell of parameters and run all cells. Or `pip install papermill` beside Jupyter, and in any folder
+# `papermill PATH/00_your_own_pattern.ipynb mine.ipynb -y "{TOKENS: 65536, ORDER: zigzag}"`, with the path of this one.
+# `papermill --help-notebook 00_your_own_pattern.ipynb` lists the parameters. Nothing here needs a GPU.
 
 # %%
 import csv
@@ -29,9 +29,9 @@ from dataclasses import replace
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import COLOURS, binary, binary_ticks, legend_below, power_law, style, sum_of
-from simulated_ranks import PLAIN, errors
 
+from notebooks.figures import COLOURS, binary, binary_ticks, legend_below, power_law, style, sum_of
+from notebooks.simulated_ranks import PLAIN, errors
 from ring import Pattern
 from ring.balance import work
 from ring.estimate import Rates, estimate, timeline

@@ -35,9 +35,9 @@ import math
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import BLUE, COLOURS, ORANGE, VERMILLION, binary, binary_ticks, power_law, style
 from IPython.display import display
 
+from notebooks.figures import BLUE, COLOURS, ORANGE, VERMILLION, binary, binary_ticks, power_law, style
 from reference import Branch, Pattern, attention, gradients
 from reference.closed_forms import segment_pairs
 from reference.cost import Setting, flops

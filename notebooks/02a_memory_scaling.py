@@ -45,7 +45,9 @@ import tempfile
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import (
+from torch.utils._python_dispatch import _disable_current_modes
+
+from notebooks.figures import (
     BLUE,
     GREEN,
     VERMILLION,
@@ -56,8 +58,6 @@ from figures import (
     style,
     sum_of,
 )  # fmt: skip
-from torch.utils._python_dispatch import _disable_current_modes
-
 from reference import Pattern, cost
 from verification.case import Case
 from verification.check.workspace_limits import limits

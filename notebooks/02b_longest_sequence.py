@@ -25,8 +25,8 @@ from functools import cache
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import BLACK, BLUE, GREEN, SKY, VERMILLION, binary, binary_ticks, style
 
+from notebooks.figures import BLACK, BLUE, GREEN, SKY, VERMILLION, binary, binary_ticks, style
 from reference import Pattern, cost
 from reference import shards as definitions
 from verification.case import Case

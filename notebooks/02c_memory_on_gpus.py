@@ -23,7 +23,8 @@
 from itertools import cycle
 
 import matplotlib.pyplot as plt
-from figures import BLACK, COLOURS, binary, binary_ticks, recorded_rows, style
+
+from notebooks.figures import BLACK, COLOURS, binary, binary_ticks, recorded_rows, style
 
 EXCHANGES = ("ring", "direct", "gather")
 MIB = 2**20

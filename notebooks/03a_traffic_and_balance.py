@@ -30,9 +30,9 @@ from functools import cache
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import BLACK, BLUE, COLOURS, GREEN, VERMILLION, binary, legend_below, style
 from matplotlib.colors import LogNorm
 
+from notebooks.figures import BLACK, BLUE, COLOURS, GREEN, VERMILLION, binary, legend_below, style
 from reference import Pattern, closed_forms, cost
 from reference import shards as definitions
 from verification.case import Case

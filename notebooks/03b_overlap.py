@@ -36,7 +36,8 @@ import time
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import (
+
+from notebooks.figures import (
     BLACK,
     BLUE,
     DATA,
@@ -49,7 +50,6 @@ from figures import (
     recorded_rows,
     style,
 )  # fmt: skip
-
 from reference import cost
 from verification.problems import links
 from verification.run.processes.pool import Pool

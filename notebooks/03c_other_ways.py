@@ -24,8 +24,8 @@
 # %%
 import matplotlib.pyplot as plt
 import numpy as np
-from figures import binary, binary_ticks, efficiency_bars, record, recorded_rows, style
 
+from notebooks.figures import binary, binary_ticks, efficiency_bars, record, recorded_rows, style
 from reference import Pattern
 from ring.estimate import Rates, estimate
 

@@ -28,8 +28,8 @@ import os
 
 import matplotlib.pyplot as plt
 import numpy as np
-from figures import COLOURS, binary, record, style
 
+from notebooks.figures import COLOURS, binary, record, style
 from reference import Pattern, cost
 from reference import shards as definitions
 from ring.estimate import Estimate, Rates, estimate

@@ -27,8 +27,9 @@ from dataclasses import replace
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import BLACK, BLUE, GREEN, VERMILLION, binary_ticks, legend_below, power_law, style
-from simulated_ranks import PLAIN, errors, results
+
+from notebooks.figures import BLACK, BLUE, GREEN, VERMILLION, binary_ticks, legend_below, power_law, style
+from notebooks.simulated_ranks import PLAIN, errors, results
 
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
 TYPES = {"float64": BLACK, "float32": BLUE, "bfloat16": VERMILLION, "float16": GREEN}

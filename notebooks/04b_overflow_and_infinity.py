@@ -24,10 +24,10 @@ from dataclasses import replace
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import BLACK, BLUE, GREEN, VERMILLION, binary_ticks, legend_below, style
-from simulated_ranks import PLAIN, errors
 
 import ring
+from notebooks.figures import BLACK, BLUE, GREEN, VERMILLION, binary_ticks, legend_below, style
+from notebooks.simulated_ranks import PLAIN, errors
 from reference import Pattern, attention
 from reference.roundoff import LARGEST, UNIT
 from ring.compute.accumulator import merge

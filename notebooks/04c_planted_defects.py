@@ -31,11 +31,11 @@ from unittest.mock import patch
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import BLACK, BLUE, GREEN, ORANGE, VERMILLION, legend_below, power_law, style
-from simulated_ranks import PLAIN, results
 
 import ring.compute.accumulator
 import ring.execute
+from notebooks.figures import BLACK, BLUE, GREEN, ORANGE, VERMILLION, legend_below, power_law, style
+from notebooks.simulated_ranks import PLAIN, results
 from reference.fast_oracle import QUANTITIES, Expectation
 from ring.compute import kernels
 from ring.compute.accumulator import Accumulator, merge

@@ -24,8 +24,8 @@
 # %%
 import matplotlib.pyplot as plt
 import torch
-from figures import BLACK, BLUE, GREEN, PURPLE, VERMILLION, style
 
+from notebooks.figures import BLACK, BLUE, GREEN, PURPLE, VERMILLION, style
 from reference import Pattern, attention, gradients
 
 torch.set_num_threads(1)

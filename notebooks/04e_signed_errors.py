@@ -32,8 +32,8 @@
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import BLACK, BLUE, GREEN, VERMILLION, legend_below, style
 
+from notebooks.figures import BLACK, BLUE, GREEN, VERMILLION, legend_below, style
 from ring import Layout, Pattern, ring_attention
 from verification.run.simulation.simulation import Simulation
 

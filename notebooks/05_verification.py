@@ -38,10 +38,10 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from figures import BLUE, GREEN, ORANGE, SKY, VERMILLION, legend_below, seeded_defects, style
 from IPython.display import display
 from rich.console import Console
 
+from notebooks.figures import BLUE, GREEN, ORANGE, SKY, VERMILLION, legend_below, seeded_defects, style
 from reference import Pattern, attention
 from reference.pattern import multiplicity
 from reference.svg import Field, fields

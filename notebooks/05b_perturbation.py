@@ -33,9 +33,9 @@ from functools import partial
 
 import matplotlib.pyplot as plt
 import numpy as np
-from figures import BLUE, VERMILLION, record, seeded_defects, style
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from notebooks.figures import BLUE, VERMILLION, record, seeded_defects, style
 from verification.models.noise import UNIT_ROUNDOFF
 from verification.models.results import largest
 from verification.models.tolerance import FACTOR, THRESHOLD, rounding_scale

@@ -38,16 +38,16 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from figures import BLUE, GREEN, ORANGE, SKY, VERMILLION, binary, record, seeded_defects, style
 from scipy import stats
 
+from notebooks.figures import BLUE, DATA, GREEN, ORANGE, SKY, VERMILLION, binary, record, seeded_defects, style
 from reference import Pattern
 from reference.cost import Setting, flops
 from verification.mutants.catalogue import DEFECTS
 from verification.training.training_case import TrainingCase
 
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
-ROOT = Path.cwd().parent
+ROOT = DATA.parents[1]
 SCRIPTS = ROOT / "scripts"
 sys.path.append(str(SCRIPTS))
 from train import BOUND  # noqa: E402

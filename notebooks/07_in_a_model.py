@@ -29,7 +29,8 @@
 import sys
 
 import matplotlib.pyplot as plt
-from figures import BLACK, COLOURS, DATA, binary, binary_ticks, record, style
+
+from notebooks.figures import BLACK, COLOURS, DATA, binary, binary_ticks, record, style
 
 sys.path.append(str(DATA.parents[1] / "scripts"))
 from bench.model import STEP_COLUMNS, TITLE, table_line

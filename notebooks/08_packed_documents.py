@@ -30,9 +30,9 @@ from textwrap import fill
 
 import matplotlib.pyplot as plt
 import numpy as np
-from figures import legend_below, record, recorded_rows, style
 from matplotlib.colors import Normalize
 
+from notebooks.figures import legend_below, record, recorded_rows, style
 from reference import Pattern, cost
 from ring import Layout
 from ring.estimate import Rates, estimate

@@ -24,7 +24,8 @@
 
 # %%
 import matplotlib.pyplot as plt
-from figures import BLACK, BLUE, GREEN, ORANGE, VERMILLION, binary, binary_ticks, legend_below, record, style
+
+from notebooks.figures import BLACK, BLUE, GREEN, ORANGE, VERMILLION, binary, binary_ticks, legend_below, record, style
 
 style()
 NAMES = {"cudnn": "cuDNN", "flash": "FlashAttention-2", "fa4": "FlashAttention-4"}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from kernels import SocketFileKernelManager
 from nbmake import nb_run
+
+from notebooks.kernels import SocketFileKernelManager
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -133,14 +133,25 @@ def power_law(x: ArrayLike, y: ArrayLike, confidence: float = 0.95) -> PowerLaw:
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
+def _data() -> Path:
+    """The folder of the records. Raises FileNotFoundError where there is none."""
+    if not DATA.is_dir():
+        raise FileNotFoundError(
+            f"there are no records in {DATA}: they are in notebooks/data of the repository, and a wheel has none; "
+            "write `pip install -e .` in a clone of the repository"
+        )
+    return DATA
+
+
 def record(name: str, fields: Sequence[str] = (), made_by: str = "") -> dict[str, Any]:
-    """The recorded run `notebooks/data/<name>.json`.
+    """The recorded run `notebooks/data/<name>.json`, from any working directory.
 
     fields:  what it must have at the top, such as "device", "commit", "command", "rows".
     made_by: the command that makes it, for the message if it is missing.
-    Raises FileNotFoundError for a missing record, ValueError for one that is not JSON or lacks a field.
+    Raises FileNotFoundError for a missing record, or folder of records; ValueError for one that is not JSON or lacks a
+    field.
     """
-    file = DATA / f"{name}.json"
+    file = _data() / f"{name}.json"
     made = f"; it is made by: {made_by}" if made_by else ""
     if not file.is_file():
         there = ", ".join(sorted(other.stem for other in DATA.glob("*.json"))) or "none"
@@ -166,7 +177,7 @@ def seeded_defects() -> list[dict[str, Any]]:
     It has `name`, `check` (None for one that was not found), `examples`, `ratio`, `dtype`, `seed` and `commit`, as
     `python -m verification mutants --jsonl FILE` writes them.
     """
-    lines = (DATA / "seeded_defects.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (_data() / "seeded_defects.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -217,10 +228,10 @@ def recorded_rows(**wanted: Any) -> list[dict[str, Any]]:
     """Rows of all records in `notebooks/data/` that have rows, each with its record's name and device as `record` and
     `device`, for which every wanted field has the wanted value. A row without that field is left out.
 
-    Raises ValueError for a record that does not parse.
+    Raises FileNotFoundError without the folder of records, ValueError for a record that does not parse.
     """
     found = []
-    for file in sorted(DATA.glob("*.json")):
+    for file in sorted(_data().glob("*.json")):
         content = record(file.stem)
         for row in content.get("rows", ()):
             full = {"record": file.stem, "device": content.get("device"), **row}

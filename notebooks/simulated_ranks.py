@@ -1,4 +1,4 @@
-"""What the notebooks on rounding share: a plain Case, and the results of simulated ranks beside exact ones."""
+"""Plain Case, and results of simulated ranks beside exact ones, which the notebooks on rounding share."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import figures
 import numpy as np
 import pytest
 from scipy import stats
 
+from notebooks import figures
 from verification.mutants.catalogue import DEFECTS
 
 
@@ -54,6 +54,7 @@ def test_what_cannot_be_fitted_is_refused(call: Callable[[], object], said: str)
 
 
 def test_records_are_read_or_say_how_to_make_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     names = [file.stem for file in figures.DATA.glob("*.json")]
     assert names and all(figures.record(name) for name in names)
     monkeypatch.setattr(figures, "DATA", tmp_path)
@@ -72,3 +73,12 @@ def test_records_are_read_or_say_how_to_make_them(tmp_path: Path, monkeypatch: p
 
 def test_the_recorded_search_has_every_defect_of_the_catalogue() -> None:
     assert {defect.name for defect in DEFECTS} <= {defect["name"] for defect in figures.seeded_defects()}
+
+
+@pytest.mark.parametrize("read", [lambda: figures.record("run"), figures.recorded_rows, figures.seeded_defects])
+def test_a_copy_without_records_says_where_they_are(
+    read: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "DATA", tmp_path / "data")
+    with pytest.raises(FileNotFoundError, match=r"notebooks/data of the repository.*pip install -e \."):
+        read()

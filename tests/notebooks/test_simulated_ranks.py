@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-import simulated_ranks
 
+from notebooks import simulated_ranks
 from reference import Branch, Pattern
 
 

@@ -1,0 +1,1 @@
+"""Figures, fits, records and simulated ranks that the notebooks share."""
