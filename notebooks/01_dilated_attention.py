@@ -48,7 +48,17 @@ from verification.peers.adapters import dilated_attention_pytorch as fkodom
 
 style()
 
+# %% tags=["parameters"]
+SEED = 1  # of the random tensors
+N = 16  # tokens in the pictures of one branch
+HEADS = 12  # of LongNet's published setting
+SEGMENTS = (2048, 4096, 8192, 16384, 32768)  # tokens, of its branches
+RATES = (1, 2, 4, 6, 12)  # dilation of these branches
+TOKENS = 2**15  # of the sequence whose pairs are counted, a multiple of the segments
+LENGTHS = [2**e for e in range(15, 21)]  # tokens, for the fit of the cost
 
+
+# %%
 def seen(pattern: Pattern, n: int, heads: int = 1) -> np.ndarray:
     """How many branches see each pair: (heads, n, n)."""
     positions = torch.arange(n)
@@ -59,7 +69,6 @@ def seen(pattern: Pattern, n: int, heads: int = 1) -> np.ndarray:
 # ## 1. One branch
 
 # %%
-N = 16
 BRANCHES = [Branch(4), Branch(8, 2), Branch(8, 2, 1), Branch(16, 4), Branch(None, 3, 2), Branch(None)]
 panels = []
 for branch in BRANCHES:
@@ -105,7 +114,7 @@ print(f"of the pairs less than 8 apart {near:.0%} are seen, of those farther apa
 assert near > 2 * far > 0
 assert count.max() == 3
 
-generator = torch.Generator().manual_seed(1)
+generator = torch.Generator().manual_seed(SEED)
 q, k, v = torch.randn(3, 1, 32, 1, 8, dtype=torch.float64, generator=generator)
 out, lse = attention(q, k, v, mixture)
 alone = [attention(q, k, v, Pattern((branch,), mixture.causal)) for branch in mixture.branches]
@@ -125,7 +134,6 @@ assert (torch.logsumexp(torch.stack([lse_b for _, lse_b in alone]), 0) - lse).ab
 # exactly; the forward pass takes $4 d$ floating-point operations a pair.
 
 # %%
-HEADS, SEGMENTS, RATES = 12, (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)
 longnet = Pattern.longnet(SEGMENTS, RATES, HEADS, causal=True)
 
 
@@ -134,7 +142,7 @@ def pairs(pattern: Pattern, n: int) -> int:
     return sum(flops(Setting(pattern, [np.arange(n)], 1, HEADS, HEADS, 64)).pairs)
 
 
-n = 32768
+n = TOKENS
 dense = HEADS * n * (n + 1) // 2
 rows = []
 print("   w   r         pairs  of dense  rows selected, per head  keys of a row, at most")
@@ -177,7 +185,7 @@ distance = [by_distance(branch, n) for branch in longnet.branches]
 for cost, found in zip(rows, distance, strict=True):
     assert math.isclose(found.sum() * n * HEADS, cost, rel_tol=1e-12)  # the same pairs, counted in another way
 
-octaves = 2 ** np.arange(15)
+octaves = 2 ** np.arange(n.bit_length() - 1)
 keys = np.array([np.add.reduceat(found, octaves) for found in distance])  # (branches, octaves)
 in_dense = np.add.reduceat((n - np.arange(n)) / n, octaves)
 figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8), width_ratios=(3, 2))
@@ -210,18 +218,17 @@ assert 2 * octaves[peak] <= 2048 and (np.diff(every[peak:]) < 0).all() and every
 # quadratic. The fit is by least squares in logarithms, with the 95 % confidence interval of the exponent.
 
 # %%
-lengths = [2**e for e in range(15, 21)]
-sparse = [pairs(longnet, n) for n in lengths]
-full = [HEADS * n * (n + 1) // 2 for n in lengths]
-laws = {"LongNet": power_law(lengths, sparse), "dense": power_law(lengths, full)}
+sparse = [pairs(longnet, n) for n in LENGTHS]
+full = [HEADS * n * (n + 1) // 2 for n in LENGTHS]
+laws = {"LongNet": power_law(LENGTHS, sparse), "dense": power_law(LENGTHS, full)}
 figure, axes = plt.subplots()
 for (name, law), points, colour in zip(laws.items(), (sparse, full), (BLUE, VERMILLION), strict=True):
-    axes.loglog(lengths, law(lengths), color=colour, linewidth=1)
-    axes.loglog(lengths, points, "o", color=colour, label=f"{name}: {law}")
+    axes.loglog(LENGTHS, law(LENGTHS), color=colour, linewidth=1)
+    axes.loglog(LENGTHS, points, "o", color=colour, label=f"{name}: {law}")
 binary_ticks(axes.xaxis)
 axes.set(xlabel="sequence length n (tokens)", ylabel="(head, query, key) pairs")
 axes.set_title(
-    f"Linear and quadratic cost: at {binary(lengths[-1])} tokens, {full[-1] / sparse[-1]:.0f} times fewer pairs"
+    f"Linear and quadratic cost: at {binary(LENGTHS[-1])} tokens, {full[-1] / sparse[-1]:.0f} times fewer pairs"
 )
 axes.legend()
 plt.show()

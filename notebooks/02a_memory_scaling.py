@@ -67,7 +67,26 @@ from verification.run.memory_meter import Meter
 from verification.run.rank import run_attention, shards
 from verification.run.simulation.simulation import Simulation
 
-LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
+torch.set_num_threads(1)
+style()
+
+# %% tags=["parameters"]
+LONG = os.environ.get("NOTEBOOKS_LONG") == "1"  # the values named _LONG in place of the others
+LENGTHS = [2**7, 2**9, 2**11, 2**13, 2**15, 2**17]  # tokens of the sequence, on 4 processes; three decades
+LENGTHS_LONG = [2**7, 2**9, 2**11, 2**13, 2**15, 2**17, 2**19]
+WORLDS = (1, 2, 4, 8)  # processes
+AT = 2**15  # tokens of the sequence, on each number of processes
+SIMULATED = (1, 2, 8, 32, 64)  # simulated ranks
+SIMULATED_LONG = (1, 2, 4, 8, 16, 32, 64)
+COUNTED = (1, 2, 8, 32)  # of these, where live tensors are counted too, which is slow
+COUNTED_LONG = (1, 2, 4, 8, 16, 32, 64)
+TOKENS = 2**14  # of the sequence on simulated ranks
+HEAD_DIM = 32  # of the one head
+SEED = 0  # of the tensors
+
+# %%
+lengths = LENGTHS_LONG if LONG else LENGTHS
+many, counted = (SIMULATED_LONG, COUNTED_LONG) if LONG else (SIMULATED, COUNTED)
 COLOUR = {"ring": BLUE, "direct": VERMILLION, "gather": GREEN}
 # ring and direct nearly coincide: a wide line and hollow marks, with a thin line and small marks on them.
 LINE = {
@@ -78,8 +97,6 @@ MARK = {
     "gather": dict(marker="^"),
 }  # fmt: skip
 MIB = 2**20
-torch.set_num_threads(1)
-style()
 
 # %% [markdown]
 # ## The problem, and its closed form
@@ -92,12 +109,12 @@ style()
 
 # %%
 def problem(tokens: int, ranks: int, exchange: str, world: int | None = None, **changes: object) -> Case:
-    """fp32, one head of dimension 32, contiguous shards, causal, on `ranks` ranks out of `world` (by default all)."""
+    """fp32, one head, contiguous shards, causal, on `ranks` ranks out of `world` (by default all)."""
     pattern = Pattern.longnet([128, tokens], [1, max(1, tokens // 64)], 1, causal=True)
     settings = dict(
         world=world or ranks, group=tuple(range(ranks)), tokens=tokens, order="contiguous", cuts=None,
-        pattern=pattern, batch=1, heads=1, kv_heads=1, head_dim=32, dtype="float32", scale=None, score_scale=1.0,
-        values="normal", seed=0, exchange=exchange, bucket=max(32, tokens // ranks // 25), kernel="auto",
+        pattern=pattern, batch=1, heads=1, kv_heads=1, head_dim=HEAD_DIM, dtype="float32", scale=None, score_scale=1.0,
+        values="normal", seed=SEED, exchange=exchange, bucket=max(32, tokens // ranks // 25), kernel="auto",
         lse="unused", strided=False,
     )  # fmt: skip
     return Case(**settings | changes)
@@ -134,9 +151,7 @@ def workspace(case: Case) -> np.ndarray:
 # exist at a time (`verification.run.memory_meter.Meter`, which does not see memory inside one of torch's kernels).
 
 # %%
-LENGTHS = [2**k for k in range(7, 20 if LONG else 18, 2)]
-WORLDS, AT = (1, 2, 4, 8), 2**15
-assert LENGTHS[-1] / LENGTHS[0] >= 1000, "three decades"
+assert lengths[-1] / lengths[0] >= 1000, "three decades"
 
 
 def on_processes(cases: list[Case]) -> list[np.ndarray]:
@@ -155,7 +170,7 @@ def on_processes(cases: list[Case]) -> list[np.ndarray]:
 
 peaks: dict[tuple[str, int, int], int] = {}  # (exchange, ranks, tokens) -> bytes of the fullest rank
 expected: dict[tuple[str, int, int], int] = {}
-sizes = sorted({(4, n) for n in LENGTHS} | {(ranks, AT) for ranks in WORLDS})
+sizes = sorted({(4, n) for n in lengths} | {(ranks, AT) for ranks in WORLDS})
 cases = [problem(n, ranks, exchange, max(WORLDS)) for ranks, n in sizes for exchange in COLOUR]
 for case, seen in zip(cases, on_processes(cases), strict=True):
     terms, most = closed_form(case)[0], workspace(case)
@@ -172,11 +187,11 @@ for n in sorted({key[2] for key in beyond}):
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8))
 for exchange, colour in COLOUR.items():
-    lengths = sorted(n for e, p, n in peaks if e == exchange and p == 4)
+    on_four = sorted(n for e, p, n in peaks if e == exchange and p == 4)
     mark, line = MARK[exchange], LINE[exchange]
     left.loglog([], [], color=colour, **mark | line, label=f"{exchange}: marks measured, line closed form")
     for axes, at, keys in (
-        (left, lengths, [(exchange, 4, n) for n in lengths]), (right, WORLDS, [(exchange, p, AT) for p in WORLDS])
+        (left, on_four, [(exchange, 4, n) for n in on_four]), (right, WORLDS, [(exchange, p, AT) for p in WORLDS])
     ):  # fmt: skip
         axes.loglog(at, [expected[key] / MIB for key in keys], color=colour, **line)
         axes.loglog(at, [peaks[key] / MIB for key in keys], color=colour, linestyle="", **mark)
@@ -198,7 +213,7 @@ plt.show()
 # %%
 p = np.array(WORLDS, float)
 by_world = {e: power_law(p, [peaks[e, w, AT] for w in WORLDS]) for e in COLOUR}
-by_length = {e: power_law(*zip(*[(n, peaks[e, 4, n]) for n in LENGTHS if n >= 2**11], strict=True)) for e in COLOUR}
+by_length = {e: power_law(*zip(*[(n, peaks[e, 4, n]) for n in lengths if n >= 2**11], strict=True)) for e in COLOUR}
 parts = {e: sum_of({"A": 1 / p, "B": np.ones_like(p)}, [peaks[e, w, AT] / AT for w in WORLDS]) for e in COLOUR}
 for e in COLOUR:
     print(f"{e:6}  in p: {by_world[e]};  in n from 2 Ki on: {by_length[e]}")
@@ -219,7 +234,7 @@ assert by_length["gather"].low < 1 < by_length["gather"].high
 # the *whole* sequence that is $H_k D\,(2 b + 2 a + 2 a)$ up to a share of $1/p$, for every $p$. The fit must find it:
 
 # %%
-constant = 1 * 32 * (2 * 4 + 2 * 4 + 2 * 4)
+constant = 1 * HEAD_DIM * (2 * 4 + 2 * 4 + 2 * 4)
 fit = parts["gather"]
 print(
     f"B of gather: {fit.coefficients[1]:.0f} [{fit.low[1]:.0f}, {fit.high[1]:.0f}] bytes per token, "
@@ -301,12 +316,10 @@ def simulated(case: Case, live_too: bool) -> tuple[np.ndarray | None, np.ndarray
     return np.array(live) if live_too else None, np.array(forward), np.array(backward)
 
 
-MANY, TOKENS = ((1, 2, 4, 8, 16, 32, 64) if LONG else (1, 2, 8, 32, 64)), 2**14
-COUNTED = MANY if LONG else (1, 2, 8, 32)  # where live tensors are counted too, which is slow
 live, buffers = {}, {}
-for world in MANY:
+for world in many:
     for exchange in COLOUR:
-        live_too = exchange != "gather" and world in COUNTED
+        live_too = exchange != "gather" and world in counted
         case = problem(TOKENS if live_too else 2**11, world, exchange)
         terms, forward, backward = closed_form(case)
         seen, seen_forward, seen_backward = simulated(case, live_too)
@@ -319,32 +332,32 @@ for world in MANY:
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.6))
 for exchange, colour in COLOUR.items():
-    boxes = [closed_form(problem(TOKENS, w, exchange))[2].max() / 1024 for w in MANY[1:]]  # as measured, to the byte
-    right.loglog(MANY[1:], boxes, color=colour, label=f"{exchange}: marks measured, line closed form",
+    boxes = [closed_form(problem(TOKENS, w, exchange))[2].max() / 1024 for w in many[1:]]  # as measured, to the byte
+    right.loglog(many[1:], boxes, color=colour, label=f"{exchange}: marks measured, line closed form",
                  **MARK[exchange] | LINE[exchange])  # fmt: skip
     if exchange != "gather":
-        terms = [closed_form(problem(TOKENS, w, exchange))[0].max() / MIB for w in MANY]
-        left.loglog(MANY, terms, color=colour, **LINE[exchange])
-        left.loglog(COUNTED, [live[exchange, w] / MIB for w in COUNTED], color=colour, linestyle="", **MARK[exchange])
+        terms = [closed_form(problem(TOKENS, w, exchange))[0].max() / MIB for w in many]
+        left.loglog(many, terms, color=colour, **LINE[exchange])
+        left.loglog(counted, [live[exchange, w] / MIB for w in counted], color=colour, linestyle="", **MARK[exchange])
 left.set(
-    title=f"n = {binary(TOKENS)}, simulated: 1/p up to {COUNTED[-1]} ranks",
+    title=f"n = {binary(TOKENS)}, simulated: 1/p up to {counted[-1]} ranks",
     xlabel="ranks p",
     ylabel="peak per rank (MiB)",
 )
 right.set(title="Buffers are small and bounded, except for gather", xlabel="ranks p", ylabel="buffers per rank (KiB)")
 for axes in (left, right):
-    axes.set_xticks(MANY, [str(w) for w in MANY])
+    axes.set_xticks(many, [str(w) for w in many])
     axes.minorticks_off()
 legend_below(figure, right)
 plt.show()
 
 for exchange in ("ring", "direct"):
-    fit = power_law(COUNTED, [live[exchange, w] for w in COUNTED])
+    fit = power_law(counted, [live[exchange, w] for w in counted])
     print(
         f"{exchange}: {fit}; all ranks together hold "
-        f"{live[exchange, COUNTED[-1]] * COUNTED[-1] / live[exchange, 1]:.2f} times what one does"
+        f"{live[exchange, counted[-1]] * counted[-1] / live[exchange, 1]:.2f} times what one does"
     )
-    by_part = sum_of({"A": 1 / np.array(COUNTED), "B": np.ones(len(COUNTED))}, [live[exchange, w] for w in COUNTED])
+    by_part = sum_of({"A": 1 / np.array(counted), "B": np.ones(len(counted))}, [live[exchange, w] for w in counted])
     print(f"        bytes: {by_part}")
     assert fit.high < -0.8
     assert abs(by_part.coefficients[1]) < 0.02 * by_part.coefficients[0], (

@@ -33,11 +33,23 @@ from verification.case import Case
 from verification.run.rank import run_attention, shards
 from verification.run.simulation.simulation import Simulation
 
+torch.set_num_threads(1)
+style()
+
+# %% tags=["parameters"]
+BUCKETS = (4, 8, 16, 32, 64, 128)  # tokens of a message
+SHARD = 32  # tokens of a simulated rank
+SIMULATED = 4  # ranks
+HEADS = 32  # of queries, of the layer whose sequence is to be long
+KV_HEADS = 8  # of its keys and values
+DIM = 128  # of a head
+MEMORY = 64 * 2**30  # bytes of a rank for these terms
+RANKS = (1, 2, 4, 8, 16, 32, 64)  # over which the sequence is shared
+
+# %%
 COLOUR = {"ring": BLUE, "direct": VERMILLION, "gather": GREEN}
 MARK = {"ring": "o", "direct": "s", "gather": "^"}
 MIB = 2**20
-torch.set_num_threads(1)
-style()
 
 # %% [markdown]
 # ## The bucket
@@ -46,17 +58,17 @@ style()
 # shards travel: buffers grow with the bucket until it holds a shard, and no further. `gather` ignores it.
 
 # %%
-BUCKETS, SHARD = (4, 8, 16, 32, 64, 128), 32
 by_bucket = {}
 for exchange in COLOUR:
     for bucket in BUCKETS:
         case = Case(
-            world=4, group=None, tokens=4 * SHARD, order="contiguous", cuts=None, pattern=Pattern.dense(), batch=1,
-            heads=1, kv_heads=1, head_dim=32, dtype="float32", scale=None, score_scale=1.0, values="normal", seed=0,
-            exchange=exchange, bucket=bucket, kernel="auto", lse="unused", strided=False,
+            world=SIMULATED, group=None, tokens=SIMULATED * SHARD, order="contiguous", cuts=None,
+            pattern=Pattern.dense(), batch=1, heads=1, kv_heads=1, head_dim=32, dtype="float32", scale=None,
+            score_scale=1.0, values="normal", seed=0, exchange=exchange, bucket=bucket, kernel="auto", lse="unused",
+            strided=False,
         )  # fmt: skip
         tensors = case.tensors()
-        runs = Simulation(4, seed=1).run(
+        runs = Simulation(SIMULATED, seed=1).run(
             lambda transport, case=case, tensors=tensors: run_attention(
                 transport, case, shards(case, transport.rank, tensors)
             )
@@ -73,7 +85,7 @@ for exchange, colour in COLOUR.items():
     )
 axes.axvline(SHARD, color=BLACK, linewidth=0.8, linestyle=":", label="a shard")
 axes.set(
-    title="4 ranks, n = 128, dense: the bucket bounds the buffers",
+    title=f"{SIMULATED} ranks, n = {SIMULATED * SHARD}, dense: the bucket bounds the buffers",
     xlabel="bucket (tokens)",
     ylabel="buffers in backward (KiB)",
 )
@@ -101,7 +113,6 @@ assert by_bucket["direct", SHARD] <= by_bucket["ring", SHARD]
 # long shard `ring.default_bucket` returns a sixteenth of it. Two lengths determine the line, and a third one checks it.
 
 # %%
-HEADS, KV_HEADS, DIM, MEMORY = 32, 8, 128, 64 * 2**30
 TERMS = {
     "q, k, v, out, lse and their incoming gradients": BLUE, "sums of dq, dk, dv": SKY,
     "communication buffers": VERMILLION,
@@ -123,7 +134,6 @@ def terms_of(local: int, world: int, exchange: str) -> np.ndarray:
 
 
 assert all(definitions.default_bucket(long, HEADS, KV_HEADS, 2) == long // 16 for long in (2**15, 2**20))
-RANKS = (1, 2, 4, 8, 16, 32, 64)
 per_token = {}  # bytes per local token
 for exchange in COLOUR:
     for world in RANKS:
@@ -137,7 +147,9 @@ limiting = {key: list(TERMS)[int(value.argmax())] for key, value in per_token.it
 figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8))
 for exchange, colour in COLOUR.items():
     left.loglog(RANKS, [longest[exchange, w] for w in RANKS], MARK[exchange] + "-", color=colour, label=exchange)
-left.set(title="64 GiB a rank: gather stops growing", xlabel="ranks p", ylabel="longest sequence (tokens)")
+left.set(
+    title=f"{binary(MEMORY, 'B')} a rank: gather stops growing", xlabel="ranks p", ylabel="longest sequence (tokens)"
+)
 left.set_xticks(RANKS, [str(w) for w in RANKS])
 left.minorticks_off()
 binary_ticks(left.yaxis)

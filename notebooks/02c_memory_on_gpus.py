@@ -26,15 +26,20 @@ import matplotlib.pyplot as plt
 
 from notebooks.figures import BLACK, COLOURS, binary, binary_ticks, recorded_rows, style
 
-EXCHANGES = ("ring", "direct", "gather")
-MIB = 2**20
 style()
 
+# %% tags=["parameters"]
+SECTIONS = ("dense", "longnet")  # of the records
+SHORTEST = 2**13  # tokens a GPU: shorter calls repeat as CUDA graphs, with memory allocated before the peak is measured
+EXCHANGES = ("ring", "direct", "gather")  # for which records are looked for
+WORLDS = (2, 4, 8)  # GPUs for which they are
+GROWTH = 1.02  # at most, of the bytes per token from a shard to a longer one, where the closed form has less
+SPREAD = 1.05  # at most, of the bytes per token of the longest shards over numbers of GPUs
+
 # %%
-# Shorter calls repeat as CUDA graphs, whose memory was allocated before the peak was measured.
-SHORTEST = 8192
+MIB = 2**20
 gpu = [row for row in recorded_rows(method="ring_attention")
-       if row.get("peak_bytes") and row["section"] in ("dense", "longnet") and row["tokens"] >= SHORTEST]  # fmt: skip
+       if row.get("peak_bytes") and row["section"] in SECTIONS and row["tokens"] >= SHORTEST]  # fmt: skip
 assert gpu, (
     "no record in notebooks/data has peaks; scripts/bench attention --json makes one, without --graph or beside it"
 )
@@ -62,7 +67,7 @@ for (section, exchange, world, name), colour in zip(kinds, cycle(COLOURS), stric
     )
     axes.loglog(x, [row["closed_form_bytes"] / MIB for row in rows], "--", marker="_", color=colour, alpha=0.7)
     each = [(row["peak_bytes"] / row["tokens"], row["closed_form_bytes"] / row["tokens"]) for row in rows]
-    assert all(late < max(1.02 * early, form) for (early, _), (late, form) in zip(each, each[1:], strict=False)), (
+    assert all(late < max(GROWTH * early, form) for (early, _), (late, form) in zip(each, each[1:], strict=False)), (
         "a longer shard takes no more per token, or less than the closed form"
     )
 axes.plot([], [], "--", marker="_", color=BLACK, label="closed form")
@@ -80,7 +85,7 @@ print(
 )
 
 there = {(row["section"], row["exchange"], row["world"]) for row in gpu}
-wanted = {(s, e, w) for s in ("dense", "longnet") for e in EXCHANGES for w in (2, 4, 8)}
+wanted = {(s, e, w) for s in SECTIONS for e in EXCHANGES for w in WORLDS}
 lacking = sorted(wanted - there)
 print(
     f"\nnot recorded yet ({len(lacking)} of {len(wanted)}):", "; ".join(f"{s} {e} on {w} GPUs" for s, e, w in lacking)
@@ -112,4 +117,4 @@ assert longest, "no record in notebooks/data has the section reach: scripts/benc
 for name, rows in longest.items():
     peaks = {row["world"]: row["peak_bytes"] / row["tokens"] for row in rows}
     print(f"{name}: bytes per token, the most over the least: {max(peaks.values()) / min(peaks.values()):.3f}")
-    assert len(peaks) < 2 or max(peaks.values()) < 1.05 * min(peaks.values())
+    assert len(peaks) < 2 or max(peaks.values()) < SPREAD * min(peaks.values())

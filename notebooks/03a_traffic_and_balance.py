@@ -39,11 +39,27 @@ from verification.case import Case
 from verification.run.rank import run_attention, shards
 from verification.run.simulation.simulation import Simulation
 
+torch.set_num_threads(1)
+style()
+
+# %% tags=["parameters"]
+CHECKED_RANKS = 4  # simulated, whose messages are compared with the counts
+CHECKED_TOKENS = 256  # of their sequence
+SEED = 0  # of their tensors
+RANKS = 8  # of the pictures of bytes
+TOKENS = 8192  # of the sequence in these, and of that whose work is balanced
+HEADS = 32  # of queries
+KV_HEADS = 8  # of keys and values
+HEAD_DIM = 128  # of all heads
+LOCAL = 1024  # tokens a rank, where the sequence grows with the ranks
+GROWING_HEADS = 8  # of queries, keys and values there
+WORLDS = (4, 16, 64)  # ranks there
+MANY = (2, 4, 8, 16, 32, 64)  # ranks among which work is balanced
+
+# %%
 EXCHANGES = {"ring": BLUE, "direct": VERMILLION, "gather": GREEN}
 ORDERS = {"contiguous": BLUE, "zigzag": VERMILLION, "striped": GREEN}
 MIB = 2**20
-torch.set_num_threads(1)
-style()
 
 
 def longnet(n: int, heads: int) -> Pattern:
@@ -52,10 +68,10 @@ def longnet(n: int, heads: int) -> Pattern:
 
 
 @cache
-def setting(kind: str, n: int, p: int, order: str, heads: int = 32, kv_heads: int = 8, dim: int = 128) -> cost.Setting:
+def setting(kind: str, n: int, p: int, order: str, heads: int = HEADS, kv_heads: int = KV_HEADS) -> cost.Setting:
     """bf16."""
     pattern = Pattern.dense(causal=True) if kind == "dense" else longnet(n, heads)
-    return cost.Setting(pattern, definitions.shards(order, n, p, None).positions, 1, heads, kv_heads, dim, 2)
+    return cost.Setting(pattern, definitions.shards(order, n, p, None).positions, 1, heads, kv_heads, HEAD_DIM, 2)
 
 
 # %% [markdown]
@@ -66,15 +82,15 @@ def setting(kind: str, n: int, p: int, order: str, heads: int = 32, kv_heads: in
 # %%
 checked = 0
 for order in ORDERS:
-    for kind, pattern in (("dense", Pattern.dense(causal=True)), ("LongNet", longnet(256, 4))):
+    for kind, pattern in (("dense", Pattern.dense(causal=True)), ("LongNet", longnet(CHECKED_TOKENS, 4))):
         for exchange in EXCHANGES:
             case = Case(
-                world=4, group=None, tokens=256, order=order, cuts=None, pattern=pattern, batch=1, heads=4, kv_heads=2,
-                head_dim=8, dtype="bfloat16", scale=None, score_scale=1.0, values="normal", seed=0, exchange=exchange,
-                bucket=None, kernel="auto", lse="unused", strided=False,
+                world=CHECKED_RANKS, group=None, tokens=CHECKED_TOKENS, order=order, cuts=None, pattern=pattern,
+                batch=1, heads=4, kv_heads=2, head_dim=8, dtype="bfloat16", scale=None, score_scale=1.0,
+                values="normal", seed=SEED, exchange=exchange, bucket=None, kernel="auto", lse="unused", strided=False,
             )  # fmt: skip
             tensors = case.tensors()
-            runs = Simulation(4, seed=1).run(
+            runs = Simulation(CHECKED_RANKS, seed=1).run(
                 lambda transport, case=case, tensors=tensors: run_attention(
                     transport, case, shards(case, transport.rank, tensors)
                 )
@@ -82,7 +98,7 @@ for order in ORDERS:
             one = cost.Setting(pattern, case.shards().positions, 1, 4, 2, 8, 2)
             counted = cost.sent(one, exchange)
             for phase, expected in (("forward", counted.forward), ("backward", counted.backward)):
-                seen = np.zeros((4, 4), np.int64)
+                seen = np.zeros((CHECKED_RANKS, CHECKED_RANKS), np.int64)
                 for rank, run in enumerate(runs):
                     for peer, size, _ in getattr(run, f"sent_{phase}"):
                         seen[rank, peer] += size
@@ -97,7 +113,6 @@ print(f"{checked} matrices of bytes from rank to rank equal the counts")
 # once more and returns their gradients.
 
 # %%
-RANKS, TOKENS = 8, 8192
 total = {
     (kind, order, exchange): cost.sent(setting(kind, TOKENS, RANKS, order), exchange).forward
     for kind in ("dense", "LongNet") for order in ORDERS for exchange in EXCHANGES
@@ -121,7 +136,7 @@ plt.show()
 item = setting("dense", TOKENS, RANKS, "zigzag").slot_bytes()[0]
 for order in ORDERS:
     for exchange in EXCHANGES:
-        slots = closed_forms.dense_slots(TOKENS, RANKS, 8, True, order, exchange)
+        slots = closed_forms.dense_slots(TOKENS, RANKS, KV_HEADS, True, order, exchange)
         assert total["dense", order, exchange].sum() == slots * item
         for kind in ("dense", "LongNet"):
             assert total[kind, order, "direct"].sum() <= total[kind, order, "ring"].sum()
@@ -192,9 +207,9 @@ for axes, kind in zip(both, ("dense", "LongNet"), strict=True):
         axes.plot(range(1, RANKS), fullest, "o-", color=colour, label=order, **WIDE[order])
         assert in_flight.sum() * item == total[kind, order, "ring"].sum()
         if kind == "dense":
-            assert (in_flight.max(0) == TOKENS // RANKS * 8).all(), "a whole shard at every hop"
+            assert (in_flight.max(0) == TOKENS // RANKS * KV_HEADS).all(), "a whole shard at every hop"
         if (kind, order) == ("LongNet", "contiguous"):
-            assert (np.diff(fullest) <= 0).all() and fullest[0] < 0.7 * TOKENS // RANKS * 8 * item / MIB
+            assert (np.diff(fullest) <= 0).all() and fullest[0] < 0.7 * TOKENS // RANKS * KV_HEADS * item / MIB
     axes.set(
         title="Dense: a whole shard at every hop" if kind == "dense" else "LongNet: small messages in contiguous order",
         xlabel="hop",
@@ -228,20 +243,19 @@ assert back["direct"] == 2 * back["direct between GPUs"] and back["ring"] > back
 # to $p$, and so does the work, so their ratio stays. LongNet's segments grow with the sequence, each branch sees the
 # same number of keys, and every factor of 4 adds one branch: bytes per rank grow with the logarithm of $p$.
 
+
 # %%
-LOCAL, WORLDS = 1024, (4, 16, 64)
-
-
 def growing(p: int) -> cost.Setting:
     lengths = [LOCAL * 4**k for k in range(8) if 4**k <= p]
-    pattern = Pattern.longnet(lengths, [4**k for k in range(len(lengths))], 8, causal=True)
+    pattern = Pattern.longnet(lengths, [4**k for k in range(len(lengths))], GROWING_HEADS, causal=True)
     held = definitions.shards("contiguous", LOCAL * p, p, None).positions
-    return cost.Setting(pattern, held, 1, 8, 8, 128, 2)
+    return cost.Setting(pattern, held, 1, GROWING_HEADS, GROWING_HEADS, HEAD_DIM, 2)
 
 
 weak = {
     "dense, zigzag": [
-        cost.sent(setting("dense", LOCAL * p, p, "zigzag", 8, 8), "direct").forward.sum() / p for p in WORLDS
+        cost.sent(setting("dense", LOCAL * p, p, "zigzag", GROWING_HEADS, GROWING_HEADS), "direct").forward.sum() / p
+        for p in WORLDS
     ],
     "LongNet, contiguous": [cost.sent(growing(p), "direct").forward.sum() / p for p in WORLDS],
 }
@@ -273,7 +287,6 @@ assert (sparse[1:] - sparse[:-1] < 1.5 * sparse[0]).all() and steps[1] < 1.5 * s
 # ratio is exactly 1. In striped order it is nearly 1.
 
 # %%
-MANY = (2, 4, 8, 16, 32, 64)
 figure, both = plt.subplots(1, 2, figsize=(9.5, 3.3))
 imbalance = {}
 for axes, kind in zip(both, ("dense", "LongNet"), strict=True):
