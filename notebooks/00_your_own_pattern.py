@@ -43,10 +43,10 @@ style()
 # %% tags=["parameters"]
 HEADS = 8  # of queries
 KV_HEADS = 4  # of keys and values
-HEAD_DIM = 64
+HEAD_DIM = 64  # of all of these
 SEGMENTS = [2048, 16384, None]  # of the branches of LongNet's kind of pattern; None: the whole sequence
 DILATIONS = [1, 4, 64]  # of these branches
-CAUSAL = True
+CAUSAL = True  # a query sees no later key
 PATTERN = None  # or any other Pattern, or what its `to_dict()` returns: with windows, documents, branches of some heads
 TOKENS = 2**18  # of the sequence; with documents, theirs
 RANKS = 8  # in the pictures

@@ -57,9 +57,19 @@ from verification.run.processes.pool import Pool
 sys.path.append(str(DATA.parents[1] / "scripts"))
 from bench.workload import AttentionShape, Workload
 
-EXCHANGES = ("ring", "direct", "gather")
 torch.set_num_threads(1)
 style()
+
+# %% tags=["parameters"]
+EXCHANGES = ("ring", "direct", "gather")  # of the recorded calls
+WORLDS = (2, 4, 8)  # GPUs for which their records are looked for
+LINK_RECORD = "h200x4_links"  # rates of the links
+DENSE_RECORD = "h200x4_dense"  # whose forward passes are compared with the formula
+PICTURED = "h200x4"  # beginning of the names of the records in the right picture
+SPARSE_RATE = 20e9  # bytes/s: LongNet's shards need less
+SPARSE_ADDED = 0.05  # of the time of a call: messages add less to LongNet's
+HERE_BYTES = 2**22  # of a message between two processes of this machine
+HERE_TOKENS = 1024  # of its kernel call
 
 # %%
 timed = [r for r in recorded_rows(method="ring_attention")
@@ -91,14 +101,14 @@ for name, form in sorted(forms):
 # give a lower bound, since all their bytes arrived within their time: $B \ge \text{bytes} / \text{time}$.
 
 # %%
-LINKS, MADE_BY = "h200x4_links", "torchrun --nproc-per-node=4 scripts/validate_nccl.py --json FILE"
-if (DATA / f"{LINKS}.json").exists():
-    measured_links = record(LINKS, ["links"], MADE_BY)["links"]
+MADE_BY = "torchrun --nproc-per-node=4 scripts/validate_nccl.py --json FILE"
+if (DATA / f"{LINK_RECORD}.json").exists():
+    measured_links = record(LINK_RECORD, ["links"], MADE_BY)["links"]
     rate = max(entry["rate"] for entry in measured_links if entry["ways"] != 2) * 1e9
     print(f"link, measured: {rate / 1e9:.0f} GB/s one way")
 else:
     measured_links, rate = None, max(row["sent_bytes"] / row["ms"] * 1e3 for row in timed)
-    print(f"not recorded yet: notebooks/data/{LINKS}.json, made by: {MADE_BY}")
+    print(f"not recorded yet: notebooks/data/{LINK_RECORD}.json, made by: {MADE_BY}")
     print(f"link: at least {rate / 1e9:.0f} GB/s, from the calls themselves")
 
 print(f"\n{'problem':>42}  {'kernels':>8} {'ours':>8} {'exposed':>8}  needs     predicted")
@@ -124,9 +134,9 @@ for row in timed:
 # %%
 dense_rows = sorted(
     (row["tokens"], needs) for row, needs, _ in hidden
-    if (row["record"], row["section"], row["pass"], row["graph"]) == ("h200x4_dense", "dense", "forward", True)
+    if (row["record"], row["section"], row["pass"], row["graph"]) == (DENSE_RECORD, "dense", "forward", True)
 )  # fmt: skip
-assert len(dense_rows) >= 3, "the record h200x4_dense has forward passes of three lengths, captured"
+assert len(dense_rows) >= 3, f"the record {DENSE_RECORD} has forward passes of three lengths, captured"
 fit = power_law(*zip(*dense_rows, strict=True))
 print("needed rate by tokens per GPU:", fit)
 assert fit.low < -1 < fit.high
@@ -165,7 +175,7 @@ left.set(
 )
 binary_ticks(left.yaxis)
 left.legend(fontsize=8)
-graphs = [(row, verdict) for row, _, verdict in hidden if row["graph"] and row["record"].startswith("h200x4")]
+graphs = [(row, verdict) for row, _, verdict in hidden if row["graph"] and row["record"].startswith(PICTURED)]
 labels = [f"{r['section']} {binary(r['tokens'])}, {r['pass'].replace('forward+backward', 'both')}" for r, _ in graphs]
 at = np.arange(len(graphs))
 added = [r["exposed_ms"] / r["ms"] * 100 for r, _ in graphs]
@@ -189,7 +199,7 @@ spread = max(
 print(f"spread of the timings: a call that does more than the kernels alone was up to {spread:.1%} faster")
 assert spread > 0
 by_problem = {
-    (r["section"], r["tokens"], r["pass"], r["graph"]): r for r, _, _ in hidden if r["record"].startswith("h200x4")
+    (r["section"], r["tokens"], r["pass"], r["graph"]): r for r, _, _ in hidden if r["record"].startswith(PICTURED)
 }
 for tokens in (8192, 32768):
     row = by_problem["dense", tokens, "forward", True]
@@ -212,16 +222,16 @@ print(
 # %%
 sparse_rows = [(row, needs) for row, needs, _ in hidden if row["section"] == "longnet" and row["graph"]]
 for row, needs in sparse_rows:
-    assert needs < 20e9 and row["exposed_ms"] < 0.05 * row["ms"]
+    assert needs < SPARSE_RATE and row["exposed_ms"] < SPARSE_ADDED * row["ms"]
 assert sparse_rows, "the record h200x4_longnet has captured calls"
 print(
-    f"{len(sparse_rows)} recorded LongNet rows, captured: each needs less than 20 GB/s, "
-    "and messages add less than 5 % of its time"
+    f"{len(sparse_rows)} recorded LongNet rows, captured: each needs less than {SPARSE_RATE / 1e9:.0f} GB/s, "
+    f"and messages add less than {100 * SPARSE_ADDED:.0f} % of its time"
 )
 lacking = [
     f"{e} on {w} GPUs"
     for e in EXCHANGES
-    for w in (2, 4, 8)
+    for w in WORLDS
     if not any(r["exchange"] == e and r["world"] == w for r in timed)
 ]
 print("not recorded yet:", ", ".join(lacking) or "nothing")
@@ -233,17 +243,16 @@ print("not recorded yet:", ", ".join(lacking) or "nothing")
 # the two rates matters. (Other programs may be using this machine, so nothing is asserted of these times.)
 
 # %%
-size = 2**22
 with Pool(2, timeout=60, preload=("torch", "ring", "verification.run.rank", "verification.problems.links")) as pool:
-    here = links.check_transfers(size, pool.run(links.transfers, size))
+    here = links.check_transfers(HERE_BYTES, pool.run(links.transfers, HERE_BYTES))
 slow_link = max(found.rate for found in here if found.ways == 1) * 1e9
-q = torch.randn(1, 4, 1024, 64)
+q = torch.randn(1, 4, HERE_TOKENS, 64)
 spent = []
 for _ in range(4):
     started = time.perf_counter()
     torch.nn.functional.scaled_dot_product_attention(q, q, q)
     spent.append(time.perf_counter() - started)
-slow_kernel = 4 * 4 * 1024**2 * 64 / min(spent)
+slow_kernel = 4 * 4 * HERE_TOKENS**2 * 64 / min(spent)
 threshold = 0.75 * 4 * slow_kernel / slow_link  # fp32, as many key/value heads as query heads
 print(
     f"gloo {slow_link / 1e9:.2f} GB/s, kernel {slow_kernel / 1e9:.0f} GFLOP/s in fp32: "

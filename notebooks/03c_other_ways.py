@@ -31,8 +31,21 @@ from ring.estimate import Rates, estimate
 
 style()
 
+# %% tags=["parameters"]
+BESIDE = "h200x2_dense"  # record of the methods that are compared, and of the kernels' rate
+LENGTHS = (512, 2048, 8192)  # tokens a GPU
+LINK_RECORD = "h200x4_links"  # rates of the links
+PORTS = 8  # GPUs of the model
+PER_GPU = [2**n for n in range(8, 16)]  # tokens, in the model
+HEADS = 32  # of queries, keys and values, in the model
+HEAD_DIM = 128  # of these
+BUCKET = 2**18  # tokens of a message, in the model
+LATENCY = 1e-5  # seconds a message takes beyond its bytes
+WORLDS = (2, 4)  # GPUs of the records exchanges/h200xN_dense
+CLAIMED = 3.58  # times as fast, at most
+BEHIND = 1.1  # time of a ring / time of direct, at most, from 2 Ki recorded tokens a GPU on
+
 # %%
-BESIDE = "h200x2_dense"
 chosen = [
     row for row in recorded_rows(section="dense")
     if row["record"] == BESIDE and row["pass"] == "forward+backward" and row.get("efficiency") is not None
@@ -45,7 +58,7 @@ methods = {
     "torch context_parallel": [row for row in chosen if row["method"].startswith("torch context_parallel")],
 }
 efficiency = {
-    method: {tokens: max(row["efficiency"] for row in rows if row["tokens"] == tokens) for tokens in (512, 2048, 8192)}
+    method: {tokens: max(row["efficiency"] for row in rows if row["tokens"] == tokens) for tokens in LENGTHS}
     for method, rows in methods.items()
 }
 figure, axes = plt.subplots(figsize=(7.2, 3.2))
@@ -66,19 +79,18 @@ assert all(ours[tokens] >= values[tokens] for values in efficiency.values() for 
 # - **Pairs**: the rate of a GPU is divided among links to 7 others, and a ring uses one of them.
 
 # %%
-PORTS, PER_GPU = 8, [2**n for n in range(8, 16)]
-links = record("h200x4_links", ["links"])["links"]
+links = record(LINK_RECORD, ["links"])["links"]
 LINK = max(entry["rate"] for entry in links if entry["ways"] != 2) * 1e9
 (alone,) = [
-    row for row in recorded_rows(record="h200x2_dense", method="kernels alone", tokens=32768, graph=True)
+    row for row in recorded_rows(record=BESIDE, method="kernels alone", tokens=32768, graph=True)
     if row["kernel"] == "fa4" and row["pass"] == "forward"
 ]  # fmt: skip
 KERNEL = alone["tflops"] * 1e12
 
 
 def forward(exchange, tokens, link):
-    rates = Rates(KERNEL, KERNEL, link, 1e-5)
-    shape = {"heads": 32, "head_dim": 128, "bucket": 2**18}
+    rates = Rates(KERNEL, KERNEL, link, LATENCY)
+    shape = {"heads": HEADS, "head_dim": HEAD_DIM, "bucket": BUCKET}
     return estimate(Pattern.dense(True), tokens=tokens * PORTS, ranks=PORTS, exchange=exchange, rates=rates, **shape)[
         0
     ].forward
@@ -99,7 +111,7 @@ for tokens in PER_GPU:
         f"one port {predicted[tokens][1]:.2f}, pairs {predicted[tokens][2]:.2f}"
     )
 measured = {}
-for world in (2, 4):
+for world in WORLDS:
     run = record(f"exchanges/h200x{world}_dense", ("device", "command", "rows"))
     print(f"\n{world} GPUs: {run['device']} | {run['command']}")
     ms = {
@@ -121,12 +133,12 @@ ratios = np.array([predicted[tokens] for tokens in PER_GPU])
 for column, name in ((1, "one port"), (2, "pairs")):
     left.semilogx(ratios[:, 0], ratios[:, column], "o-", label=name)
 left.axhline(1, color="k", linewidth=0.8)
-left.axhline(3.58, color="k", linewidth=0.8, linestyle=":", label="claimed, at most")
+left.axhline(CLAIMED, color="k", linewidth=0.8, linestyle=":", label="claimed, at most")
 left.set(
     xlabel="computing / messages", ylabel="time of ring / time of direct", title="8 GPUs, model: held of pairs only"
 )
 left.legend()
-for world, line in ((2, "-"), (4, "--")):
+for world, line in zip(WORLDS, ("-", "--", ":", "-."), strict=False):
     for passed, mark in (("forward", "o"), ("forward+backward", "^")):
         several = {tokens: ratio for (p, way, tokens), ratio in measured.items() if (p, way) == (world, passed)}
         right.plot(list(several), list(several.values()), mark + line, label=f"{passed}, {world} GPUs")
@@ -139,8 +151,8 @@ plt.show()
 for tokens, (ratio, port, pair) in predicted.items():
     assert port <= 1 < pair, "one port: a ring loses nothing; pairs: it does at every length"
     assert (pair > 2) == (ratio < 2), (tokens, "a ring loses half or more where messages are not well hidden")
-assert max(pair for _, _, pair in predicted.values()) > 3.58
-assert all(ratio < 1.1 for (_, _, tokens), ratio in measured.items() if tokens >= 2048), "little behind on one port"
+assert max(pair for _, _, pair in predicted.values()) > CLAIMED
+assert all(ratio < BEHIND for (_, _, tokens), ratio in measured.items() if tokens >= 2048), "little behind on one port"
 
 # %% [markdown]
 # **Holds only if every pair has a link of its own.** Both exchanges send the same bytes in p - 1 messages a GPU, so on

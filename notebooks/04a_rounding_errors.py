@@ -31,10 +31,23 @@ import torch
 from notebooks.figures import BLACK, BLUE, GREEN, VERMILLION, binary_ticks, legend_below, power_law, style
 from notebooks.simulated_ranks import PLAIN, errors, results
 
-LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
-TYPES = {"float64": BLACK, "float32": BLUE, "bfloat16": VERMILLION, "float16": GREEN}
 torch.set_num_threads(1)
 style()
+
+# %% tags=["parameters"]
+LONG = os.environ.get("NOTEBOOKS_LONG") == "1"  # LENGTHS_LONG in place of LENGTHS
+LENGTHS = [32, 64, 128, 256, 512]  # tokens of the sequence, by type
+LENGTHS_LONG = [32, 64, 128, 256, 512, 1024, 2048, 4096]
+RANKS = 4  # simulated, by length and by size of the scores
+TOKENS = 256  # of the sequence, by ranks and by size of the scores
+WORLDS = (1, 2, 4, 8, 16, 32, 64)  # simulated ranks, by ranks
+FACTORS = [0.25, 1, 4, 16, 64, 256]  # on the queries
+SEED = 0  # of the tensors
+
+# %%
+TYPES = {"float64": BLACK, "float32": BLUE, "bfloat16": VERMILLION, "float16": GREEN}
+lengths = LENGTHS_LONG if LONG else LENGTHS
+plain = replace(PLAIN, world=RANKS, tokens=TOKENS, seed=SEED)
 
 # %% [markdown]
 # ## By length and type
@@ -43,13 +56,12 @@ style()
 # every tensor in this notebook, an assertion checks that the error is within its own bound.
 
 # %%
-LENGTHS = [32, 64, 128, 256, 512, *([1024, 2048, 4096] if LONG else [])]
-by_length = {(dtype, n): errors(replace(PLAIN, tokens=n, dtype=dtype)) for dtype in TYPES for n in LENGTHS}
+by_length = {(dtype, n): errors(replace(plain, tokens=n, dtype=dtype)) for dtype in TYPES for n in lengths}
 figure, both = plt.subplots(1, 2, figsize=(9.5, 3.8))
 for axes, name in zip(both, ("out", "dk"), strict=True):
     for dtype, colour in TYPES.items():
-        axes.loglog(LENGTHS, [by_length[dtype, n][name][0] for n in LENGTHS], "o", color=colour, label=dtype)
-        axes.loglog(LENGTHS, [by_length[dtype, n][name][1] for n in LENGTHS], "-", color=colour, alpha=0.6)
+        axes.loglog(lengths, [by_length[dtype, n][name][0] for n in lengths], "o", color=colour, label=dtype)
+        axes.loglog(lengths, [by_length[dtype, n][name][1] for n in lengths], "-", color=colour, alpha=0.6)
     axes.plot([], [], "-", color=BLACK, alpha=0.6, label="bound")
     axes.set(xlabel="sequence length n (tokens)", ylabel=f"largest error of {name}")
     binary_ticks(axes.xaxis)
@@ -59,8 +71,8 @@ legend_below(figure, both[0])
 plt.show()
 
 for name in ("out", "lse", "dk"):
-    seen = power_law(LENGTHS, [by_length["float32", n][name][0] for n in LENGTHS])
-    bound = power_law(LENGTHS, [by_length["float32", n][name][1] for n in LENGTHS])
+    seen = power_law(lengths, [by_length["float32", n][name][0] for n in lengths])
+    bound = power_law(lengths, [by_length["float32", n][name][1] for n in lengths])
     print(f"float32 {name:3}: error {seen};  bound {bound}")
     assert seen.exponent < bound.exponent, "the worst case grows faster than the measured error"
     assert bound.high < 1.1, "the bound grows no faster than n"
@@ -72,8 +84,8 @@ for name in ("out", "lse", "dk"):
 
 # %%
 for dtype in ("bfloat16", "float16"):
-    for n in (LENGTHS[0], LENGTHS[-1]):
-        case = replace(PLAIN, tokens=n, dtype=dtype)
+    for n in (lengths[0], lengths[-1]):
+        case = replace(plain, tokens=n, dtype=dtype)
         seen, expected = results(case)
         for name in ("out", "dq", "dk", "dv"):
             exact = expected.exact[name]
@@ -90,9 +102,8 @@ for dtype in ("bfloat16", "float16"):
 # to 1, so it does not enlarge earlier errors. The bound grows with $p$; the errors do not.
 
 # %%
-WORLDS = (1, 2, 4, 8, 16, 32, 64)
 by_world = {
-    (dtype, p): errors(replace(PLAIN, world=p, dtype=dtype)) for dtype in ("float32", "bfloat16") for p in WORLDS
+    (dtype, p): errors(replace(plain, world=p, dtype=dtype)) for dtype in ("float32", "bfloat16") for p in WORLDS
 }
 figure, axes = plt.subplots(figsize=(6.2, 3.5))
 for dtype, colour in (("float32", BLUE), ("bfloat16", VERMILLION)):
@@ -100,7 +111,9 @@ for dtype, colour in (("float32", BLUE), ("bfloat16", VERMILLION)):
         axes.loglog(WORLDS, [by_world[dtype, p][name][0] for p in WORLDS], mark, color=colour, label=f"{dtype}, {name}")
         axes.loglog(WORLDS, [by_world[dtype, p][name][1] for p in WORLDS], "-", color=colour, alpha=0.6)
 axes.set(
-    title="n = 256: errors do not grow with the number of ranks", xlabel="ranks p", ylabel="largest error; lines: bound"
+    title=f"n = {TOKENS}: errors do not grow with the number of ranks",
+    xlabel="ranks p",
+    ylabel="largest error; lines: bound",
 )
 axes.set_xticks(WORLDS, [str(p) for p in WORLDS])
 axes.minorticks_off()
@@ -110,7 +123,7 @@ for dtype in ("float32", "bfloat16"):
     for name in ("out", "lse", "dq", "dk", "dv"):
         seen = [by_world[dtype, p][name][0] for p in WORLDS]
         assert max(seen) < 3 * min(seen), "64 times the ranks, less than 3 times the error"
-        assert by_world[dtype, 64][name][1] >= by_world[dtype, 1][name][1]
+        assert by_world[dtype, WORLDS[-1]][name][1] >= by_world[dtype, WORLDS[0]][name][1]
 fit = power_law(WORLDS, [by_world["float32", p]["out"][0] for p in WORLDS])
 print("float32, out, error by p:", fit)
 assert fit.high < 0.2
@@ -124,9 +137,8 @@ assert fit.high < 0.2
 # errors remain in near ties only.
 
 # %%
-FACTORS = [0.25, 1, 4, 16, 64, 256]
 by_factor = {
-    (dtype, f): errors(replace(PLAIN, score_scale=f, dtype=dtype)) for dtype in ("float32", "bfloat16") for f in FACTORS
+    (dtype, f): errors(replace(plain, score_scale=f, dtype=dtype)) for dtype in ("float32", "bfloat16") for f in FACTORS
 }
 figure, both = plt.subplots(1, 2, figsize=(9.5, 3.5))
 for axes, name in zip(both, ("lse", "out"), strict=True):
@@ -151,5 +163,7 @@ large = [f for f in FACTORS if f >= 4]
 fit = power_law(large, [by_factor["float32", f]["lse"][0] for f in large])
 print("float32, lse, error by factor from 4 on:", fit)
 assert abs(fit.exponent - 1) < 0.15 and fit.low < 1 < fit.high
-assert by_factor["bfloat16", 256]["lse"][0] < 10 * by_factor["float32", 256]["lse"][0], "lse is fp32 for all inputs"
-assert by_factor["bfloat16", 256]["out"][0] < 3 * by_factor["bfloat16", 0.25]["out"][0]
+assert by_factor["bfloat16", FACTORS[-1]]["lse"][0] < 10 * by_factor["float32", FACTORS[-1]]["lse"][0], (
+    "lse is fp32 for all inputs"
+)
+assert by_factor["bfloat16", FACTORS[-1]]["out"][0] < 3 * by_factor["bfloat16", FACTORS[0]]["out"][0]

@@ -35,6 +35,17 @@ from ring.compute.accumulator import merge
 torch.set_num_threads(1)
 style()
 
+# %% tags=["parameters"]
+SEED = 1  # of the random scores and tensors
+SIGMAS = (2.0, 2.5, 3.0)  # standard deviations of the scores whose exponentials are added
+LENGTHS = [128, 256, 512, 1024, 2048, 4096, 8192]  # keys in a row of these
+SIZES = (8.0, 16.0, 32.0, 64.0)  # of queries and keys whose products are raw
+TOKENS = 256  # of these
+HEAD_DIM = 128  # of these
+LONG_TOKENS = 2048  # of the ring on fp16
+COUNTS = [2**k for k in range(4, 15)]  # weights that are added one by one
+FAR = -2e8  # lse of a row with keys, which is below -1e8
+
 # %% [markdown]
 # ## Why 16 bits overflow
 #
@@ -49,19 +60,17 @@ style()
 # **Raw products.** $q \cdot k$, before the scale is applied, is $\sqrt D$ times larger than the score.
 
 # %%
-SIGMAS = (2.0, 2.5, 3.0)
-lengths = [128, 256, 512, 1024, 2048, 4096, 8192]
-generator = torch.Generator().manual_seed(1)
-normal = torch.randn(256, lengths[-1], generator=generator)  # rows of scores
+generator = torch.Generator().manual_seed(SEED)
+normal = torch.randn(256, LENGTHS[-1], generator=generator)  # rows of scores
 share = {}
 for sigma in SIGMAS:
-    for n in lengths:
+    for n in LENGTHS:
         total = (sigma * normal[:, :n]).half().exp().sum(-1, dtype=torch.float32).half()  # even with the sum in fp32
         share[sigma, n] = float(total.isinf().float().mean())
 figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.5))
 for sigma, colour in zip(SIGMAS, (BLUE, VERMILLION, GREEN), strict=True):
     left.plot(
-        lengths, [share[sigma, n] * 100 for n in lengths], "o-", color=colour, label=f"scores of deviation {sigma}"
+        LENGTHS, [share[sigma, n] * 100 for n in LENGTHS], "o-", color=colour, label=f"scores of deviation {sigma}"
     )
     left.axvline(LARGEST["float16"] * np.exp(-(sigma**2) / 2), color=colour, linestyle=":")
 left.set(
@@ -74,26 +83,25 @@ left.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2
 binary_ticks(left.xaxis)
 for sigma in SIGMAS:
     where = LARGEST["float16"] * np.exp(-(sigma**2) / 2)
-    assert share[sigma, lengths[0]] < 0.1
-    assert all(share[sigma, n] > 0.5 for n in lengths if n > 2 * where)
-    assert all(share[sigma, n] < 0.5 for n in lengths if n < where / 2)
+    assert share[sigma, LENGTHS[0]] < 0.1
+    assert all(share[sigma, n] > 0.5 for n in LENGTHS if n > 2 * where)
+    assert all(share[sigma, n] < 0.5 for n in LENGTHS if n < where / 2)
 assert share[3.0, 1024] > 0.5 > share[3.0, 512], "at a deviation of 3, rows overflow between 512 and 1024 tokens"
 
 # Raw products: inputs of growing size, head dim 128, in fp16; NaN where +inf meets +inf in the softmax.
-sizes = (8.0, 16.0, 32.0, 64.0)
 naive, ours = [], []
-for size in sizes:
-    q, k, v = (torch.randn(1, 256, 1, 128, generator=generator) for _ in range(3))
+for size in SIZES:
+    q, k, v = (torch.randn(1, TOKENS, 1, HEAD_DIM, generator=generator) for _ in range(3))
     q, k = (q * size).half(), (k * size).half()
-    scores = (q[:, :, 0].float() @ k[:, :, 0].float().mT).half() * 128**-0.5  # the product in fp32, kept in fp16
+    scores = (q[:, :, 0].float() @ k[:, :, 0].float().mT).half() * HEAD_DIM**-0.5  # the product in fp32, kept in fp16
     weights = torch.softmax(scores, -1)
     naive.append(float(weights.isnan().any(-1).float().mean()))
-    out, lse = ring.ring_attention(q, k, v.half(), Pattern.dense(), ring.Layout.contiguous(256, 1), return_lse=True)
+    out, lse = ring.ring_attention(q, k, v.half(), Pattern.dense(), ring.Layout.contiguous(TOKENS, 1), return_lse=True)
     exact, exact_lse = attention(q, k, v.half(), Pattern.dense())
     ours.append(float((lse - exact_lse).abs().max() / exact_lse.abs().max()))
     assert out.isfinite().all() and lse.isfinite().all() and ours[-1] < 1e-5
 right.plot(
-    [s * s for s in sizes],
+    [s * s for s in SIZES],
     [x * 100 for x in naive],
     "o-",
     color=VERMILLION,
@@ -101,7 +109,7 @@ right.plot(
     fillstyle="none",
     label="products kept in fp16",
 )
-right.plot([s * s for s in sizes], [0 for _ in sizes], "s-", color=BLUE, label="ring: scores in fp32")
+right.plot([s * s for s in SIZES], [0 for _ in SIZES], "s-", color=BLUE, label="ring: scores in fp32")
 right.set(
     title="Products beyond 65504 turn whole rows into NaN",
     xlabel="mean size of |q||k| / D",
@@ -111,9 +119,9 @@ right.set(
 right.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 plt.show()
 assert naive[0] == 0 and naive[-1] > 0.9
-long_half = errors(replace(PLAIN, tokens=2048, dtype="float16", heads=1, kv_heads=1, score_scale=3.0))
+long_half = errors(replace(PLAIN, tokens=LONG_TOKENS, dtype="float16", heads=1, kv_heads=1, score_scale=3.0))
 print(
-    "ring, fp16, 2048 tokens, scores of deviation 3: error / bound",
+    f"ring, fp16, {LONG_TOKENS} tokens, scores of deviation 3: error / bound",
     {name: f"{x[2]:.2f}" for name, x in long_half.items()},
 )
 huge = errors(replace(PLAIN, dtype="float16", values="huge"))
@@ -127,17 +135,16 @@ print(
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2))
-counts = [2**k for k in range(4, 15)]
 for dtype, colour in (("bfloat16", VERMILLION), ("float16", GREEN)):
     sums = []
-    for n in counts:
+    for n in COUNTS:
         total, one = torch.zeros((), dtype=getattr(torch, dtype)), torch.tensor(1 / n, dtype=getattr(torch, dtype))
         for _ in range(n):
             total = total + one
         sums.append(float(total))
-    axes.semilogx(counts, sums, "o-", color=colour, label=dtype)
+    axes.semilogx(COUNTS, sums, "o-", color=colour, label=dtype)
     axes.axvline(1 / UNIT[dtype], color=colour, linestyle=":")
-    for n, total in zip(counts, sums, strict=True):
+    for n, total in zip(COUNTS, sums, strict=True):
         assert total == min(1.0, 2 ** round(np.log2(1 / UNIT[dtype])) / n), (dtype, n, total)
 axes.plot([], [], ":", color=BLACK, label="1 / u of the type")
 axes.set(
@@ -175,7 +182,7 @@ def as_here(out, lse, new_out, new_lse):
     return merged[0], merged_lse
 
 
-NOTHING, FAR = float("-inf"), -2e8
+NOTHING = float("-inf")
 PAIRS = {
     "both have keys": ((1.0, 0.3), (3.0, 0.3)), "nothing, then keys": ((0.0, NOTHING), (3.0, 0.3)),
     "nothing twice": ((0.0, NOTHING), (0.0, NOTHING)), "nothing, then lse -2e8": ((0.0, NOTHING), (3.0, FAR)),

@@ -44,6 +44,14 @@ from verification.case import Case
 torch.set_num_threads(1)
 style()
 
+# %% tags=["parameters"]
+DTYPE = "bfloat16"  # of the inputs
+EXCHANGE = "ring"  # of all runs
+TOKENS = 256  # of the sequence
+BUCKET = 256  # tokens of a message: the sequence, so there is one partial result for each shard
+FEW = (1, 2, 4, 8, 16, 32)  # simulated ranks
+SEED = 0  # of the tensors
+
 
 # %%
 class SixteenBitAccumulator(Accumulator):
@@ -77,8 +85,8 @@ def planted(defect: str, case: Case) -> tuple[dict[str, np.ndarray], Expectation
         return results(case)
 
 
-# The bucket holds the sequence, so there is one partial result for each shard. (In `04a_rounding_errors`: for 32 keys.)
-HALF, FEW = replace(PLAIN, dtype="bfloat16", exchange="ring", bucket=256), (1, 2, 4, 8, 16, 32)
+# In `04a_rounding_errors` there is a partial result for each 32 keys.
+HALF = replace(PLAIN, dtype=DTYPE, exchange=EXCHANGE, tokens=TOKENS, bucket=BUCKET, seed=SEED)
 largest, rms, shows = {}, {}, {defect: [] for defect in DEFECTS}
 for defect in DEFECTS:
     for p in FEW:
@@ -166,7 +174,8 @@ for defect, label in (
     ("lse of the partial", "lse of the partial, dq"),
 ):
     axes.semilogy(np.maximum(pictures[defect], 1e-10), ".", color=PAINT[defect], label=label)
-for cut in (64, 128, 192):
+shard = case.tokens // case.world
+for cut in range(shard, case.tokens, shard):
     axes.axvline(cut - 0.5, color=BLACK, linewidth=0.6, linestyle=":")
 axes.set(
     title="4 shards: both defects begin with the second shard",
@@ -176,7 +185,7 @@ axes.set(
 legend_below(figure, axes)
 plt.show()
 for defect in ("plain average", "lse of the partial"):
-    assert pictures[defect][:64].max() < 1e-5 and np.median(pictures[defect][64:]) > 1e-3
+    assert pictures[defect][:shard].max() < 1e-5 and np.median(pictures[defect][shard:]) > 1e-3
 assert pictures["none"].max() < 1e-5
 
 # %% [markdown]

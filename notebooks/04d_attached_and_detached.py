@@ -31,15 +31,25 @@ from reference import Pattern, attention, gradients
 torch.set_num_threads(1)
 style()
 
+# %% tags=["parameters"]
+TOKENS = 64  # of the sequence
+HEADS = 2  # of queries, keys and values
+HEAD_DIM = 16  # of these
+COUNTS = (1, 2, 3, 4, 5)  # branches of a pattern
+SIZES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # factors on the queries
+STEP = 1e-5  # of the finite difference
+SEED = 3  # of the tensors
+DIRECTION_SEED = 4  # of the direction of the finite difference
+
 
 # %%
 def branches(count: int) -> Pattern:
-    return Pattern.longnet([64 // 2**k for k in range(count)], [1] * count, 2, causal=True)
+    return Pattern.longnet([TOKENS // 2**k for k in range(count)], [1] * count, HEADS, causal=True)
 
 
 def tensors(factor: float) -> tuple[torch.Tensor, ...]:
-    draw = torch.Generator().manual_seed(3)
-    q, k, v, dout = (torch.randn(1, 64, 2, 16, generator=draw, dtype=torch.float64) for _ in range(4))
+    draw = torch.Generator().manual_seed(SEED)
+    q, k, v, dout = (torch.randn(1, TOKENS, HEADS, HEAD_DIM, generator=draw, dtype=torch.float64) for _ in range(4))
     return q * factor, k, v, dout
 
 
@@ -54,10 +64,10 @@ def difference(pattern: Pattern, factor: float) -> tuple[float, float]:
 
 # Finite differences, along one random direction of q.
 q, k, v, dout = tensors(1.0)
-pattern, step = branches(3), 1e-5
-direction = torch.randn(q.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-up, down = ((attention(q + sign * step * direction, k, v, pattern)[0] * dout).sum() for sign in (1, -1))
-slope = float((up - down) / (2 * step))
+pattern = branches(3)
+direction = torch.randn(q.shape, generator=torch.Generator().manual_seed(DIRECTION_SEED), dtype=torch.float64)
+up, down = ((attention(q + sign * STEP * direction, k, v, pattern)[0] * dout).sum() for sign in (1, -1))
+slope = float((up - down) / (2 * STEP))
 along = {
     w: float((gradients(q, k, v, pattern, dout, weights=w)[0] * direction).sum()) for w in ("attached", "detached")
 }
@@ -67,7 +77,6 @@ print(
 )
 assert abs(along["attached"] - slope) < 1e-7 * abs(slope) < abs(along["detached"] - slope)
 
-COUNTS, SIZES = (1, 2, 3, 4, 5), (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 by_count = {(c, f): difference(branches(c), f) for c in COUNTS for f in SIZES}
 figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.5))
 for c, colour in zip(COUNTS, (BLACK, BLUE, VERMILLION, GREEN, PURPLE), strict=True):

@@ -37,11 +37,17 @@ from notebooks.figures import BLACK, BLUE, GREEN, VERMILLION, legend_below, styl
 from ring import Layout, Pattern, ring_attention
 from verification.run.simulation.simulation import Simulation
 
-ROWS, TOKENS, DIM, RANKS = 1024, 32, 32, 4
-TIED = (3, 20)  # keys of two shards
-GAPS = (5, 6, 7, 8, 9, 10, 11, 12, 13)  # between the maximum and the other scores
 torch.set_num_threads(1)
 style()
+
+# %% tags=["parameters"]
+ROWS = 1024  # of queries, each with keys and values of its own
+TOKENS = 32  # keys of a row
+DIM = 32  # of a head
+RANKS = 4  # simulated
+TIED = (3, 20)  # keys of two shards
+GAPS = (5, 6, 7, 8, 9, 10, 11, 12, 13)  # between the maximum and the other scores
+SEED = 0  # of the random signs and values
 
 # %% [markdown]
 # Scores are exact: a query is a multiple of a vector $u$ of signs, tied keys are $u$, and the others differ from $u$ in
@@ -50,9 +56,9 @@ style()
 
 
 # %%
-def drawn(gap: float, size: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def drawn(gap: float, size: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q (ROWS, 1, 1, DIM), k and v (ROWS, TOKENS, 1, DIM) in bf16. size: of the other keys' values."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SEED)
     u = 1.0 - 2 * torch.randint(2, (ROWS, 1, DIM), generator=generator)
     flips = torch.rand(ROWS, TOKENS, DIM, generator=generator).argsort(-1) < DIM // 2
     flips[:, TIED] = False

@@ -59,11 +59,21 @@ from verification.run.backends import GlooBackend, SimBackend, observe_on
 from verification.runner import PROFILES, WORLDS, RunPlan, save
 from verification.search.search import TIMEOUT, Search
 
-LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
-SEED = "22"
 style()
 
+# %% tags=["parameters"]
+LONG = os.environ.get("NOTEBOOKS_LONG") == "1"  # SEEDS_LONG in place of SEEDS
+DEFECT = "phase-from-local-rows"  # planted in part 1, whose pictures are of this one
+PROFILE = "quick"  # of `scripts/verify`: how many examples are drawn in parts 1 and 2
+SEED = "22"  # of these examples
+CURVE_SEEDS = ("1", "2", "3")  # of the curves of covered features
+CURVE_CASES = 300  # drawn for each curve, at least 200
+CURVE_RANKS = 4  # on which they are drawn
+SEEDS = 1  # with which each of the six defects is looked for in part 3
+SEEDS_LONG = 20
 
+
+# %%
 def silent() -> Report:
     return Report(Console(quiet=True))
 
@@ -75,7 +85,7 @@ def silent() -> Report:
 # positions of the sequence. Each rank by itself looks right, since it takes every $r$-th row.
 
 # %%
-defect = by_name("phase-from-local-rows")
+defect = by_name(DEFECT)
 (edit,) = defect.edits
 print(defect.about, edit.file, "", sep="\n")
 print(*difflib.ndiff(edit.was.splitlines(), edit.becomes.splitlines()), sep="\n")
@@ -106,7 +116,7 @@ def look(backend, case):
 ranks = SimBackend(TIMEOUT, planted)
 ranks.start(2)
 search = Search(dataclasses.replace(EXAMPLES, check=look), ranks, silent(), world=2)
-found = search.find(PROFILES["quick"].examples, SEED)
+found = search.find(PROFILES[PROFILE].examples, SEED)
 assert found is not None, "the defect was not found"
 first = next(number for number, (_, failure) in enumerate(looked) if failure is not None)
 case, smallest = looked[first][0], found.subject
@@ -209,7 +219,7 @@ assert {failures[0].broken for failures in replays.values() if failures} == {sav
 # of the law about longer shards, without running them. Plain Cases cover all features.
 
 # %%
-plan = RunPlan(WORLDS, PROFILES["quick"], None, 0, "sim", Path())
+plan = RunPlan(WORLDS, PROFILES[PROFILE], None, 0, "sim", Path())
 
 
 def drawn(experiment, world: int, examples: int, seed: str) -> list[Case]:
@@ -278,8 +288,8 @@ plt.show()
 # %%
 figure, axes = plt.subplots()
 after_200 = []
-for colour, seed in zip((BLUE, VERMILLION, GREEN), ("1", "2", "3"), strict=True):
-    cases = drawn(EXAMPLES, 4, 300, seed)
+for colour, seed in zip((BLUE, VERMILLION, GREEN), CURVE_SEEDS, strict=True):
+    cases = drawn(EXAMPLES, CURVE_RANKS, CURVE_CASES, seed)
     has = np.array([[bool(test(c)) for test in FEATURES.values()] for c in cases])  # (Cases, features)
     met = np.logical_or.accumulate(has).sum(1)
     after_200.append(met[199])
@@ -302,7 +312,7 @@ CHOSEN = [
     "outbox-packed-before-its-send-ended", "hidden-keys-sent", "sends-before-receives",
 ]  # fmt: skip
 live = {name: [] for name in CHOSEN}
-for seed in range(1, 21 if LONG else 2):
+for seed in range(1, 1 + (SEEDS_LONG if LONG else SEEDS)):
     for outcome in try_all(CHOSEN, seed):
         live[outcome.name].append(outcome)
 for name, outcomes in live.items():

@@ -43,25 +43,33 @@ from verification.mutants.catalogue import DEFECTS
 from verification.training.dense.dense_step import train_densely
 from verification.training.strategies import training_cases
 
-STEPS = 200 if os.environ.get("NOTEBOOKS_LONG") == "1" else 30
+style()
+
+# %% tags=["parameters"]
+LONG = os.environ.get("NOTEBOOKS_LONG") == "1"  # STEPS_LONG in place of STEPS
+STEPS = 30  # training steps that are drawn
+STEPS_LONG = 200
+SEED = 15  # with which they are drawn
+RANKS = 2  # of the drawn steps, of which one process computes the whole
+RECORD = "training"  # sound training steps, for false alarms
+FACTORS = [2.0**k for k in range(-3, 8)]  # on the effect of the last bit
+
+# %%
 DTYPES = {"float32": BLUE, "bfloat16": VERMILLION}
 QUANTITIES = {  # by property
     "logits": "logits", "loss of step one": "losses", "gradients after step one": "gradients",
     "norm of the gradients": "norms", "parameters after the last": "parameters",
     "losses, norms of later steps": "losses",
 }  # fmt: skip
-style()
-
-# %%
 drawn = []
 
 
-@seed(15)
+@seed(SEED)
 @settings(
-    max_examples=STEPS, database=None, deadline=None, phases=[Phase.generate],
+    max_examples=STEPS_LONG if LONG else STEPS, database=None, deadline=None, phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
-@given(training_cases(2))
+@given(training_cases(RANKS))
 def draw(case):
     if not case.model.has_steps:
         drawn.append(case)
@@ -83,7 +91,7 @@ for dtype, by_quantity in effects.items():
 
 # %%
 sound = {
-    dtype: FACTOR * np.concatenate([x["ratios"] for x in record("training")["deviations"] if x["dtype"] == dtype])
+    dtype: FACTOR * np.concatenate([x["ratios"] for x in record(RECORD)["deviations"] if x["dtype"] == dtype])
     for dtype in DTYPES
 }
 seeded = {defect.name for defect in DEFECTS if defect.subject == "training"}
@@ -91,7 +99,7 @@ defects = [
     (QUANTITIES[x["check"]], THRESHOLD * x["ratio"]) for x in seeded_defects()
     if x["name"] in seeded and x["check"] in QUANTITIES and x["dtype"] == "float64" and x["ratio"]
 ]  # fmt: skip
-factors = 2.0 ** np.arange(-3, 8)
+factors = np.array(FACTORS)
 alarms = {dtype: np.array([(x > f).mean() for f in factors]) for dtype, x in sound.items()}
 misses = {
     dtype: np.array([np.mean([np.mean(f * np.array(effect[name]) > size) for name, size in defects]) for f in factors])

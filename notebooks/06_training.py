@@ -46,13 +46,22 @@ from reference.cost import Setting, flops
 from verification.mutants.catalogue import DEFECTS
 from verification.training.training_case import TrainingCase
 
-LONG = os.environ.get("NOTEBOOKS_LONG") == "1"
-ROOT = DATA.parents[1]
-SCRIPTS = ROOT / "scripts"
-sys.path.append(str(SCRIPTS))
-from train import BOUND  # noqa: E402
+sys.path.append(str(DATA.parents[1] / "scripts"))
+from train import BOUND
 
 style()
+
+# %% tags=["parameters"]
+LONG = os.environ.get("NOTEBOOKS_LONG") == "1"  # STEPS_LONG in place of STEPS
+PATTERNS_RECORD = "patterns"  # of part 1
+CONFIDENCE = 0.95  # of the intervals over its seeds
+STEPS = 30  # of each training of part 2
+STEPS_LONG = 200
+SIZES = "--tokens 256 --layers 2 --dim 32 --heads 4"  # of its model
+BRANCHES = "--segment-length 64 128 256 --dilated-ratio 1 2 4"  # of its pattern
+DTYPE = "float64"  # of its numbers
+TRAINING_RECORD = "training"  # of part 3
+PEERS_RECORD = "training_peers"  # of part 4
 
 # %% [markdown]
 # ## 1. Dense against dilated at equal budget
@@ -70,7 +79,9 @@ style()
 
 # %%
 MADE_BY = "torchrun --nproc-per-node=1 scripts/bench patterns --seconds 65 --seeds 0 1 2 --held-out 8 --json FILE ..."
-patterns = record("patterns", ("device", "commit", "command", "trainings", "tokens", "batch", "text_bytes"), MADE_BY)
+patterns = record(
+    PATTERNS_RECORD, ("device", "commit", "command", "trainings", "tokens", "batch", "text_bytes"), MADE_BY
+)
 print(patterns["device"], "|", patterns["command"])
 n, heads = patterns["tokens"], patterns["heads"]
 STEP = n * patterns["batch"]  # bytes
@@ -118,8 +129,8 @@ def reached(training: dict, axis: list[float], loss: float) -> float:
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
-    """Mean, and the ends of its 95 % interval."""
-    mean, half = np.mean(values), stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    """Mean, and the ends of its interval."""
+    mean, half = np.mean(values), stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * stats.sem(values)
     return float(mean), float(mean - half), float(mean + half)
 
 
@@ -179,15 +190,18 @@ plt.show()
 # has no dot, the losses are equal bit by bit.
 
 # %%
-SMALL = "--tokens 256 --layers 2 --dim 32 --heads 4 --segment-length 64 128 256 --dilated-ratio 1 2 4 --dtype float64"
-STEPS = 200 if LONG else 30
+ROOT = DATA.parents[1]
+SCRIPTS = ROOT / "scripts"
+number_of_steps = STEPS_LONG if LONG else STEPS
 WAYS = {"1 rank": "--ranks 1", "2 ranks": "--ranks 2", "4 ranks": "--ranks 4", "2 x 2": "--ranks 4 --data 2"}
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{SCRIPTS}", "PYTHONWARNINGS": "ignore"}
 curves = {}
 for name, ranks in WAYS.items():
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "record.json"
-        words = f"{SMALL} {ranks} --steps {STEPS} --every {STEPS} --folder {folder} --json {file}".split()
+        model = f"{SIZES} {BRANCHES} --dtype {DTYPE} {ranks}"
+        steps = f"--steps {number_of_steps} --every {number_of_steps}"
+        words = f"{model} {steps} --folder {folder} --json {file}".split()
         done = subprocess.run(
             [sys.executable, SCRIPTS / "train.py", *words], env=ENVIRONMENT, capture_output=True, text=True
         )
@@ -202,10 +216,10 @@ assert curves["1 rank"][-1] < curves["1 rank"][0] - 1
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.4))
 for (name, curve), width, colour in zip(curves.items(), (7, 4, 2, 0.8), (SKY, ORANGE, GREEN, "black"), strict=True):
-    left.plot(range(1, STEPS + 1), curve, color=colour, linewidth=width, label=name)
+    left.plot(range(1, number_of_steps + 1), curve, color=colour, linewidth=width, label=name)
     if name in away:
         shown = np.where(away[name] > 0, away[name], np.nan)
-        right.plot(range(1, STEPS + 1), shown, "o", color=colour, label=name)
+        right.plot(range(1, number_of_steps + 1), shown, "o", color=colour, label=name)
 left.set(xlabel="step", ylabel="loss (nats per byte)", title="Four curves, one upon the other")
 right.axhline(BOUND, color=VERMILLION, linestyle=":", label="allowed")
 right.set(yscale="log", xlabel="step", ylabel="relative difference from 1 rank", title="Their differences are rounding")
@@ -227,7 +241,7 @@ plt.show()
 
 # %%
 RUN = "python -m verification training --seed 15 --json notebooks/data/training.json"
-training = record("training", ("deviations", "tolerance", "held", "examples"), RUN)
+training = record(TRAINING_RECORD, ("deviations", "tolerance", "held", "examples"), RUN)
 threshold = training["tolerance"]["float64"]
 numbers = {entry["property"] for entry in training["deviations"]}  # all other properties are exact
 rounding = {name: [] for name in sorted(numbers)}
@@ -279,7 +293,7 @@ plt.show()
 
 # %%
 PEERS = "python -m verification training --peer --json notebooks/data/training_peers.json"
-verdicts = {peer["name"]: peer for peer in record("training_peers", ("peers",), PEERS)["peers"]}
+verdicts = {peer["name"]: peer for peer in record(PEERS_RECORD, ("peers",), PEERS)["peers"]}
 wrong, guarded = verdicts["fairscale/as-written"], verdicts["fairscale/guarded"]
 print(f"{wrong['name']}, FairScale {wrong['version']}: {wrong['verdict']} in example {wrong['examples']}")
 shrunk = [(TrainingCase.from_dict(seen["case"]), seen) for seen in (wrong, *wrong["others"])]

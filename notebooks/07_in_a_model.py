@@ -38,8 +38,15 @@ from bench.step_run import MOST
 from bench.step_ways import MEANING, OURS, PEERS, UNCHECKED
 
 style()
+
+# %% tags=["parameters"]
+EAGER = "model_steps_2xh200"  # record of steps in eager mode
+COMPILED = "model_steps_compiled_2xh200"  # record of steps with torch.compile
+HOST_SHARE = 1.001  # of the time of a step on the wall, at most, in which the host has launched all of it
+
+# %%
 MADE_BY = "torchrun --nproc-per-node=2 scripts/bench model --only {} --json notebooks/data/{}.json"
-FILES = {"eager": "model_steps_2xh200", "compiled": "model_steps_compiled_2xh200"}
+FILES = {"eager": EAGER, "compiled": COMPILED}
 FIELDS = ("device", "world", "commit", "command", "shape", "rows")
 runs = [record(name, FIELDS, MADE_BY.format(mode, name)) for mode, name in FILES.items()]
 for run in runs:
@@ -136,7 +143,7 @@ for axes, (kind, mode) in zip(grid[0], shown, strict=True):
         if x:
             axes.plot(x, [sizes[t][way]["host_ms"] for t in x], "o-", color=COLOURS[number], label=way)
             axes.plot(x, [sizes[t][way]["ms"] for t in x], ":", color=COLOURS[number])
-            assert all(sizes[t][way]["host_ms"] <= 1.001 * sizes[t][way]["wall_ms"] for t in x)
+            assert all(sizes[t][way]["host_ms"] <= HOST_SHARE * sizes[t][way]["wall_ms"] for t in x)
     binary_ticks(axes.xaxis)
     axes.set(yscale="log", xlabel="tokens a GPU", title=f"{kind}, {mode}")
     axes.legend(fontsize=7)

@@ -38,13 +38,31 @@ from ring import Layout
 from ring.estimate import Rates, estimate
 
 style()
-TOKENS, RANKS, HEADS, KV_HEADS, DIM = 65_536, 8, 32, 8, 128
+
+# %% tags=["parameters"]
+TOKENS = 65_536  # of the batch
+RANKS = 8  # over which the batch, or a window, is shared
+HEADS = 32  # of queries
+KV_HEADS = 8  # of keys and values
+DIM = 128  # of a head
+SEGMENTS = (2048, 8192, None)  # tokens, of the branches of LongNet's pattern; None: the whole document
+DILATIONS = (1, 4, 16)  # of these branches
+SEED = 7  # of the lengths of documents
+EVEN = 1.05  # work of the busiest rank / mean, at most, of a balanced layout; also its bytes / the least of even ones
+FULL = 1.2  # tokens of its fullest rank / mean, at most
+WINDOW = 131_072  # tokens of a window, for predicted gains
+BATCHES_DRAWN = 8  # windows of each kind of data
+MESSAGE = 1e-5  # seconds a message takes beyond its bytes
+BETWEEN = 50e9 / 8  # bytes/s of a GPU between hosts
+KERNEL_RECORD = "h200x2_dense"  # rates of kernels
+LINK_RECORD = "h200x4_links"  # rates of links
 
 
+# %%
 def packed(mean, spread, first=()):
     """Lengths of documents that fill the batch: log-normal, after the `first` ones."""
     drawn, left = list(first), TOKENS - sum(first)
-    generator = np.random.default_rng(7)
+    generator = np.random.default_rng(SEED)
     while left:
         length = max(1, int(generator.lognormal(np.log(mean) - spread**2 / 2, spread)))
         drawn.append(min(length, left))
@@ -84,7 +102,7 @@ def measured(pattern, layout):
 
 PATTERNS = {
     "dense, causal": lambda lengths: Pattern.dense(True, documents=lengths),
-    "LongNet, causal": lambda lengths: Pattern.longnet((2048, 8192, None), (1, 4, 16), HEADS, True, documents=lengths),
+    "LongNet, causal": lambda lengths: Pattern.longnet(SEGMENTS, DILATIONS, HEADS, True, documents=lengths),
 }
 found = {}
 for kind, made in PATTERNS.items():
@@ -108,9 +126,9 @@ for kind, made in PATTERNS.items():
 # %%
 for (kind, name, layout_name), (work, tokens, sends) in found.items():
     if layout_name == "balanced":
-        assert work <= 1.05 and tokens <= 1.2, (kind, name, work, tokens)
-        even = [row[2] for (k, b, other), row in found.items() if (k, b) == (kind, name) and row[0] <= 1.05]
-        assert sends <= 1.05 * min(even), (kind, name, sends, even)
+        assert work <= EVEN and tokens <= FULL, (kind, name, work, tokens)
+        even = [row[2] for (k, b, other), row in found.items() if (k, b) == (kind, name) and row[0] <= EVEN]
+        assert sends <= EVEN * min(even), (kind, name, sends, even)
 assert found["dense, causal", "mean 4 Ki, spread 1", "contiguous"][0] > 1.5
 
 # %%
@@ -150,7 +168,6 @@ plt.show()
 # message takes 10 microseconds beyond its bytes, which is assumed. Between hosts 8 GPUs share 50 GB/s, as DCP's do.
 
 # %%
-WINDOW, BATCHES_DRAWN, MESSAGE = 131_072, 8, 1e-5
 BINS, SHARES = (32, 1024, 2048, 4096, 8192, 16384, 32768, 65536), (82.38, 10.74, 4.66, 1.64, 0.47, 0.07, 0.02)
 
 
@@ -170,16 +187,16 @@ DATA_SETS = {
 }
 MASKS = {"causal": None, "window of 4095": 4095}
 alone = {
-    row["pass"]: row for row in recorded_rows(record="h200x2_dense", method="kernels alone", tokens=32768, graph=True)
+    row["pass"]: row for row in recorded_rows(record=KERNEL_RECORD, method="kernels alone", tokens=32768, graph=True)
     if row["kernel"] == "fa4"
 }  # fmt: skip
 seconds = {name: row["ms"] / 1e3 for name, row in alone.items()}
 flops = alone["forward"]["tflops"] * 1e12 * seconds["forward"]
 forward, backward = flops / seconds["forward"], 2.5 * flops / (seconds["forward+backward"] - seconds["forward"])
-link = max(entry["rate"] for entry in record("h200x4_links", ["links"])["links"] if entry["ways"] != 2) * 1e9
+link = max(entry["rate"] for entry in record(LINK_RECORD, ["links"])["links"] if entry["ways"] != 2) * 1e9
 LINKS = {
     "one host": Rates(forward, backward, link, MESSAGE),
-    "8 hosts": Rates(forward, backward, 50e9 / 8, MESSAGE),
+    "8 hosts": Rates(forward, backward, BETWEEN, MESSAGE),
 }
 print(f"kernels {forward / 1e12:.0f} and {backward / 1e12:.0f} TFLOP/s, link {link / 1e9:.0f} GB/s")
 
@@ -199,7 +216,7 @@ def call_seconds(pattern, layout, rates):
 
 times = {}
 for kind, draw in DATA_SETS.items():
-    generator = np.random.default_rng(7)
+    generator = np.random.default_rng(SEED)
     for _ in range(BATCHES_DRAWN):
         documents = filled(draw, generator)
         for mask, window in MASKS.items():

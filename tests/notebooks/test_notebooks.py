@@ -3,6 +3,7 @@
 `scripts/notebooks --run`, with which `scripts/test` ends, checks that they run and that their claims hold.
 """
 
+import ast
 import base64
 import json
 import re
@@ -27,7 +28,9 @@ def test_a_notebook_is_its_source_executed_once(source: Path) -> None:
     """`scripts/notebooks --save` makes the notebook of its source."""
     file = source.with_suffix(".ipynb")
     pair = jupytext.read(source), jupytext.read(file)
-    one, other = ([(cell.cell_type, cell.source) for cell in notebook.cells] for notebook in pair)
+    one, other = (
+        [(cell.cell_type, cell.source, cell.metadata.get("tags")) for cell in notebook.cells] for notebook in pair
+    )
     assert one == other
     assert pair[1].metadata.jupytext.formats == pair[0].metadata.jupytext.formats == "ipynb,py:percent"
     cells = [cell for cell in pair[1].cells if cell.cell_type == "code"]
@@ -40,12 +43,20 @@ def test_a_notebook_is_its_source_executed_once(source: Path) -> None:
     assert not [place for place in ("/home/", "/tmp/", "/root/", str(FOLDER.parent)) if place in file.read_text()]
 
 
-def test_parameters_are_named_one_a_line() -> None:
-    """papermill takes other assignments for no parameters, and warns whoever sets them that they are unknown."""
-    (cell,) = (
-        x for x in jupytext.read(FOLDER / "00_your_own_pattern.py").cells if "parameters" in x.metadata.get("tags", ())
-    )
-    assert [line for line in cell.source.splitlines() if not re.match("[A-Z_]+ = ", line)] == []
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_parameters_follow_the_imports_are_named_one_a_line_and_count(source: Path) -> None:
+    """papermill takes other assignments for no parameters, and sets a parameter in a cell that it adds after these."""
+    cells = [cell for cell in jupytext.read(source).cells if cell.cell_type == "code"]
+    assert [cell.metadata.get("tags", []) for cell in cells] == [[], ["parameters"], *[[]] * (len(cells) - 2)]
+    imports, parameters, *others = [ast.parse(cell.source) for cell in cells]
+    assert all(isinstance(statement, (ast.Import, ast.ImportFrom, ast.Expr)) for statement in imports.body)
+    lines = cells[1].source.splitlines()
+    assert [line for line in lines if not re.match("[A-Z][A-Z_]* = ", line)] == []
+    assert len(lines) == len(parameters.body)
+    names = {line.partition(" = ")[0] for line in lines}
+    seen = [node for cell in others for node in ast.walk(cell) if isinstance(node, ast.Name)]
+    assert names <= {name.id for name in seen if isinstance(name.ctx, ast.Load)}
+    assert names.isdisjoint(name.id for name in seen if isinstance(name.ctx, ast.Store))
 
 
 def test_figures_of_the_readme_are_the_notebooks_own() -> None:
