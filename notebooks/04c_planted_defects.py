@@ -66,9 +66,11 @@ def plain_average(out, lse, new_out, new_lse):
     return torch.where(both_have_keys, (out + new_out) / 2, merged), merged_lse
 
 
-def with_the_partial_lse(name, q, k, v, saved, tile, scale, backward=kernels.backward, forward=kernels.forward):
-    own = forward(name, q, k, v, tile, scale)[1]
-    return backward(name, q, k, v, replace(saved, lse=own.reshape(saved.lse.shape)), tile, scale)
+def with_the_partial_lse(
+    name, q, k, v, saved, tile, scoring, into, *, backward=kernels.backward, forward=kernels.forward
+):
+    own = forward(name, q, k, v, tile, scoring)[1]
+    return backward(name, q, k, v, replace(saved, lse=own.reshape(saved.lse.shape)), tile, scoring, into)
 
 
 DEFECTS: dict[str, Callable[[], AbstractContextManager]] = {
