@@ -54,8 +54,7 @@ class HeadPrograms:
 
     dividing, alike: the ranks that divide the heads with this one, and that have the same. places, key_places: where
     the rows of each of `dividing` lie in a block. returns_lse: lse may have a gradient. sums_keys: a key/value head is
-    in blocks of several ranks. setting: arguments of the programs except the rank, equal on all
-    ranks.
+    in blocks of several ranks. setting: arguments of the programs except the rank, equal on all ranks.
     """
 
     by_head: ClassVar[Literal[True]] = True

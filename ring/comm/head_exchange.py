@@ -8,8 +8,8 @@ A slot is one row of one head, batch times head dim numbers; a message is a row 
 A tensor has two buffers: by owner, with the own rows of the other ranks' heads; by head, with all rows of the own
 heads, in the order of the ranks. A block may have another order.
 
-If ranks write into each other's memory (`Transport.put`), nothing is packed: a tensor has only the buffer in which it
-arrives: by head, in the order of the block; by owner, with the heads of all ranks side by side.
+If ranks write into each other's memory (`OneSidedTransport.put`), nothing is packed: a tensor has only the buffer in
+which it arrives: by head, in the order of the block; by owner, with the heads of all ranks side by side.
 """
 
 from __future__ import annotations
