@@ -29,7 +29,7 @@ def forward(
         return fa4_kernel.forward(q, k, v, tile, scoring)
     if q.device.type == "cpu":
         return _cpu_forward(q, k, v, tile, scoring)
-    if tile.sequences is not None or tile.window is not None:
+    if tile.sequences is not None or tile.needs_window:
         return varlen_kernel.forward(q, k, v, tile, scoring.scale)
     return _gpu_forward(name, q, k, v, tile, scoring.scale)
 
@@ -44,7 +44,7 @@ def backward(
     assert into is None
     if q.device.type == "cpu":
         return _cpu_backward(q, k, v, saved, tile, scoring.scale)
-    if tile.sequences is not None or tile.window is not None:
+    if tile.sequences is not None or tile.needs_window:
         return varlen_kernel.backward(q, k, v, saved, tile, scoring.scale)
     return _gpu_backward(name, q, k, v, saved, tile, scoring.scale)
 

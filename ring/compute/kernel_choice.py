@@ -75,7 +75,7 @@ def choose(
         dlse: True if lse has a gradient.
         repeatable: sum in the same order in every run.
     """
-    if tile.mask is Mask.POSITION or (setting.device == "cpu" and (tile.sequences or tile.window is not None or dlse)):
+    if tile.mask is Mask.POSITION or (setting.device == "cpu" and (tile.sequences or tile.needs_window or dlse)):
         return "math"
     names = fused_kernels(setting)
     if setting.device == "cpu":  # below a vector of keys flash returns finite numbers for a row of NaN scores
@@ -94,7 +94,7 @@ def taking(names: Sequence[str], tile: Tile, dlse: bool = False, repeatable: boo
         names: of "cudnn", "flash" and "fa4".
         tile, dlse, repeatable: as in `choose`.
     """
-    varlen, windowed = tile.sequences is not None, tile.window is not None
+    varlen, windowed = tile.sequences is not None, tile.needs_window
     single = tile.query_rows.length == tile.key_rows.length == 1
     return tuple(
         name
@@ -148,4 +148,4 @@ def work_of(tile: Tile, passed: str, dims: tuple[int, int], batch: int) -> Work:
     count = 1 if tile.sequences is None else len(tile.sequences.query) - 1
     heads = tile.query_rows.folds * batch * tile.query_heads.groups * tile.query_heads.per_group * count
     length = (tile.query_rows.length * tile.key_rows.length) ** 0.5 / count
-    return Work(passed, *dims, tile.mask is Mask.CAUSAL, tile.sequences is not None, length, heads)
+    return Work(passed, *dims, tile.is_triangle, tile.sequences is not None, length, heads)

@@ -74,8 +74,8 @@ def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scoring: Scores, rows:
         after = (key - row[:, None]).unsqueeze(0)  # (1, L, Lk)
         reach = after.shape[-1] if tile.window is None else tile.window
         hidden = after > (0 if tile.mask is Mask.CAUSAL else reach)
-        if tile.window is not None:
-            hidden |= after < -reach
+        if tile.needs_window:
+            hidden |= after < (0 if tile.mask is Mask.ANTICAUSAL else -reach)
     else:
         query, key = _positions(tile, q.device)
         keep_alive_in_graph(query, key)

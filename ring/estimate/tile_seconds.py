@@ -30,7 +30,7 @@ import numpy as np
 
 from ring.compute.gpu.kernel_times import FILE, PASSES
 from ring.compute.kernel_choice import taking
-from ring.plan.tile import Mask, Tile
+from ring.plan.tile import Tile
 
 GPU = "NVIDIA H200"  # of the table
 KERNELS = ("cudnn", "flash", "fa4")
@@ -64,7 +64,7 @@ def tile_seconds(tile: Tile, passed: str, dims: tuple[int, int], batch: int, ker
     heads = batch * tile.query_rows.folds * tile.query_heads.groups * tile.query_heads.per_group
     sequences = None if tile.sequences is None else tile.sequences.key_bytes
     lengths, names = (tile.query_rows.length, tile.key_rows.length), taking(kernels, tile) or tuple(kernels)
-    return _shape_seconds(lengths, sequences, tile.window, heads, tile.mask is Mask.CAUSAL, passed, dims, names)
+    return _shape_seconds(lengths, sequences, tile.window, heads, tile.is_triangle, passed, dims, names)
 
 
 @lru_cache(maxsize=4096)  # a plan has thousands of tiles of few shapes

@@ -32,7 +32,8 @@ class Mask(IntEnum):
 
     FULL = 0  # everything
     CAUSAL = 1  # as many rows as keys; row i sees the keys j <= i
-    POSITION = 2  # row i sees the keys at positions up to its own
+    ANTICAUSAL = 2  # as many rows as keys; row i sees the keys j >= i; for kernels that take windows
+    POSITION = 3  # row i sees the keys at positions up to its own
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +87,16 @@ class Tile:
     window: int | None = None
 
     @property
+    def is_triangle(self) -> bool:
+        """True if each row sees one key more, or one less, than the row before."""
+        return self.mask in (Mask.CAUSAL, Mask.ANTICAUSAL)
+
+    @property
+    def needs_window(self) -> bool:
+        """True for a tile that only a kernel with windows takes."""
+        return self.window is not None or self.mask is Mask.ANTICAUSAL
+
+    @property
     def scores(self) -> int:
         """Scores of a batch entry that its call computes."""
         rows, keys = np.array([[self.query_rows.length], [self.key_rows.length]])
@@ -94,9 +105,9 @@ class Tile:
         if self.window is not None:
             reach = np.minimum(self.window, rows - 1)
             pairs = rows * (reach + 1) - reach * (reach + 1) // 2
-            pairs = pairs if self.mask is Mask.CAUSAL else 2 * pairs - rows
+            pairs = pairs if self.is_triangle else 2 * pairs - rows
         else:
-            pairs = rows * (rows + 1) // 2 if self.mask is Mask.CAUSAL else rows * keys
+            pairs = rows * (rows + 1) // 2 if self.is_triangle else rows * keys
         return int(pairs.sum()) * self.query_rows.folds * self.query_heads.groups * self.query_heads.per_group
 
     @property

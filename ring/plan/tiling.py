@@ -48,8 +48,8 @@ class Limits:
 
     varlen: documents of different lengths share a call if their range pairs have at most so many rows and keys. Longer
     ones share it too where they are less than half of the work. 0: none share a call.
-    window: longest window, in elements, that a call on own keys takes as such (`ring.plan.window_runs`). With longer
-    ones parts are computed, each without a window. 0: always.
+    window: longest window, in elements, that a call takes: of own keys all (`ring.plan.window_runs`), of the segment
+    before those from a row's own on. With longer ones parts are computed, each without a window. 0: always.
     """
 
     bucket: int
@@ -149,14 +149,15 @@ def _gathered_keys(ranges: Ranges, layout: Layout, route: Schedule, rank: int, k
 # --- one mask for each part ---
 
 
-def split_by_mask(ranges: Ranges, pairs: RangePairs) -> list[tuple[Mask, RangePairs]]:
-    """Cut range pairs into parts with one of the three masks each.
+def split_by_mask(ranges: Ranges, pairs: RangePairs, window: int = 0) -> list[tuple[Mask, RangePairs]]:
+    """Cut range pairs into parts with one mask each. window: as in `Limits`.
 
     Two arithmetic ranges with equal steps see each other along a diagonal: query i sees the keys j <= i + c, and c >= 0
     after trimming. That makes three parts: c keys that all queries see, a causal square of t queries and t keys, and
     the queries below the square, which see all of it.
 
-    Where a query sees the keys from a position on, count queries and keys from the last first.
+    Where a query sees the keys from a position on, the square is anticausal. If it is longer than the window of a call,
+    its queries and keys are counted from the last first, and copied: then it is causal.
     """
     q, k = pairs.query, pairs.key
     if pairs.sight is Sight.ALL:
@@ -176,11 +177,11 @@ def split_by_mask(ranges: Ranges, pairs: RangePairs) -> list[tuple[Mask, RangePa
     return [
         (Mask.FULL, pairs.take(np.flatnonzero(full))),
         (Mask.POSITION, pairs.take(np.flatnonzero(~full & ~equal_steps))),
-        *_along_diagonal(ranges, pairs.take(diagonal), limit[diagonal]),
+        *_along_diagonal(ranges, pairs.take(diagonal), limit[diagonal], window),
     ]
 
 
-def _along_diagonal(ranges: Ranges, pairs: RangePairs, limit: Ints) -> list[tuple[Mask, RangePairs]]:
+def _along_diagonal(ranges: Ranges, pairs: RangePairs, limit: Ints, window: int) -> list[tuple[Mask, RangePairs]]:
     """Cut pairs along the diagonal (`split_by_mask`). limit: the last, or first, position that all queries see."""
     q, k = pairs.query, pairs.key
     backwards = pairs.sight is Sight.FROM_WINDOW
@@ -190,15 +191,20 @@ def _along_diagonal(ranges: Ranges, pairs: RangePairs, limit: Ints) -> list[tupl
     zero = np.zeros_like(square)
     if backwards:
         left = pairs.part(queries=(zero, q.count), keys=(square, before))
-        diagonal = pairs.part(queries=(q.count - square, square), keys=(zero, square)).from_the_last()
+        diagonal = pairs.part(queries=(q.count - square, square), keys=(zero, square))
+        short = square <= window
+        squares = [
+            (Mask.ANTICAUSAL, diagonal.take(np.flatnonzero(short))),
+            (Mask.CAUSAL, diagonal.take(np.flatnonzero(~short)).from_the_last()),
+        ]
         below = pairs.part(queries=(zero, q.count - square), keys=(zero, square))
     else:
         left = pairs.part(queries=(zero, q.count), keys=(zero, before))
-        diagonal = pairs.part(queries=(zero, square), keys=(before, square))
+        squares = [(Mask.CAUSAL, pairs.part(queries=(zero, square), keys=(before, square)))]
         below = pairs.part(queries=(square, q.count - square), keys=(before, square))
     return [
         (Mask.FULL, left.take(np.flatnonzero(before))),
-        (Mask.CAUSAL, diagonal),
+        *squares,
         (Mask.FULL, below.take(np.flatnonzero(q.count > square))),
     ]
 
@@ -242,11 +248,11 @@ def _tiles(
     tables = pair_up(ranges, queries, keys.subranges, causal)
     if computed is not None:
         tables = [_between_runs(pairs, computed.run_of) for pairs in tables]
-    for mask, part in chain.from_iterable(split_by_mask(ranges, pairs) for pairs in tables):
+    for mask, part in chain.from_iterable(split_by_mask(ranges, pairs, limits.window) for pairs in tables):
         drafts = _drafts(ranges, keys, mask, part, fold_limit, limits)
         if mask is Mask.FULL:
             drafts = _join_rows(drafts, limits.rows)
-        for call in _group_keys(drafts, 0 if mask is Mask.CAUSAL else limits.bucket):
+        for call in _group_keys(drafts, 0 if mask in (Mask.CAUSAL, Mask.ANTICAUSAL) else limits.bucket):
             yield from _tiles_of_call(ranges, mask, call)
 
 

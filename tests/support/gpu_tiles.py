@@ -71,9 +71,10 @@ def check_kernel(
 
 
 def check_windows(
-    name: str, lengths: tuple[int, ...] | None, mask: Mask, window: int, dims: tuple[int, int], share: int
+    name: str, lengths: tuple[int, ...] | None, mask: Mask, window: int | None, dims: tuple[int, int], share: int
 ) -> None:
-    """Hold a fused kernel with a window to the math kernel. lengths: of sequences; None: two folds of one."""
+    """Hold a fused kernel with a window to the math kernel. lengths: of sequences; None: two folds of one. window: None
+    for an anticausal mask."""
     rows, folds = (sum(lengths), 1) if lengths is not None else (700, 2)
     sequences = None if lengths is None else Sequences.of(np.array(lengths), np.array(lengths))
     tile = tile_of(mask, rows, rows, folds, 2, share, sequences, window)

@@ -91,7 +91,7 @@ def _lengths(tile: Tile, q: torch.Tensor) -> dict[str, Any]:
 
 def _kind(tile: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scores) -> tuple[Hashable, ...]:
     share = q.shape[1] // k.shape[1]
-    sort = tile.mask.name, tile.window is not None, tile.sequences is not None
+    sort = tile.mask is Mask.CAUSAL, tile.needs_window, tile.sequences is not None
     return str(q.dtype), q.shape[3], v.shape[3], share, scoring.softcap, *sort
 
 

@@ -79,9 +79,11 @@ def _lengths(tile: Tile, q: torch.Tensor) -> tuple[torch.Tensor | None, torch.Te
 
 def window(tile: Tile) -> dict[str, int]:
     """Return the arguments of a kernel for the tile's window: none without one."""
-    if tile.window is None:
+    if not tile.needs_window:
         return {}
-    return {"window_size_left": tile.window, "window_size_right": 0 if tile.mask is Mask.CAUSAL else tile.window}
+    reach = tile.key_rows.length if tile.window is None else tile.window
+    before, after = tile.mask is not Mask.ANTICAUSAL, tile.mask is not Mask.CAUSAL
+    return {"window_size_left": reach * before, "window_size_right": reach * after}
 
 
 def operands(tile: Tile, *tensors: torch.Tensor) -> list[torch.Tensor]:

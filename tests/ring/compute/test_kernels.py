@@ -78,6 +78,8 @@ def hidden(tile: Tile, size: Size) -> torch.Tensor:
         if tile.window is not None:
             ones = torch.ones_like(found)
             found |= ones.triu(tile.window + 1) | ones.tril(-tile.window - 1)
+        if tile.mask is Mask.ANTICAUSAL:
+            found |= torch.ones_like(found).tril(-1)
     return found[:, None, None, None]
 
 
@@ -109,11 +111,12 @@ OTHERS = (
 )  # fmt: skip
 # kernel, scale, and whether there is a gradient through lse: fused ones are given neither that nor a scale <= 0.
 WAYS = (("flash", 0.35, False), ("math", 0.35, False), ("math", 0.35, True), ("math", -0.5, True), ("math", 0.0, True))
+TRIANGLES = Mask.CAUSAL, Mask.ANTICAUSAL
 CASES = [
     (mask, None, size, *way)
     for mask in Mask
-    for size in (SQUARES if mask is Mask.CAUSAL else OTHERS)
-    for way in WAYS[mask is Mask.POSITION :]
+    for size in (SQUARES if mask in TRIANGLES else OTHERS)
+    for way in WAYS[mask in (Mask.ANTICAUSAL, Mask.POSITION) :]
 ] + [(mask, 2, size, *way) for mask in (Mask.FULL, Mask.CAUSAL) for size in SQUARES for way in WAYS[1:]]
 
 
@@ -218,8 +221,8 @@ def test_which_kernel_takes_a_tile(keys: int, device: str, fa4: bool, monkeypatc
         KERNELS, Mask, (False, True), (0.5, 0.0, -0.5), (torch.float32, torch.bfloat16, torch.float16),
         ((4, 4), (8, 8), (128, 128), (192, 128), (264, 264)), (None, 30.0), (False, True),
     ):  # fmt: skip
-        takers = set()
-        if device == "cpu" and keys >= 16 and dims[0] == dims[1] and softcap is None and not dlse:
+        takers, windowed = set(), mask is Mask.ANTICAUSAL
+        if device == "cpu" and keys >= 16 and dims[0] == dims[1] and softcap is None and not dlse and not windowed:
             takers = {"flash"}
         if device == "cuda" and dtype != torch.float32:
             if dims not in ((4, 4), (264, 264)) and softcap is None and not dlse:
@@ -227,6 +230,7 @@ def test_which_kernel_takes_a_tile(keys: int, device: str, fa4: bool, monkeypatc
                 takers |= {"flash"} if dims[0] == dims[1] and (kernel != "cudnn" or repeatable) else set()
             if fa4 and dims in ((128, 128), (192, 128)):
                 takers |= {"fa4"}
+            takers -= {"cudnn"} if windowed else set()
             asked = {"auto": {"cudnn", "flash", "fa4"}, "cudnn": {"cudnn", "flash"}}
             takers &= asked.get(kernel, {kernel})
         if kernel == "math" or mask is Mask.POSITION or scale <= 0:
@@ -252,10 +256,10 @@ def test_what_was_picked_is_counted() -> None:
     assert (outer, first, inner, ended) == ({"math": 2, "flash": 1}, {"math": 1}, {"flash": 1}, {})
 
 
-@pytest.mark.parametrize("mask", (Mask.FULL, Mask.CAUSAL))
+@pytest.mark.parametrize("mask", (Mask.FULL, *TRIANGLES))
 def test_sequences_of_a_tile_see_nothing_of_each_other(mask: Mask) -> None:
     """Each has the bits that it has by itself."""
-    queries, keys = (3, 1, 20), (3, 1, 20) if mask is Mask.CAUSAL else (2, 17, 5)
+    queries, keys = (3, 1, 20), (3, 1, 20) if mask in TRIANGLES else (2, 17, 5)
     size = Size(folds=1, share=2, queries=sum(queries), keys=sum(keys))
     tile = replace(tile_of(mask, size), sequences=Sequences.of(np.array(queries), np.array(keys)))
     (q, k, v, dout), out = drawn(size), normal(size.q, 4)

@@ -162,11 +162,12 @@ def visible(tile: Tile) -> Array:
     for found, length in zip(edges, (queries, keys), strict=True):
         assert found[0] == 0 and found[-1] == length and all(a < b for a, b in pairwise(found))
     for (a, b), (c, d) in zip(*map(pairwise, edges), strict=True):
-        square = tile.mask is Mask.CAUSAL or tile.window is not None
-        assert not square or b - a == d - c, "a causal square, or one of a window, has as many rows as keys"
+        square = tile.is_triangle or tile.window is not None
+        assert not square or b - a == d - c, "a triangle, or a window, has as many rows as keys"
         reach = max(b - a, d - c) if tile.window is None else tile.window
         after = np.arange(d - c) - np.arange(b - a)[:, None]
-        seen[a:b, c:d] = (after >= -reach) & (after <= (0 if tile.mask is Mask.CAUSAL else reach))
+        least, most = (0 if tile.mask is Mask.ANTICAUSAL else -reach), (0 if tile.mask is Mask.CAUSAL else reach)
+        seen[a:b, c:d] = (after >= least) & (after <= most)
     return np.broadcast_to(seen, (folds, queries, keys))
 
 

@@ -59,9 +59,9 @@ def test_rows_on_a_grid_whose_phase_needs_more_than_64_bits() -> None:
 
 
 @settings(max_examples=100)
-@given(patterns(2), layouts(), st.booleans(), st.data())
+@given(patterns(2), layouts(), st.booleans(), st.integers(0, 4), st.data())
 def test_range_pairs_are_the_visible_pairs_and_nothing_blind(
-    pattern: Pattern, layout: Layout, listing: bool, data: st.DataObject
+    pattern: Pattern, layout: Layout, listing: bool, window: int, data: st.DataObject
 ) -> None:
     ranges = ranges_of(pattern, listed(layout) if layout.n and listing else layout, 2, 1)
     every = np.arange(len(ranges.count))
@@ -70,7 +70,7 @@ def test_range_pairs_are_the_visible_pairs_and_nothing_blind(
     keys = Subranges(every, first, ranges.count - first)
     found = pair_up(ranges, Subranges.whole(ranges, every), keys, pattern.causal)
     pairs = np.zeros((len(ranges.blocks), layout.n, layout.n), np.int64)
-    for mask, part in chain.from_iterable(split_by_mask(ranges, one) for one in found):
+    for mask, part in chain.from_iterable(split_by_mask(ranges, one, window) for one in found):
         for i in range(len(part.item)):
             seen, q, k = dense_pair(ranges, mask, part, i)
             assert seen.any(0).all() and seen.any(1).all(), "a row or key of a range pair that sees nothing"
@@ -97,9 +97,10 @@ def dense_pair(ranges: Ranges, mask: Mask, part: Any, i: int) -> tuple[Array, Ar
         q, k = q[::-1], k[::-1]
     if mask is Mask.FULL:
         return np.ones((len(q), len(k)), bool), q, k
-    if mask is Mask.CAUSAL:
-        assert len(q) == len(k)
-        return np.tril(np.ones((len(q), len(k)), bool)), q, k
+    if mask in (Mask.CAUSAL, Mask.ANTICAUSAL):
+        assert len(q) == len(k) and not (part.descending and mask is Mask.ANTICAUSAL)
+        triangle = np.tril if mask is Mask.CAUSAL else np.triu
+        return triangle(np.ones((len(q), len(k)), bool)), q, k
     reach = np.broadcast_to(part.reach(ranges), len(part))[i]
     from_window = part.sight is Sight.FROM_WINDOW
     return k[None] >= q[:, None] - reach if from_window else k[None] <= q[:, None] + reach, q, k

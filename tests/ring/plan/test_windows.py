@@ -44,6 +44,16 @@ def test_kernel_calls_do_not_grow_with_the_sequence(order: str, causal: bool) ->
     assert calls[0] == calls[1] and not any(Mask.POSITION in masks for masks in calls[0])
 
 
+@pytest.mark.parametrize(("window", "longest", "copied"), [(63, 0, True), (63, 62, True), (63, 63, False)])
+def test_calls_that_take_windows_copy_no_rows(window: int, longest: int, copied: bool) -> None:
+    """Keys of the rank before: without a window of its own a call has them, and their queries, in reverse order."""
+    layout = Layout.contiguous(4 * 256, 4)
+    plan = plan_of(Pattern.dense(True, window=window), layout, 1, 2, 2, "direct", layout.n, window=longest)
+    (tile,) = plan.steps[0].tiles
+    assert tile.mask is (Mask.CAUSAL if copied else Mask.ANTICAUSAL) and tile.query_rows.length == window
+    assert (tile.query_rows.index is not None) is (tile.key_rows.index is not None) is copied
+
+
 @pytest.mark.parametrize("window", [WINDOW, 10**12])
 def test_a_window_that_hides_nothing_is_none(window: int) -> None:
     layout = Layout.contiguous(128, 2)

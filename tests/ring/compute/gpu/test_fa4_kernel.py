@@ -72,6 +72,14 @@ def test_windows(lengths: tuple[int, ...] | None, mask: Mask, dims: tuple[int, i
         check_windows("fa4", lengths, mask, window, dims, share)
 
 
+@pytest.mark.parametrize(("dims", "share"), [*DIMS[2:4], *DIMS[6:8], *DIMS[-3:]], ids=str)
+@pytest.mark.parametrize("lengths", [None, LENGTHS_OF_DOCUMENTS], ids=["one", "several"])
+def test_rows_that_see_the_keys_from_their_own_on(
+    lengths: tuple[int, ...] | None, dims: tuple[int, int], share: int
+) -> None:
+    check_windows("fa4", lengths, Mask.ANTICAUSAL, None, dims, share)
+
+
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("pattern", [
     Pattern.dense(True), Pattern.longnet((64, None), (1, 4), 4, True), Pattern.dense(True, documents=(100, 7, 0, 405)),

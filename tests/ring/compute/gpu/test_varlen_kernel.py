@@ -34,7 +34,7 @@ def _without_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tile_of(mask: Mask, groups: int, share: int) -> Tile:
-    keys = ROWS if mask is Mask.CAUSAL else KEYS
+    keys = KEYS if mask is Mask.FULL else ROWS
     sequences = Sequences.of(np.array(ROWS), np.array(keys))
     rows, key_rows = Rows(0, 1, sum(ROWS)), Rows(0, 1, sum(keys))
     heads = Heads(groups, share, 0, share, 1), Heads(groups, 1, 0, 1, 1)
@@ -43,7 +43,7 @@ def tile_of(mask: Mask, groups: int, share: int) -> Tile:
 
 @pytest.mark.parametrize("dtype", list(UNIT), ids=str)
 @pytest.mark.parametrize("dim", [8, 40, 128])
-@pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL])
+@pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL, Mask.ANTICAUSAL])
 @pytest.mark.parametrize("batch, groups, share", [(1, 1, 1), (3, 2, 1), (2, 2, 4)])
 def test_it_is_the_math_kernel_to_within_rounding(
     batch: int, groups: int, share: int, mask: Mask, dim: int, dtype: torch.dtype
@@ -86,6 +86,12 @@ def test_windows(lengths: tuple[int, ...] | None, mask: Mask, dim: int, share: i
     """Windows of one sequence, or of several."""
     for window in WINDOWS:
         check_windows("flash", lengths, mask, window, (dim, dim), share)
+
+
+@pytest.mark.parametrize(("dim", "share"), [(40, 1), (64, 4), (128, 4), (256, 4)])
+@pytest.mark.parametrize("lengths", [None, LENGTHS_OF_DOCUMENTS], ids=["one", "several"])
+def test_rows_that_see_the_keys_from_their_own_on(lengths: tuple[int, ...] | None, dim: int, share: int) -> None:
+    check_windows("flash", lengths, Mask.ANTICAUSAL, None, (dim, dim), share)
 
 
 LENGTHS = (300, 7, 1, 0, 64, 64, 90, 2100, 64, 64, 33, 2, 150)
