@@ -4,6 +4,9 @@ and repeated in every call (`ring.comm.symmetric_memory`).
 A batch of rank 0 that sends to rank 1 and receives from it:
 
     side stream    signal "ready" to 1; wait for 1's "ready"; copy; signal "done" to 1; wait for 1's "done"
+
+Copies from several ranks run one after the other, from the next rank first: then every GPU is read by one other at a
+time. On four H200s a rank received messages of 128 MiB at 350 GB/s so, and by three copies at once at 206 to 252.
 """
 
 from __future__ import annotations
@@ -17,8 +20,6 @@ import torch
 from ring.comm import signals
 from ring.comm.signals import Signals
 from ring.comm.transport import Message, Put
-
-_LANES = 4  # concurrent copies; captured graphs were seen to run them one after the other
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,33 +67,18 @@ class Producer:
 
 
 @dataclass(frozen=True, eq=False)
-class Streams:
-    """Streams beside that of the call. side: for signals; lanes: for concurrent copies from several ranks."""
-
-    side: torch.cuda.Stream
-    lanes: tuple[torch.cuda.Stream, ...]
-
-    @classmethod
-    def of(cls, world_size: int) -> Streams:
-        lanes = min(_LANES, world_size - 1)
-        return cls(torch.cuda.Stream(), tuple(torch.cuda.Stream() for _ in range(lanes if lanes > 1 else 0)))
-
-
-@dataclass(frozen=True, eq=False)
 class PendingCopies:
-    """A batch on the side stream. received: one event per lane, recorded when its receives are copied; complete: the
-    event recorded when peers have copied the sends too; current: the stream of the call; sources: tensors that the side
-    stream reads, kept until then.
+    """A batch on the side stream. received: the event recorded when the receives are copied; complete: when peers have
+    copied the sends too; current: the stream of the call; sources: tensors that the side stream reads, kept until then.
     """
 
-    received: Sequence[torch.cuda.Event]
+    received: torch.cuda.Event
     complete: torch.cuda.Event
     current: torch.cuda.Stream
     sources: Sequence[torch.Tensor] = ()
 
     def arrive(self) -> None:
-        for event in self.received:
-            self.current.wait_event(event)
+        self.current.wait_event(self.received)
 
     def wait(self) -> None:
         self.current.wait_event(self.complete)
@@ -105,48 +91,30 @@ class CopyBatch:
     deadlock, in whatever order the GPU executes the streams.
     """
 
-    def __init__(self, consumers: Sequence[Consumer], producers: Sequence[Producer], streams: Streams) -> None:
-        self._side, self._lanes = streams.side, streams.lanes[: len(producers)] if len(producers) > 1 else ()
-        self._producers = producers
-        ready = [signal for consumer in consumers for signal in consumer.signal_ready]
-        done = [signal for consumer in consumers for signal in consumer.wait_done]
-        if not self._lanes and producers:  # everything on one stream, in as few submissions as possible
-            ready, done = ready + producers[0].wait_ready, producers[0].signal_done + done
-        self._ready, self._done = Signals(ready), Signals(done)
-        self._before_copy = [Signals(producer.wait_ready) for producer in producers]
-        self._after_copy = [Signals(producer.signal_done) for producer in producers]
+    def __init__(self, consumers: Sequence[Consumer], producers: Sequence[Producer], side: torch.cuda.Stream) -> None:
+        self._side, self._producers = side, producers
+        # What precedes each copy, and what follows the last, in as few submissions as possible.
+        steps = [_all(x.signal_ready for x in consumers)]
+        for producer in producers:
+            steps[-1] += producer.wait_ready
+            steps.append([*producer.signal_done])
+        steps[-1] += _all(x.wait_done for x in consumers)
+        self._before, self._after = [Signals(x) for x in steps[:-1]], Signals(steps[-1])
         # Reuse the events in every call: a stream waits for the latest record of an event.
-        self._begun, self._complete = torch.cuda.Event(), torch.cuda.Event()
-        self._received = [torch.cuda.Event() for _ in (self._lanes or producers)]
+        self._begun, self._received, self._complete = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
 
     def run(self, receives: Sequence[Message], current: torch.cuda.Stream) -> PendingCopies:
         """receives: the same sizes in every call, at any addresses. current: the stream of the call."""
         side = self._side
         self._begun.record(current)
         side.wait_event(self._begun)
-        self._ready(side)
-        if self._lanes:
-            self._copy_on_lanes(receives)
-        elif self._producers:
-            _copy(self._producers[0], receives, side)
-            self._received[0].record(side)
-        self._done(side)
+        for signals_before, producer in zip(self._before, self._producers, strict=True):
+            signals_before(side)
+            _copy(producer, receives, side)
+        self._received.record(side)
+        self._after(side)
         self._complete.record(side)
         return PendingCopies(self._received, self._complete, current)
-
-    def _copy_on_lanes(self, receives: Sequence[Message]) -> None:
-        side, lanes = self._side, self._lanes
-        self._begun.record(side)
-        for lane in lanes:
-            lane.wait_event(self._begun)
-        for number, producer in enumerate(self._producers):
-            lane = lanes[number % len(lanes)]
-            self._before_copy[number](lane)
-            _copy(producer, receives, lane)
-            self._after_copy[number](lane)
-            self._received[number % len(lanes)].record(lane)  # the lane's last copy records last
-        for event in self._received:
-            side.wait_event(event)
 
 
 class PutBatch:
@@ -158,9 +126,9 @@ class PutBatch:
 
     def __init__(
         self, writers: Sequence[Consumer], receivers: Sequence[Producer],
-        puts: Sequence[Callable[[torch.Tensor, torch.Tensor], None]], streams: Streams,
+        puts: Sequence[Callable[[torch.Tensor, torch.Tensor], None]], side: torch.cuda.Stream,
     ) -> None:  # fmt: skip
-        self._side, self._puts = streams.side, puts
+        self._side, self._puts = side, puts
         self._ready = Signals(_all(x.signal_ready for x in writers) + _all(x.wait_ready for x in receivers))
         self._done = Signals(_all(x.signal_done for x in receivers) + _all(x.wait_done for x in writers))
         self._begun, self._complete = torch.cuda.Event(), torch.cuda.Event()
@@ -176,7 +144,7 @@ class PutBatch:
                 write(put.tensor, put.own)
         self._done(side)
         self._complete.record(side)
-        return PendingCopies([self._complete], self._complete, current, [put.tensor for put in puts])
+        return PendingCopies(self._complete, self._complete, current, [put.tensor for put in puts])
 
 
 def _all(signals_of: Iterable[list[signals.Operation]]) -> list[signals.Operation]:

@@ -1,6 +1,6 @@
 """Messages between GPUs of one host through symmetric memory: the receiver copies from the sender's memory.
 
-The copies run on the copy engines, on streams of their own, so that a kernel keeps all multiprocessors; NCCL's sends
+The copies run on the copy engines, on a stream of their own, so that a kernel keeps all multiprocessors; NCCL's sends
 and receives would take some of them. Sender and receiver synchronise by flags in each other's memory: the sender sets
 "ready" at the receiver, which copies and sets "done" at the sender; each resets the flag that it waited for. All of
 this happens on streams (`ring.comm.signals`), so the host never waits and a call can be captured in a CUDA graph.
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ring.caching.bounded_cache import BoundedCache
 from ring.caching.graph_keepalive import keep_alive
 from ring.comm import signals
-from ring.comm.copy_batch import Consumer, Copy, CopyBatch, Flags, Producer, PutBatch, Streams
+from ring.comm.copy_batch import Consumer, Copy, CopyBatch, Flags, Producer, PutBatch
 from ring.comm.process_group import ProcessGroupTransport, backends_of
 from ring.comm.put_table import Entry, entries
 from ring.comm.transport import (
@@ -76,7 +76,7 @@ class SymmetricTransport(ProcessGroupTransport):
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(group)
-        self._streams = Streams.of(self.world_size)
+        self._side = torch.cuda.Stream()
         self._current = torch.cuda.current_stream()  # of the call
         # All ranks see the same kinds of calls in the same order, so they evict the same routes.
         self._routes: BoundedCache[Hashable, _Route] = BoundedCache(_ROUTES)
@@ -96,7 +96,7 @@ class SymmetricTransport(ProcessGroupTransport):
         self.by_nccl |= route.by_nccl
         if capturing:
             keep_alive(route)
-        self._current = torch.cuda.current_stream(self._streams.side.device)  # naming the device saves a look-up
+        self._current = torch.cuda.current_stream(self._side.device)  # naming the device saves a look-up
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate a buffer, in symmetric memory if messages are sent from it."""
@@ -149,7 +149,7 @@ class SymmetricTransport(ProcessGroupTransport):
             putters.append(Putter(self.put_entries(route, put), shared.view(put.own.dtype)))
         return PutBatch(
             [Consumer(peer, flags) for peer in self._nearest_first(receives)],
-            [Producer(peer, flags, ()) for peer in sorted(peers, key=self._distance)], putters, self._streams,
+            [Producer(peer, flags, ()) for peer in sorted(peers, key=self._distance)], putters, self._side,
         )  # fmt: skip
 
     def put_entries(self, route: _Route, put: Put) -> list[Entry]:
@@ -177,7 +177,7 @@ class SymmetricTransport(ProcessGroupTransport):
         if batch is None:
             consumers = [Consumer(peer, pool.flags) for peer in self._nearest_first(sends)]
             producers = [self._producer(route, pool, peer, receives) for peer in self._nearest_first(receives)]
-            batch = route.copy_batches[label] = CopyBatch(consumers, producers, self._streams)
+            batch = route.copy_batches[label] = CopyBatch(consumers, producers, self._side)
         return batch
 
     def _nearest_first(self, messages: Sequence[Message]) -> list[int]:

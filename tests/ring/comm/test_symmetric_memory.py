@@ -40,7 +40,7 @@ class OnNoGPU(SymmetricTransport):
 
     def __init__(self) -> None:
         self._routes = BoundedCache(KINDS)
-        self._streams = SimpleNamespace(side=SimpleNamespace(device=None))  # type: ignore[assignment]
+        self._side = SimpleNamespace(device=None)  # type: ignore[assignment]
         self.by_nccl = False
         self._pools, self.made, self.capturing = [], 0, False
 
@@ -125,7 +125,7 @@ class InOneProcess(SymmetricTransport):
         self.rank, self.world_size, self.calls = inner.rank, inner.world_size, inner.calls
         self._batches: dict[object, Sequence[tuple[int, ...]]] = {}
         self.all_equal, self.all_gather = inner.all_equal, inner.all_gather  # type: ignore[method-assign]
-        self._streams = SimpleNamespace(side=SimpleNamespace(device=None))  # type: ignore[assignment]
+        self._side = SimpleNamespace(device=None)  # type: ignore[assignment]
 
     def _pool(self, size: int) -> _SharedMemory | None:
         if size and (not self._pools or self._pools[-1].own.numel() < size):
