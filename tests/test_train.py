@@ -161,7 +161,7 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, start: str, number: int) 
         pids = descendants(launcher.pid) | {launcher.pid}
         assert len(pids) == 3
         launcher.send_signal(number)
-        assert until(lambda: not alive(pids), 10), alive(pids)
+        assert until(lambda: not alive(pids), 60), alive(pids)
     with checkpoint_lock.hold(tmp_path):
         train = importlib.import_module("train")
         last = train.checkpoints(tmp_path)[-1]
