@@ -134,8 +134,10 @@ def test_a_wrong_adapter_is_told_by_its_function(folder: Path, name: str, said: 
 
 @pytest.mark.slow
 def test_a_session(folder: Path) -> None:
-    """Two attentions beside own tests, on two workers; one law is broken, expectedly in one run. The first plain example
-    of this seed holds: else the worker that has drawn it would check no law, if it came to one."""
+    """Two attentions beside own tests, on two workers; one law is broken, expectedly in one run.
+
+    The first plain example of this seed holds: else the worker that has drawn it would check no law.
+    """
     names = ("--attention", "mine:sound", "--attention", "mine:peeks", "--hypothesis-seed", "5")
     chosen = ("-k", "own or later_tokens or error_does or gradients", "--examples", "20", "-rfsx")
     status, output = run_pytest(folder, *names, *chosen, "-n", "2", "test_own.py")
