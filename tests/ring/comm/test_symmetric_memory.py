@@ -21,7 +21,7 @@ from ring.comm import symmetric_memory
 from ring.comm.copy_batch import Flags
 from ring.comm.put_table import Entry
 from ring.comm.symmetric_memory import SymmetricTransport, _Route, _SharedMemory
-from ring.comm.transport import Message, Pending, Put, all_gather_json
+from ring.comm.transport import Message, Outgoing, Pending, Put, all_gather_json
 from tests.ring.test_all_to_all import CASES, check, layout_of, patterns
 from tests.support.plain_case import plain
 from verification.case import Case
@@ -205,6 +205,23 @@ def test_receivers_copy_from_where_messages_lie(exchange: str, order: str) -> No
         check(pattern, heads, layout, wrap=InOneProcess, bucket=bucket, exchange=exchange)
         assert InOneProcess.sent == InOneProcess.copied
         assert bool(InOneProcess.written) == ("all-to-all" in exchange)
+
+
+class WithoutMemory(InOneProcess):
+    """A rank that learns, when it prepares a call, that there is no memory for its kind."""
+
+    def _new_route(self, outgoing: list[Outgoing], capturing: bool) -> _Route:
+        return _Route({}, [], None, by_nccl=True)
+
+
+@pytest.mark.usefixtures("in_one_process")
+@pytest.mark.parametrize("exchange", ("direct", "all-to-all", "ring+all-to-all:2"))
+def test_calls_without_memory_are_sent_by_nccl(exchange: str) -> None:
+    """A transport is one-sided until it knows: what a call announces then must be what it sends afterwards."""
+    for heads, bucket, name in CASES:
+        pattern, layout = patterns(heads[0])[name], layout_of("zigzag", 21, 4)
+        check(pattern, heads, layout, wrap=WithoutMemory, bucket=bucket, exchange=exchange)
+    assert InOneProcess.sent and not InOneProcess.written
 
 
 def _observed(transport: SimulatedTransport, case: Case) -> Observation:
