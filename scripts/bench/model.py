@@ -103,7 +103,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--ways", choices=MEANING, nargs="+", default=list(MEANING), metavar="WAY", help=f"of {', '.join(MEANING)} "
         "(default: all)")  # fmt: skip
     add("--only", choices=MODES, help="(default: eager, then compiled)")
-    add("--tokens", type=tokens, nargs="+", metavar="N", help="(default: 512 2Ki 8Ki 32Ki; with --recompute 16Ki 64Ki)")
+    add("--tokens", type=tokens, nargs="+", metavar="N", help="of a rank; the smallest is compared with a dense "
+        "oracle: memory O(tokens^2) (default: 512 2Ki 8Ki 32Ki; with --recompute 16Ki 64Ki)")  # fmt: skip
     add(
         "--warmup",
         type=positive,
