@@ -158,6 +158,6 @@ assert all(ratio < BEHIND for (_, _, tokens), ratio in measured.items() if token
 # **Holds only if every pair has a link of its own.** Both exchanges send the same bytes in p - 1 messages a GPU, so on
 # one port a ring loses nothing. In the model it is even ahead, by its stages: it computes on the first shard while the
 # next is in flight, whereas `direct` waits for all that fits into one round. On links in pairs it is up to 5.3 times as
-# slow, and 1.06 times once computing takes seven times as long as messages. The recorded GPUs share a switch: with
-# 2 Ki tokens each and more a ring is at most 9 % behind, on two of them and on four. With 512 tokens, where a step is
-# little more than its messages, it is 14 % behind on four in forward and backward.
+# slow, and 1.07 times once computing takes seven times as long as messages. The recorded GPUs share a switch: with
+# 2 Ki tokens each and more a ring is at most 8 % behind, on two of them and on four. With 512 tokens, where a step is
+# little more than its messages, it is 13 % behind on four in forward, and 20 % in both.
