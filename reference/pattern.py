@@ -15,6 +15,7 @@ The sequence may be packed from documents, whose lengths the pattern then holds.
 document: p above is the position within the document, and both positions of a pair lie in the same one.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
@@ -159,6 +160,7 @@ class Pattern:
     causal: bool = False
     documents: tuple[int, ...] | None = None
     number: int = field(init=False, repr=False, compare=False, default=0)  # of this object, if it has documents
+    text: str = field(init=False, repr=False, compare=False)  # JSON without the documents
 
     def __post_init__(self) -> None:
         if not isinstance(self.branches, (tuple, list)) or not self.branches:
@@ -169,6 +171,8 @@ class Pattern:
         object.__setattr__(self, "branches", tuple(self.branches))
         _flag("causal", self.causal)
         object.__setattr__(self, "documents", checked_documents(self.documents))
+        # Not lazily: a graph that is traced can read an attribute, but not format integers that change between calls.
+        object.__setattr__(self, "text", json.dumps(self._without_documents()))
         if self.documents is not None:
             object.__setattr__(self, "number", next(_next_numbers))
             _by_number[self.number] = self
@@ -346,6 +350,9 @@ class Pattern:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the pattern as JSON data, from which `from_dict` makes an equal pattern."""
+        return self._without_documents() | {"documents": None if self.documents is None else list(self.documents)}
+
+    def _without_documents(self) -> dict[str, Any]:
         return {
             "branches": [
                 {
@@ -358,7 +365,6 @@ class Pattern:
                 for b in self.branches
             ],
             "causal": self.causal,
-            "documents": None if self.documents is None else list(self.documents),
         }
 
     @classmethod
@@ -385,7 +391,7 @@ def check_pattern(pattern: object) -> None:
                          "Pattern.longnet(...) or Pattern.head_groups(...)")  # fmt: skip
 
 
-# Compiled graphs take patterns by number, since documents change at every step. Begin at 2: 0 and 1 become constants.
+# Compiled graphs take documents by their pattern's number, since they change at every step. Begin at 2: 0 and 1 become constants.
 _next_numbers = count(2)
 _by_number: WeakValueDictionary[int, Pattern] = WeakValueDictionary()
 

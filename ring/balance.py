@@ -24,6 +24,7 @@ Sources: WLB-LLM (arXiv 2503.17924) divides each document head and tail; MagiAtt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heapreplace
 from itertools import chain, pairwise
@@ -43,7 +44,7 @@ def owners(pattern: Pattern, n: int, p: int, heads: int | None = None, hosts: in
     """Return the rank of each position, (n,). hosts: of equally many neighbouring ranks."""
     if p == 1 or n == 0:
         return np.zeros(n, np.int64)
-    cost = work(pattern, n, heads)
+    cost = _fitted(work(pattern, n, heads), p)
     documents = np.array((n,) if pattern.documents is None else pattern.documents, np.int64)
     if hosts == 1:
         return _divided(documents, cost, p)
@@ -54,6 +55,12 @@ def owners(pattern: Pattern, n: int, p: int, heads: int | None = None, hosts: in
         pieces = np.bincount(document[own], minlength=len(documents))
         owner[own] += _divided(pieces, cost[own], ranks)
     return owner
+
+
+def _fitted(cost: Ints, p: int) -> Ints:
+    """Divide costs by the power of two, if any, that keeps 2 p times their sum within 63 bits."""
+    excess = math.frexp(2.0 * p * float(cost.sum(dtype=np.float64)))[1] - 62
+    return cost >> excess if excess > 0 else cost
 
 
 def _divided(documents: Ints, cost: Ints, p: int) -> Ints:

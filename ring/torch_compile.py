@@ -8,6 +8,7 @@ execution. The forward also returns the number of its call on the group, with wh
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.node import has_side_effect
 
-from reference.pattern import Branch, Pattern, numbered_pattern
+from reference.pattern import Pattern, numbered_pattern
 from ring.comm.group import is_mesh
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import SoloTransport, Transport
@@ -47,53 +48,14 @@ def traced(
     """
     out, lse, _ = torch.ops.ring.attention_forward(
         q, k, v, sinks, layout=layout.number, key_layout=(layout if key_layout is None else key_layout).number,
-        pattern=pattern_to_text(pattern), group=group_name(group), return_lse=return_lse, kernel_name=kernel,
+        pattern=pattern.text, group=group_name(group), return_lse=return_lse, kernel_name=kernel,
         packed=pattern.number if packed is None else packed,
         differentiated=wants_gradients(q, k, v, sinks), sinks_differentiated=wants_gradients(sinks), **settings,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
-# --- objects as text --------------------------------------------------------------------------------------------------
-
-
-def pattern_to_text(pattern: Pattern) -> str:
-    """Encode a pattern without its documents as text. Written so that torch can trace it."""
-    texts = ["causal" if pattern.causal else "all"]
-    for branch in pattern.branches:
-        offset, heads = branch.offset, branch.heads
-        offsets = "+".join([str(o) for o in offset]) if isinstance(offset, tuple) else f"{offset}"
-        served = "" if heads is None else f"{heads.start}-{heads.stop}"
-        together = "together" if isinstance(offset, tuple) else "each"
-        length = "" if branch.segment_length is None else f"{branch.segment_length}"
-        window = "" if branch.window is None else f"{branch.window}"
-        texts.append(f"{length},{branch.dilation_rate},{together},{offsets},{served},{window}")
-    return ";".join(texts)
-
-
-@lru_cache(maxsize=128)
-def pattern_from_text(text: str) -> Pattern:
-    """Decode a text of `pattern_to_text`."""
-    mask, *branches = text.split(";")
-    return Pattern(tuple(_branch_from_text(branch) for branch in branches), causal=mask == "causal")
-
-
-@lru_cache(maxsize=32)
-def _packed_pattern(text: str, number: int) -> Pattern:
-    """Decode a pattern, with the documents of the pattern of this number. Cached for the backward."""
-    return replace(pattern_from_text(text), documents=numbered_pattern(number).documents)
-
-
-def _branch_from_text(text: str) -> Branch:
-    length, rate, together, offsets, served, window = text.split(",")
-    by_head = tuple(map(int, offsets.split("+")))
-    return Branch(
-        segment_length=int(length) if length else None,
-        dilation_rate=int(rate),
-        offset=by_head if together == "together" else by_head[0],
-        heads=range(*map(int, served.split("-"))) if served else None,
-        window=int(window) if window else None,
-    )
+# --- objects by text, number and name ---------------------------------------------------------------------------------
 
 
 def group_name(group: dist.ProcessGroup | DeviceMesh | Transport | None) -> str:
@@ -114,8 +76,11 @@ def group_name(group: dist.ProcessGroup | DeviceMesh | Transport | None) -> str:
     )
 
 
+@lru_cache(maxsize=64)
 def _pattern(text: str, number: int) -> Pattern:
-    return _packed_pattern(text, number) if number else pattern_from_text(text)
+    """Decode a pattern, with the documents of the pattern of this number, if not 0. Cached for the backward."""
+    pattern = Pattern.from_dict(json.loads(text))
+    return replace(pattern, documents=numbered_pattern(number).documents) if number else pattern
 
 
 def named_transport(group: str) -> Transport:

@@ -14,19 +14,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 from reference.documents import Documents, begins, first_few
-from reference.pattern import Pattern
+from reference.pattern import Pattern, numbered_pattern
 from ring.attention import attend_packed
 from ring.comm.group import transport_over
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import Transport
 from ring.consensus import agreed_result, compare
-from ring.layout import Layout
+from ring.layout import Layout, numbered_layout
 from ring.validation import refuse_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+
+
+def _positions(layout: Layout, rank: int, packed: Pattern | None) -> Tensor:
+    """Global positions of a rank's tokens, or within the documents of `packed`: (tokens,) int64, on the CPU."""
+    positions = layout.positions(rank)
+    return positions if packed is None or packed.packed is None else positions - begins(packed.packed, positions)
+
+
+@torch.library.custom_op("ring::positions", mutates_args=())
+def positions_in_graph(x: Tensor, *, layout: int, rank: int, packed: int) -> Tensor:
+    """Return the positions of x (B, tokens, ...), (tokens,) int64 on its device, by the number of a layout and that of
+    the pattern with the documents; 0: none. A graph calls it, so that positions are no constants there.
+
+    Raises ValueError for another number of tokens.
+    """
+    positions = _positions(numbered_layout(layout), rank, numbered_pattern(packed) if packed else None)
+    if len(positions) != x.shape[1]:
+        raise ValueError(f"x must have the {len(positions)} tokens of this rank, got {x.shape[1]}")
+    return positions.to(x.device)
+
+
+@positions_in_graph.register_fake
+def _(x: Tensor, **_: int) -> Tensor:
+    return x.new_empty((x.shape[1],), dtype=torch.int64)
 
 
 def _pattern_over(layout: Layout, documents: tuple[int, ...] | None) -> Pattern | None:
@@ -157,8 +181,7 @@ class ContextParallel:
     @property
     def positions(self) -> Tensor:
         """Global positions of this rank's tokens, or positions within documents: (tokens,) int64, on the CPU."""
-        positions = self.layout.positions(self.rank)
-        return positions if self.documents is None else positions - begins(self.documents, positions)
+        return _positions(self.layout, self.rank, self._packed)
 
     def positions_on(self, device: torch.device) -> Tensor:
         """Return `positions`, (tokens,) int64, on a device: one tensor for all callers, who must not change it.
@@ -167,6 +190,21 @@ class ContextParallel:
             device: of the result.
         """
         return self.cached(("positions", device), lambda: self.positions.to(device))
+
+    def positions_of(self, x: Tensor) -> Tensor:
+        """Return `positions_on` the device of x, also while a graph is traced for a handle that has not cached them.
+
+        Args:
+            x: (B, tokens, ...) with this rank's tokens.
+        """
+
+        def traced() -> Tensor:
+            packed = 0 if self._packed is None else self._packed.number
+            positions: Tensor = torch.ops.ring.positions(x, layout=self.layout.number, rank=self.rank, packed=packed)
+            return positions
+
+        key = "positions", x.device
+        return self.cached(key, traced) if torch.compiler.is_compiling() else self.positions_on(x.device)
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return make(), cached by key: the layers of a sequence share it.

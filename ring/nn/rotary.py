@@ -70,7 +70,7 @@ def cached_angles(context: ContextParallel, x: Tensor, theta: float) -> tuple[Te
     dim, kind = x.shape[3], accumulator_dtype(x.dtype)
     return context.cached(
         ("rotary", dim, theta, kind, x.device),
-        lambda: _angles(context.positions_on(x.device), dim, theta, kind),
+        lambda: _angles(context.positions_of(x), dim, theta, kind),
     )
 
 

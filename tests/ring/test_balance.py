@@ -144,6 +144,11 @@ def test_packed_batches_are_balanced(first: tuple[int, ...], p: int) -> None:
         assert layout == Layout.balanced(pattern, n, p)
 
 
+def test_work_beyond_63_bits_is_balanced() -> None:
+    layout = Layout.balanced(Pattern.dense(causal=True), 2**20, 2**12, heads=2**12)
+    assert max(layout.counts) <= 1.2 * 2**8 and sum(layout.counts) == 2**20
+
+
 def test_short_documents_stay_whole() -> None:
     """So that they send nothing. Some have more than a rank's share and are divided, head and tail."""
     lengths, p = lengths_of(1 << 14, 1 << 13), 4

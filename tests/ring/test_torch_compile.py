@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,7 @@ from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import RecordingTransport
 from ring.nn import ContextParallel, RingAttention
 from ring.nn.frameworks import recompute
-from ring.torch_compile import NO_GROUP, pattern_from_text, pattern_to_text, traced
+from ring.torch_compile import NO_GROUP, traced
 from tests.support.attention_cases import PACKED, PATTERNS, inputs, plain
 from tests.support.nn_ranks import said
 from tests.support.ranks import Ranks
@@ -45,7 +46,7 @@ MORE_PATTERNS = PATTERNS | {
 )
 def test_a_pattern_is_the_one_of_its_text(pattern: Pattern) -> None:
     """Without its documents, which are others in every step; one offset by head is not one for all heads."""
-    assert pattern_from_text(pattern_to_text(pattern)) == replace(pattern, documents=None)
+    assert Pattern.from_dict(json.loads(pattern.text)) == replace(pattern, documents=None)
 
 
 def test_documents_go_by_the_number_of_their_pattern() -> None:
@@ -96,7 +97,7 @@ def test_one_offset_by_head_is_refused_for_several_heads_as_in_a_call(attention:
 def test_the_operators_are_as_torch_wants_them(pattern: Pattern) -> None:
     q, k, v, dout, dlse = inputs()
     q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
-    settings = SETTINGS | {"pattern": pattern_to_text(pattern), "packed": pattern.number}
+    settings = SETTINGS | {"pattern": pattern.text, "packed": pattern.number}
     settings |= {"layout": ALONE.number, "key_layout": ALONE.number}
     settings |= {"group": NO_GROUP, "kernel_name": "auto", "return_lse": True}
     forward, backward = torch.ops.ring.attention_forward, torch.ops.ring.attention_backward
@@ -104,6 +105,14 @@ def test_the_operators_are_as_torch_wants_them(pattern: Pattern) -> None:
     torch.library.opcheck(forward.default, (*leaves, None), settings | {"differentiated": True})
     out, lse, number = forward(q, k, v, None, **settings, differentiated=True)
     torch.library.opcheck(backward.default, (dout, dlse, q, k, v, None, out, lse, number), settings)
+
+
+def test_one_function_is_compiled_for_several_patterns() -> None:
+    """Patterns that differ in a number, which torch would make a symbol of the graph."""
+    graph, qkv = torch.compile(ring_attention, fullgraph=True, backend="aot_eager"), inputs()[:3]
+    for pattern in (*(Pattern.dense(window=w) for w in (2, 3, 4)), *(Pattern.longnet([w], [2], 4) for w in (4, 8, 9))):
+        torch.testing.assert_close(graph(*qkv, pattern, ALONE), ring_attention(*qkv, pattern, ALONE))
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("backward", (False, True))

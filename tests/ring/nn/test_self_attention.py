@@ -168,9 +168,10 @@ def test_compiled_modules_take_documents_that_change() -> None:
     with torch.no_grad():
         for documents in ((4, 0, 1, 9, 5), (19,), (3, 16), (1,) * 19):
             context = ContextParallel(Layout.contiguous(19, 1), documents=documents)
-            context.positions_on(x.device)  # as shard_batch does
+            if documents != (3, 16):  # as shard_batch does; a handle may also come without
+                context.positions_on(x.device)
             torch.testing.assert_close(graph(x, context), module(x, context))
-    assert len(graphs) <= 2
+    assert len(graphs) <= 3  # for the first documents, for any, and for a handle without positions
 
 
 def test_the_names_are_those_of_llama() -> None:
