@@ -84,8 +84,9 @@ def clip_grad_norm(
         The norm before clipping: a scalar in fp64 on the CPU.
 
     Raises:
-        ValueError: on every rank, unless max_norm is positive, finite and equal on all; for plain gradients that differ
-            between ranks, since they were not averaged yet; for an exhausted iterator.
+        ValueError: on every rank, unless max_norm is positive, finite and equal on all; for gradients that differ
+            between ranks, since they were not averaged, or as DTensors averaged over some ranks of `over` alone; for an
+            exhausted iterator.
         NotImplementedError: for complex gradients and for DTensors that are partial sums.
     """
     ranks = BatchRanks(over)
@@ -100,11 +101,15 @@ def _clip_grad_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, rank
             raise ValueError(f"max_norm must be a positive finite number, got {max_norm!r}")
         for grad in grads:
             _check_grad(grad)
-        return {"max_norm": float(max_norm), "number of gradients": len(grads)}, grads
+        counts = {"number of gradients": len(grads), "number of DTensors": sum(map(is_dtensor, grads))}
+        return {"max_norm": float(max_norm), **counts}, grads
 
     grads = ranks.agree("clip_grad_norm", checked)
-    square = _square_of_plain([grad for grad in grads if not is_dtensor(grad)], ranks)
-    norm = (square + _square_of_sharded([grad for grad in grads if is_dtensor(grad)])).sqrt()
+    plain, sharded = ([grad for grad in grads if is_dtensor(grad) is kind] for kind in (False, True))
+    square = _common(_square(plain), plain, ranks, "of plain parameters")
+    if sharded:
+        square = square + _common(_square_of_sharded(sharded), sharded, ranks, "of DTensors")
+    norm = square.sqrt()
     factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
     for grad in grads:
         (grad.to_local() if is_dtensor(grad) else grad).mul_(factor)
@@ -209,15 +214,20 @@ def _square(grads: Sequence[Tensor]) -> Tensor:
     return torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum().cpu()
 
 
-def _square_of_plain(grads: Sequence[Tensor], ranks: BatchRanks) -> Tensor:
-    """Square of the norm. ValueError, on every rank, if ranks differ by more than the order of summation explains."""
-    squares = ranks.gather(_square(grads))
+def _common(square: Tensor, grads: Sequence[Tensor], ranks: BatchRanks, kind: str) -> Tensor:
+    """Return rank 0's square of the norm. ValueError, on every rank, if ranks differ by more than the order of
+    summation explains.
+    """
+    squares = ranks.gather(square)
     least, most = float(squares.min()), float(squares.max())
     # All terms are positive, so sums of n terms in different orders, as on different GPUs, differ by n roundings.
     rounding = sum(grad.numel() for grad in grads) * 2.0**-52
     if most - least > rounding * most or squares.isfinite().any() != squares.isfinite().all():
+        average = "average them first (average_gradients, DDP)"
+        if kind != "of plain parameters":
+            average = "shard the model over all of these ranks (ring.nn.frameworks.fsdp.shard with the whole mesh)"
         raise ValueError(
-            "gradients of plain parameters must be equal on all ranks: average them first (average_gradients, DDP), "
+            f"gradients {kind} must be equal on all ranks: {average}, "
             f"got norms from {least**0.5:.6g} to {most**0.5:.6g}"
         )
     return squares[0]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ring.nn import average_gradients, clip_grad_norm, gradients
@@ -126,6 +127,19 @@ ROUNDING = 2.0**-52  # ranks may sum eight squares in another order, which makes
 def test_gradients_that_were_not_averaged_are_refused(ranks: Ranks, size: float, other: float) -> None:
     (answer,) = set(ranks(4).run(_not_averaged, size, other))
     assert "gradients of plain parameters must be equal on all ranks: average them first" in answer
+
+
+def _sharded_over_data_alone() -> str:
+    mesh = mesh_of("2x2")
+    layer = fully_shard(nn.Linear(4, 4), mesh=mesh[mesh.mesh_dim_names[0]])
+    layer(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+    return said(lambda: clip_grad_norm(layer.parameters(), 1.0, mesh))
+
+
+@pytest.mark.ranks
+def test_shards_averaged_over_data_alone_are_refused(ranks: Ranks) -> None:
+    (answer,) = set(ranks(4).run(_sharded_over_data_alone))
+    assert "gradients of DTensors must be equal on all ranks: shard the model over all of these ranks" in answer
 
 
 @pytest.mark.ranks
