@@ -19,7 +19,7 @@ from ring.dispatcher_op import as_one_operator
 from ring.execute import Execution, backward, execution_of, forward, select_transport
 from ring.layout import Layout
 from ring.torch_compile import traced
-from ring.validation import Call, wants_gradients
+from ring.validation import Call, look_heads_first, wants_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,8 +52,9 @@ def ring_attention(
     """Dilated attention over a sequence that is sharded across the ranks of a group. Every rank of the group calls it.
 
     Args:
-        q: (batch, local tokens, query heads, head dim) in fp64, fp32, bf16 or fp16, any strides. Under autocast q, k
-            and v are cast to its dtype, as by torch's own attention, unless they are fp64.
+        q: (batch, local tokens, query heads, head dim) in fp64, fp32, bf16 or fp16, any strides. Where q, k and v have
+            as many heads as tokens, the strides of heads first are refused, and contiguous heads first taken for tokens.
+            Under autocast q, k and v are cast to its dtype, as by torch's own attention, unless they are fp64.
         k: (batch, local tokens, key/value heads, head dim); query head h reads head h // (query / key/value heads).
         v: (batch, local tokens, key/value heads, value head dim), like k but for the head dim.
         pattern: the attention mask, by global position (LongNet, arXiv 2307.02486). For a packed sequence it has the
@@ -117,7 +118,7 @@ def ring_attention(
         call = Call(
             q, k, v, pattern, layout, layout if key_layout is None else key_layout, exchange, bucket, kernel, scale,
             softcap, sinks, return_lse, wants_gradients(q, k, v, sinks),
-            sinks is not None and wants_gradients(sinks), (*unknown,),
+            sinks is not None and wants_gradients(sinks), (*unknown,), look_heads_first(q, k, v),
         )  # fmt: skip
         setting = agree(call, numbered, transport, check)
         # Selecting symmetric memory is collective: only after consensus do all ranks have GPU tensors.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -56,6 +56,7 @@ class Call:
     differentiated: bool  # see `wants_gradients`
     sinks_differentiated: bool
     unknown: tuple[str, ...] = ()  # names of unsupported arguments
+    heads_first: bool = False  # see `look_heads_first`
 
     def key(self) -> tuple[object, ...]:
         """Key of a call's validity and plan. It has types beside values, because 1, 1.0 and True are equal."""
@@ -95,6 +96,27 @@ def refuse_unknown(unknown: tuple[str, ...]) -> None:
     for name in unknown:
         instead = _REPLACEMENTS.get(name, "help(ring_attention) lists the arguments")
         raise ValueError(f"{name} is no argument of ring_attention: {instead}")
+
+
+def look_heads_first(*tensors: object) -> bool:
+    """Return True if dimension 1 may be the heads: they are as many as tokens, and lie side by side in memory, as in
+    the transpose of a (batch, tokens, heads, head dim) tensor.
+    """
+    return all(
+        isinstance(x, torch.Tensor)
+        and x.dim() == 4
+        and x.shape[1] == x.shape[2] > 1
+        and x.stride(1) == x.shape[3] < x.stride(2)
+        for x in tensors
+    )
+
+
+def refuse_heads_first() -> NoReturn:
+    """Raise ValueError for tensors of which `look_heads_first` is true."""
+    raise ValueError(
+        "q, k and v must be (batch, local tokens, heads, head dim) tensors, got as many heads as tokens and the strides "
+        "of heads first: write q.transpose(1, 2), or q.contiguous() if tokens do come first"
+    )
 
 
 def validate(call: Call, transport: Transport) -> None:

@@ -5,6 +5,7 @@ RingAttention(Pattern.dense(causal=True))(query, key, value, context=context)   
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from reference.pattern import Pattern, check_pattern
@@ -50,7 +51,8 @@ class RingAttention(nn.Module):
         """Return the attention of this rank's queries to all keys that they see: (B, H, N, Dv), in query's dtype.
 
         Args:
-            query: (B, H, N, D) with this rank's N tokens, in fp64, fp32, bf16 or fp16.
+            query: (B, H, N, D) with this rank's N tokens, in fp64, fp32, bf16 or fp16. Where N is H, tokens first would
+                be taken for heads.
             key: (B, Hk, N, D), in query's dtype.
             value: (B, Hk, N, Dv), in query's dtype.
             attn_mask, dropout_p: must be None and 0; they exist for the signature.
@@ -72,7 +74,7 @@ class RingAttention(nn.Module):
             _check_heads(query.shape[1], key.shape[1], enable_gqa)
         except Exception as error:  # of any type: the other ranks must raise it too
             context.raise_everywhere(error, self.name)
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # (B, N, H, D)
+        q, k, v = map(tokens_first, (query, key, value))
         out = context.attention(q, k, v, self.pattern, scale=scale, softcap=softcap, sinks=sinks, name=self.name)
         return out.transpose(1, 2)
 
@@ -88,6 +90,12 @@ class RingAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.pattern}, name={self.name!r}"
+
+
+def tokens_first(x: Tensor) -> Tensor:
+    """Return x (B, H, N, D) as (B, N, H, D): a copy where N is H, since `ring_attention` refuses such strides there."""
+    x = x.transpose(1, 2)
+    return x.contiguous() if not torch.compiler.is_compiling() and x.shape[1] == x.shape[2] else x
 
 
 def checked_context(context: object) -> ContextParallel:

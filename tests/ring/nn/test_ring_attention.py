@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from reference import Pattern, attention, gradients
-from ring import Layout
+from ring import Layout, ring_attention
 from ring.nn import ContextParallel, RingAttention
 from tests.support.dense_scores import results
 from tests.support.nn_ranks import drawn
@@ -39,6 +39,17 @@ def test_it_is_torchs(causal: bool, kv_heads: int, options: dict[str, Any]) -> N
     module = RingAttention(Pattern.dense(causal), ContextParallel(Layout.contiguous(9, 1)))
     wanted = scaled_dot_product_attention(q, k, v, **(given | {"is_causal": causal}))
     torch.testing.assert_close(module(q, k, v, None, 0.0, **given), wanted, rtol=0.0, atol=1e-13)
+
+
+def test_heads_first_is_told_from_as_many_tokens() -> None:
+    layout, pattern = Layout.contiguous(5, 1), Pattern.dense(causal=True)
+    q, k, v = (drawn(seed, 2, 5, 5, 6) for seed in range(3))
+    wanted = scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(RingAttention(pattern, ContextParallel(layout))(q, k, v), wanted)
+    tokens_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    torch.testing.assert_close(ring_attention(*tokens_first, pattern, layout).transpose(1, 2), wanted)
+    with pytest.raises(ValueError, match=r"got as many heads as tokens .* write q.transpose\(1, 2\)"):
+        ring_attention(*(x.transpose(1, 2) for x in tokens_first), pattern, layout)
 
 
 def test_sinks_softcap_and_values_of_another_head_dim_are_passed_on() -> None:
