@@ -268,7 +268,3 @@ def _validate_fused(call: Call) -> None:
             f"kernel {name!r} takes {describe_limits(name, q.device.type)}, got dtype {q.dtype}, {dims}; 'auto' and "
             "'math' take any"
         )
-    if call.return_lse and call.differentiated and name != "fa4":
-        raise NotImplementedError(
-            f"kernel {name!r} has no gradient through lse: with return_lse=True use kernel 'auto' or 'math', or no_grad"
-        )

@@ -53,8 +53,3 @@ def check_supported(case: Case) -> None:
             f"kernel is {case.kernel!r} on device {case.device!r}, dtype is {case.dtype!r}, head dims are {case.dims}, "
             f"softcap is {case.softcap}; that kernel takes {limits}"
         )
-    if case.lse != "unused" and case.kernel != "fa4":
-        raise ValueError(
-            f"kernel is {case.kernel!r} and lse is {case.lse!r}; lse must be 'unused' then: that kernel has no "
-            "gradient through lse"
-        )

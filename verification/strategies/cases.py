@@ -261,9 +261,8 @@ def cases(draw: Draw, world: int) -> Case:
         batch=draw(_batches), heads=heads, kv_heads=kv_heads, head_dim=draw(_head_dims), dtype=draw(_dtypes),
         scale=draw(_scales), score_scale=draw(_score_scales), values=draw(_values), seed=draw(_seeds),
         exchange=exchange_of(draw, world if group is None else len(group)), bucket=bucket_of(draw, tokens),
-        kernel=kernel,
-        lse=draw(_lse) if kernel != "flash" else "unused",  # the fused kernel has no gradient through lse
-        strided=draw(_flags), again=again, measured=measured, sinks=draw(_sinks),
+        kernel=kernel, lse=draw(_lse), strided=draw(_flags), again=again, measured=measured,
+        sinks=draw(_sinks),
     )  # fmt: skip
     if kernel != "flash":  # which has neither of them
         case = replace(case, value_dim=draw(_value_dims), softcap=draw(_softcaps))

@@ -73,7 +73,6 @@ REFUSED: list[tuple[Any, str]] = [
     (case(tokens=2**16), "scores; at most"),
     (case(tokens=2**14, head_dim=2**12, batch=2**6), "numbers, "),
     (case(pattern={"branches": [{"segment_length": 10**30}]}), "an integer of pattern is 10000000000000000000"),
-    (case(kernel="flash", lse="differentiated"), "kernel is 'flash' and lse is 'differentiated'; lse must be"),
     (case(kernel="cudnn"), "kernel is 'cudnn' and device is 'cpu'; device must be 'cuda' then"),
     (case(kernel="cudnn", device="cuda", head_dim=8),
      "kernel is 'cudnn' on device 'cuda', dtype is 'float32', head dims are (8, 8), softcap is None; that kernel"),

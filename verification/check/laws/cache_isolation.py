@@ -52,12 +52,12 @@ def draw_changes(draw: st.DrawFn, case: Case) -> How:
     }
     if case.key_tokens == case.tokens:
         changes["documents"] = draw(st.sampled_from(other_documents(case)))
-    if case.kernel != "flash":  # which has no gradient through lse
+    changes["lse"] = draw(st.sampled_from([loss for loss in ("unused", "differentiated") if loss != case.lse]))
+    if case.kernel != "flash":  # which takes neither softcaps nor other head dims of values
         changes["kernel"] = "math" if case.kernel == "auto" else "auto"
         changes["softcap"] = draw(st.sampled_from([cap for cap in (None, 1.0, 2.0) if cap != case.softcap]))
         dims = [dim for dim in (case.head_dim, 1, 2, 2 * case.head_dim) if dim != case.dims[1]]
         changes["value_dim"] = draw(st.sampled_from(dims))
-        changes["lse"] = draw(st.sampled_from([loss for loss in ("unused", "differentiated") if loss != case.lse]))
     if len(case.ranks) > 1:
         changes["cuts"] = list(draw(st.sampled_from(_other_cuts(draw, case))))
     if divisors:
