@@ -153,13 +153,13 @@ def check_softcap(softcap: object) -> None:
             raise ValueError(f"softcap must be None or a number from 1e-30 to 1e30, got {describe(softcap)}")
 
 
-def validate_exchange(exchange: object) -> None:
-    """Raise ValueError unless `exchange` names one."""
+def validate_exchange(exchange: object, besides: str = "in a call also without the number, or 'auto'") -> None:
+    """Raise ValueError unless `exchange` names one. besides: end of the list of allowed ones."""
     if not is_exchange(exchange):
         allowed = ", ".join(map(repr, (*EXCHANGES, ALL_TO_ALL)))
         raise ValueError(
             f"exchange must be one of {allowed}, or two as 'all-to-all:2+ring', 'ring+all-to-all:2' and "
-            f"'ring:2+direct', in a call also without the number, or 'auto', got {exchange!r}"
+            f"'ring:2+direct', {besides}, got {exchange!r}"
         )
 
 

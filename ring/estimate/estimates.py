@@ -186,7 +186,7 @@ class Call:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(map(str, DTYPES))}")
         if not is_by_host(self.exchange):
-            validate_exchange(self.exchange)
+            validate_exchange(self.exchange, "for 'auto' ring.estimate.choose(...) lists all of them")
         validators.optional(validators.integer, "bucket", self.bucket, 1, MAX_TOKENS)
         validators.choice("device", self.device, DEVICES)
 
