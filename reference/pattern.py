@@ -391,7 +391,8 @@ def check_pattern(pattern: object) -> None:
                          "Pattern.longnet(...) or Pattern.head_groups(...)")  # fmt: skip
 
 
-# Compiled graphs take documents by their pattern's number, since they change at every step. Begin at 2: 0 and 1 become constants.
+# Compiled graphs take documents by the pattern's number, since they change at every step. Begin at 2: 0 and 1 become
+# constants.
 _next_numbers = count(2)
 _by_number: WeakValueDictionary[int, Pattern] = WeakValueDictionary()
 

@@ -53,7 +53,7 @@ def ring_attention(
 
     Args:
         q: (batch, local tokens, query heads, head dim) in fp64, fp32, bf16 or fp16, any strides. Where q, k and v have
-            as many heads as tokens, the strides of heads first are refused, and contiguous heads first taken for tokens.
+            as many heads as tokens, strides of heads first are refused; contiguous heads first are taken for tokens.
             Under autocast q, k and v are cast to its dtype, as by torch's own attention, unless they are fp64.
         k: (batch, local tokens, key/value heads, head dim); query head h reads head h // (query / key/value heads).
         v: (batch, local tokens, key/value heads, value head dim), like k but for the head dim.

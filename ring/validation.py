@@ -114,8 +114,8 @@ def look_heads_first(*tensors: object) -> bool:
 def refuse_heads_first() -> NoReturn:
     """Raise ValueError for tensors of which `look_heads_first` is true."""
     raise ValueError(
-        "q, k and v must be (batch, local tokens, heads, head dim) tensors, got as many heads as tokens and the strides "
-        "of heads first: write q.transpose(1, 2), or q.contiguous() if tokens do come first"
+        "q, k and v must be (batch, local tokens, heads, head dim) tensors, got as many heads as tokens and strides of "
+        "heads first: write q.transpose(1, 2), or q.contiguous() if tokens do come first"
     )
 
 

@@ -130,8 +130,9 @@ def test_gradients_that_were_not_averaged_are_refused(ranks: Ranks, size: float,
 
 
 def _sharded_over_data_alone() -> str:
-    mesh = mesh_of("2x2")
-    layer = fully_shard(nn.Linear(4, 4), mesh=mesh[mesh.mesh_dim_names[0]])
+    mesh, layer = mesh_of("2x2"), nn.Linear(4, 4)
+    assert mesh.mesh_dim_names is not None
+    fully_shard(layer, mesh=mesh[mesh.mesh_dim_names[0]])
     layer(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
     return said(lambda: clip_grad_norm(layer.parameters(), 1.0, mesh))
 

@@ -10,8 +10,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from reference import Pattern, attention, gradients
-from ring import Layout, ring_attention
+from ring import Layout
 from ring.nn import ContextParallel, RingAttention
+from tests.support.attention_cases import plain
 from tests.support.dense_scores import results
 from tests.support.nn_ranks import drawn
 
@@ -47,9 +48,9 @@ def test_heads_first_is_told_from_as_many_tokens() -> None:
     wanted = scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(RingAttention(pattern, ContextParallel(layout))(q, k, v), wanted)
     tokens_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-    torch.testing.assert_close(ring_attention(*tokens_first, pattern, layout).transpose(1, 2), wanted)
+    torch.testing.assert_close(plain(*tokens_first, pattern, layout).transpose(1, 2), wanted)
     with pytest.raises(ValueError, match=r"got as many heads as tokens .* write q.transpose\(1, 2\)"):
-        ring_attention(*(x.transpose(1, 2) for x in tokens_first), pattern, layout)
+        plain(*(x.transpose(1, 2) for x in tokens_first), pattern, layout)
 
 
 def test_sinks_softcap_and_values_of_another_head_dim_are_passed_on() -> None:
