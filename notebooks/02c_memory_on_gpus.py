@@ -20,7 +20,7 @@
 # the same call (accumulators and buffers). All numbers come from the records in `notebooks/data/`.
 
 # %%
-from itertools import cycle
+from itertools import product
 
 import matplotlib.pyplot as plt
 
@@ -52,32 +52,27 @@ for row in gpu:
     )
 
 # %%
-figure, axes = plt.subplots(figsize=(6.5, 3.8))
-kinds = sorted({(row["section"], row["exchange"], row["world"], row["pass"]) for row in gpu})
-for (section, exchange, world, name), colour in zip(kinds, cycle(COLOURS), strict=False):
-    rows = [r for r in gpu if (r["section"], r["exchange"], r["world"], r["pass"]) == (section, exchange, world, name)]
-    rows.sort(key=lambda row: row["tokens"])
-    x = [row["tokens"] for row in rows]
-    axes.loglog(
-        x,
-        [row["peak_bytes"] / MIB for row in rows],
-        "o",
-        color=colour,
-        label=f"{section}, {exchange}, {world} GPUs, {name}",
-    )
-    axes.loglog(x, [row["closed_form_bytes"] / MIB for row in rows], "--", marker="_", color=colour, alpha=0.7)
-    each = [(row["peak_bytes"] / row["tokens"], row["closed_form_bytes"] / row["tokens"]) for row in rows]
-    assert all(late < max(GROWTH * early, form) for (early, _), (late, form) in zip(each, each[1:], strict=False)), (
-        "a longer shard takes no more per token, or less than the closed form"
-    )
-axes.plot([], [], "--", marker="_", color=BLACK, label="closed form")
-axes.set(
-    title="Recorded on GPUs, and the closed form",
-    xlabel="tokens per GPU",
-    ylabel="peak beyond inputs and outputs (MiB)",
-)
-binary_ticks(axes.xaxis)
-axes.legend(fontsize=7)
+PASSES = sorted({row["pass"] for row in gpu})
+figure, panels = plt.subplots(len(SECTIONS), len(PASSES), figsize=(9.5, 6), sharex="row", sharey="row", squeeze=False)
+series = sorted({(row["exchange"], row["world"]) for row in gpu})
+for (section, name), axes in zip(product(SECTIONS, PASSES), panels.flat, strict=True):
+    for (exchange, world), colour in zip(series, COLOURS, strict=False):
+        chosen = [row for row in gpu if (row["section"], row["pass"]) == (section, name)]
+        rows = [row for row in chosen if (row["exchange"], row["world"]) == (exchange, world)]
+        rows.sort(key=lambda row: row["tokens"])
+        x = [row["tokens"] for row in rows]
+        axes.loglog(x, [row["peak_bytes"] / MIB for row in rows], "o", color=colour)
+        axes.loglog(x, [row["closed_form_bytes"] / MIB for row in rows], "--", marker="_", color=colour, alpha=0.7)
+        each = [(row["peak_bytes"] / row["tokens"], row["closed_form_bytes"] / row["tokens"]) for row in rows]
+        assert all(
+            late < max(GROWTH * early, form) for (early, _), (late, form) in zip(each, each[1:], strict=False)
+        ), "a longer shard takes no more per token, or less than the closed form"
+    axes.set(title=f"{section}, {name}", xlabel="tokens per GPU", ylabel="peak beyond in- and outputs (MiB)")
+    binary_ticks(axes.xaxis)
+for (exchange, world), colour in zip(series, COLOURS, strict=False):
+    panels[0, 0].plot([], [], "o", color=colour, label=f"{exchange}, {world} GPU{'s' if world > 1 else ''}")
+panels[0, 0].plot([], [], "--", marker="_", color=BLACK, label="closed form")
+figure.legend(loc="outside lower center", ncols=len(series) + 1)
 plt.show()
 ratios = [row["peak_bytes"] / row["closed_form_bytes"] for row in gpu]
 print(

@@ -65,9 +65,10 @@ def test_the_table_of_peers_is_the_record() -> None:
 # A column of the table of speed, and the rows of the record that it is made of: the best of them is shown.
 COLUMNS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "kernels alone": lambda row: row["method"] == "kernels alone" and row["kernel"] == "fa4",
-    "`ring_attention`, captured": lambda row: row["method"] == "ring_attention" and row["graph"],
-    "not captured": lambda row: row["method"] == "ring_attention" and not row["graph"],
-    "all-to-all (Ulysses)": lambda row: row["method"].startswith("all-to-all"),
+    "ours, `direct`": lambda row: row["method"] == "ring_attention" and row["exchange"] == "direct",
+    "`direct`, not captured": lambda row: COLUMNS["ours, `direct`"](row) and not row["graph"],
+    "ours, `all-to-all`": lambda row: row["method"] == "ring_attention" and row["exchange"] == "all-to-all",
+    "all-to-all by NCCL": lambda row: row["method"].startswith("all-to-all"),
     "ring-flash-attn zigzag": lambda row: row["method"] == "ring-flash-attn zigzag",
     "`context_parallel`": lambda row: row["method"].startswith("torch context_parallel"),
 }
