@@ -54,8 +54,10 @@ def test_a_command_for_gpus_holds(page: Path, command: str, tmp_path: Path) -> N
     words = shlex.split(command)
     start = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
     start |= {"pytest": [sys.executable, "-m", "pytest"]}
-    arguments = start.get(words[0], [str(ROOT / words[0])]) + words[1:]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    of_root = [str(ROOT / word) if (ROOT / word).exists() else word for word in words[1:]]
+    arguments = start.get(words[0], [str(ROOT / words[0])]) + of_root
+    paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     wanted = 1 if page.parent.name == "findings" else 0  # a finding fails
     done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LONG)
     assert done.returncode == wanted, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
