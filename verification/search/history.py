@@ -30,7 +30,7 @@ class EarlierCalls:
             return self.found
         before = self._before()
         if before is None:
-            said = f"no earlier calls were found, in {counted(self.runs, 'run')}, after which it fails again"
+            said = f"in {counted(self.runs, 'run')} no earlier calls were found after which it fails again"
         else:
             said = f"it fails after {counted(len(before), 'earlier call')}, which the record has in `before`"
         said = f"alone on new ranks the example holds; {said}"

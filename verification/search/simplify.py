@@ -113,8 +113,10 @@ def _with_fewer_tokens(case: Any) -> Iterator[Any]:
             yield from _if_valid(case, tokens=tokens, cuts=_cut(case.cuts, tokens))
         return
     merged = [(*documents[:at], sum(documents[at : at + 2]), *documents[at + 2 :]) for at in range(len(documents) - 1)]
-    shorter = (lengths for tokens in totals for lengths in _shorter(documents, tokens, few))
+    shorter = (lengths for tokens in (*totals, case.tokens) for lengths in _shorter(documents, tokens, few))
     for lengths in dict.fromkeys((*shorter, *merged)):
+        if sum(lengths) == case.tokens and len(lengths) >= len(documents):
+            continue
         pattern = replace(case.pattern, documents=lengths)
         yield from _if_valid(case, tokens=sum(lengths), cuts=_cut(case.cuts, sum(lengths)), pattern=pattern)
 

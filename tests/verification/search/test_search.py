@@ -154,11 +154,12 @@ def test_what_a_failure_does_not_need_is_left_out(ranks: GlooBackend, fails: Any
         (lambda documents, n: documents[0] < n // 4, (1, 7)),  # it ends within the first shard
         (lambda documents, n: 1 in documents[1:-1], (1, 1, 2)),
         (lambda documents, n: len(documents) > 2, (1, 1, 2)),
+        (lambda documents, n: documents[-1] == 1 or documents == (1, 1, 2), (3, 1)),
         (lambda documents, n: max(documents) > 4, (8,)),
     ],
 )
 def test_documents_shrink_where_ranks_divide_the_tokens(fails: Any, least: tuple[int, ...]) -> None:
-    case = plain(4, tokens=44, pattern=Pattern.dense(documents=(5, 1, 13, 8, 3, 1, 1, 12)))
+    case = plain(4, tokens=44, pattern=Pattern.dense(documents=(5, 1, 13, 8, 3, 1, 12, 1)))
     shrunk = minimize(
         case, lambda x: x.tokens % 4 == 0 and x.pattern.documents is not None and fails(x.pattern.documents, x.tokens)
     )
