@@ -172,4 +172,7 @@ def save(counterexample: FoundFailure, search: Search, folder: Path) -> CounterE
     experiment = search.experiment
     world, record = experiment.case_of(counterexample.subject).world, experiment.record_of(counterexample.subject)
     broken = experiment.property_of(counterexample.subject, counterexample.failure)
+    before = counterexample.before
+    if before != ():
+        record |= {"before": before and [earlier.record_of(subject) for earlier, subject in before]}
     return save_record(counterexample.failure, broken, world, record, folder, counterexample.backend)

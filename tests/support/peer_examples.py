@@ -62,6 +62,23 @@ def spoiling(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Tensor:
     return out
 
 
+STATE: dict[Any, Any] = {}  # of earlier calls in this process
+
+
+def of_first_call(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
+    return attention(q, k, v, case.softmax_scale, STATE.setdefault(q.shape[2], case.pattern.causal))[0]
+
+
+def worse_later(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
+    STATE[q.shape] = STATE.get(q.shape, 0) + 1
+    return plain(q, k, v, case, group) * (1 if STATE[q.shape] < 3 else 2)
+
+
+def worse_after(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
+    before, STATE["dtype"] = STATE.get("dtype"), q.dtype
+    return plain(q, k, v, case, group) * (2 if (before, q.dtype) == (torch.float64, torch.float32) else 1)
+
+
 class LastCall(torch.autograd.Function):
     """Differentiates the latest call: wrong if another came between forward and backward, as another layer's does."""
 
@@ -152,4 +169,7 @@ claims_raise = replace(sound, claims=lambda case: case.tokens // 0)  # type: ign
 claims_other_world = replace(sound, claims=then(world=lambda case: 2))
 claims_unsettled = replace(sound, claims=then(tokens=lambda case: case.tokens + 1))
 claims_nothing = replace(sound, claims=lambda case: None)
+causal_by_heads = replace(sound, attend=of_first_call)
+worse_at_third = replace(sound, attend=worse_later)
+worse_after_fp64 = replace(sound, attend=worse_after)
 returns_none = replace(sound, attend=lambda *given: None)

@@ -21,7 +21,9 @@ ABOUT = """\
 Runs a saved counter-example again, on as many ranks as it names, and checks it.
 The file may hold a Case, a law with its Case, the problem of real size, a peer
 with its Case, a training run (also of a peer or of your own model), a fault
-with its Case, or a fault of a training or of a file."""
+with its Case, or a fault of a training or of a file. Examples in `before` run
+first. Where it is null, and the example holds, the status is 2: it failed after
+calls that are not known."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
 from pkgutil import resolve_name
@@ -43,6 +43,8 @@ def parse(record: object, attention: str | None = None) -> Saved:
     """
     if not isinstance(record, dict):
         raise ValueError(f"a counter-example must be a JSON object, got {type(record).__name__}")
+    if "before" in record:
+        return _after(record["before"], {name: x for name, x in record.items() if name != "before"}, attention)
     if attention is not None:
         record = _with_attention(record, attention)
     for field, option in (("peer", "--attention"), ("step_peer", "--attention"), ("model", "--model")):
@@ -54,6 +56,18 @@ def parse(record: object, attention: str | None = None) -> Saved:
             )
     reader = next((name for field, name in READERS.items() if field in record), None)
     return SavedExample(EXAMPLES, read_own_case(record), record) if reader is None else resolve_name(reader)(record)
+
+
+def _after(before: object, record: dict[str, Any], attention: str | None) -> Saved:
+    """Return the counter-example of the record with the examples before it, None where these are not known."""
+    saved = parse(record, attention)
+    if not (before is None or isinstance(before, list)) or not isinstance(saved, SavedExample):
+        raise ValueError("before must be null, or a list of examples, in the record of an example")
+    examples = [parse(example, attention) for example in before or ()]
+    earlier = tuple(x for x in examples if isinstance(x, SavedExample) and x.before == () and x.world == saved.world)
+    if len(earlier) < len(examples):
+        raise ValueError(f"an entry of before must be an example on {saved.world} ranks, without a before")
+    return replace(saved, before=None if before is None else earlier, record=saved.record | {"before": before})
 
 
 def _with_attention(record: dict[str, Any], attention: str) -> dict[str, Any]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from verification.failures import Refused, VerificationFailure
+from verification.failures import Refused, VerificationFailure, WrongResult
 from verification.report.counter_example import counter_example
 from verification.report.report import Report
 from verification.run.backends import Backend, Unavailable
 from verification.search.experiment import Experiment, ToolError
+from verification.wording import counted
 
 
 class Saved(Protocol):
@@ -30,6 +32,10 @@ class Saved(Protocol):
         """Check the example on the ranks of the backend, and report the result. file: the saved record."""
 
 
+UNKNOWN = (
+    "it failed when it was found, among other calls on the same ranks, and it may hold now because it needs some of "
+    "these, which the record does not have (before is null), or a certain timing; so it is not known to be mended"
+)
 OWN_ADAPTERS = "verification.peers.adapters."  # these modules may be named by a file
 
 # Field of the record -> function that reads it, or raises ValueError. Imported on use: some are in folders that import
@@ -49,11 +55,13 @@ READERS = {
 
 @dataclass(frozen=True)
 class SavedExample(Saved):
-    """A subject of an experiment, and its record."""
+    """A subject of an experiment, and its record. before: examples that run first on the same ranks; None: the failure
+    needed some that are not known."""
 
     experiment: Experiment
     subject: Any
     record: dict[str, Any]
+    before: tuple[SavedExample, ...] | None = ()
 
     @property
     def world(self) -> int:
@@ -67,9 +75,15 @@ class SavedExample(Saved):
             report.say(f"the Case has device {device!r}; on {backend.name} it runs on {case.device!r}")
         started = time.perf_counter()
         try:
+            for earlier in self.before or ():
+                with suppress(WrongResult):
+                    earlier.experiment.check(backend, earlier.experiment.placed(earlier.subject, backend.device))
             ratios = self.experiment.check(backend, subject)
         except VerificationFailure as failure:
-            self.experiment.add_cause(failure, backend, subject, subject)
+            if self.before == ():
+                self.experiment.add_cause(failure, backend, subject, subject)
+            elif self.before:
+                failure.add_note(f"cause: earlier calls: {counted(len(self.before), 'example')} of `before` ran first")
             title = self.experiment.property_of(subject, failure)
             report.failed(counter_example(failure, title, case.world, self.record, file, backend.name))
         except Unavailable as error:  # such as a peer whose package is not installed; the rest is the ranks' tracebacks
@@ -77,6 +91,8 @@ class SavedExample(Saved):
         except Exception as error:
             raise ToolError(f"{self.experiment.name} of {file}") from error
         else:
+            if self.before is None:
+                raise Unavailable(f"{file} did not fail this time: {UNKNOWN}")
             report.held(case.dtype, ratios, time.perf_counter() - started)
         report.end_world("replay")
 

@@ -63,6 +63,7 @@ class Backend(Protocol):
     prepare: Preparation | None  # set before `start`
     preload: tuple[str, ...]  # modules imported before the ranks are forked; set before `start`
     calls: str | None  # what failures say that the ranks were in; None: the name of the function
+    earlier: list[Any]  # examples that these ranks ran (`verification.search.experiment.Call`); new ranks, a new list
 
     def start(self, world: int) -> None:
         """Start so many ranks, in place of earlier ones. Raises Unavailable."""
@@ -104,6 +105,7 @@ class PoolBackend:
         self._pool: Pool | None = None
         self._warm: int | None = None  # the generation of ranks that was prepared
         self._under_way: tuple[Ticket, CaseLike] | None = None
+        self.earlier: list[Any] = []
 
     def open_pool(self, world: int, joined_by: str = "gloo") -> None:
         self.close()
@@ -137,8 +139,12 @@ class PoolBackend:
             return case, self._pool.collect(ticket, timeout=timeout, last_words=self.last_words)
         except PoolError as error:
             raise Unavailable(str(error)) from error
+        except RankFailure:  # the pool replaces all ranks
+            self.earlier = []
+            raise
 
     def close(self) -> None:
+        self.earlier = []
         if self._pool is not None:
             self._pool.close()
             self._pool = self._warm = None

@@ -84,10 +84,19 @@ class Experiment:
                 failure.add_note(cause)
 
 
+Call = tuple[Experiment, Any]  # a subject that ran, and its experiment
+
+
 @dataclass(frozen=True)
 class FoundFailure:
-    """A failure, the subject that shows it, and the name of the backend on which it does."""
+    """A failure, the subject that shows it, and the name of the backend on which it does.
+
+    earlier  latest calls on its ranks before it
+    before   calls that must precede it on new ranks (`verification.search.history`); None: they are not known
+    """
 
     failure: VerificationFailure
     subject: Any
     backend: str
+    earlier: tuple[Call, ...] = ()
+    before: tuple[Call, ...] | None = ()

@@ -29,6 +29,7 @@ from verification.protocols import CaseLike
 from verification.run.backends import Backend, SimBackend
 from verification.search.diagnose import cause_in
 from verification.search.experiment import Experiment, FoundFailure
+from verification.search.history import EarlierCalls
 from verification.search.shrinking import Shrinking, Signature, check_subject, failure_on, is_costly, signature
 from verification.search.simplify import minimize
 
@@ -42,6 +43,8 @@ SHORT_TIMEOUT, SLOWER = 0.7, 8
 RUN, IDLE_RUNS = 10, 20
 EXPECTED_RUNS = 3  # likewise where nothing held yet, and all failures are expected: each may cost new ranks
 RUNS_ON_FEWER = 6  # on each smaller world size, to find the same failure
+RECENT = 4000  # calls before a failure, out of which those that it needs are sought
+CUT_SHORT = "shrinking was cut short when its time was up: a smaller example may fail in the same way"
 WARM_UP = 5  # first examples, whose time does not count: they import modules and create groups
 
 
@@ -88,6 +91,7 @@ class Search:
     _held: set[str] = field(default_factory=set)  # records that held: neither checked nor counted again
     _reported: list[Signature] = field(default_factory=list)
     _shrinking: Shrinking | None = None
+    _cut_short: bool = False  # shrinking left out examples for lack of time
     _last: float = math.inf  # no example begins after this time, except those of shrinking
     _slowest: float = 0.0
     _goal: float = math.inf
@@ -105,7 +109,10 @@ class Search:
                 last = min(last, time.perf_counter() + min(self.budget, self.others))
                 first = self._shrinking.first
                 smallest = self._on_fewer_ranks(smallest, self._shrinking.backend, seeds)
-                counterexamples.append(self._with_cause(self._confirmed(smallest, first, timeout), first))
+                counterexample = self._with_earlier_calls(self._confirmed(smallest, first, timeout))
+                counterexamples.append(self._with_cause(counterexample, first))
+                if self._cut_short:
+                    counterexample.failure.add_note(CUT_SHORT)
                 self._reported += [signature(self.experiment, counterexample) for counterexample in (first, smallest)]
                 if isinstance(smallest.failure, RankHang):
                     break  # a further search would meet the hang again, each time at the cost of a timeout
@@ -199,12 +206,14 @@ class Search:
             return
         shrinking, started = self._shrinking, time.perf_counter()
         late = started > (self._last if shrinking is None else shrinking.deadline)
+        self._cut_short |= late and shrinking is not None
         if late or (shrinking is None and self.examples >= self._goal):
             return
         backend = self.backend if shrinking is None else shrinking.backend
+        earlier = tuple(backend.earlier[-RECENT:])
         ratios, failure = check_subject(self.experiment, backend, subject)
         if failure is not None:
-            self._note_failure(key, FoundFailure(failure, subject, backend.name), backend, started)
+            self._note_failure(key, FoundFailure(failure, subject, backend.name, earlier), backend, started)
             return self._judge(self._failed[key])
         self._held.add(key)
         if shrinking is None:  # examples of shrinking are not part of the sample
@@ -221,6 +230,7 @@ class Search:
             self.seconds += time.perf_counter() - started
             self.events.met(counterexample.failure)
             budget = self.budget if self.shrinks_hangs or not is_costly(counterexample.failure, backend) else 0.0
+            self._cut_short = False
             self._shrinking = Shrinking.begin(self.experiment, counterexample, backend, self.shrink_backend, budget)
             counterexample = self._shrinking.shown
         self._failed[key] = counterexample
@@ -284,12 +294,27 @@ class Search:
             return FoundFailure(failure, shrunk.subject, self.backend.name)
         return first if shrunk.backend == self.backend.name else shrunk
 
+    def _with_earlier_calls(self, counterexample: FoundFailure) -> FoundFailure:
+        """Add the calls that the failure needs before it, if alone on new ranks it does not show."""
+        elsewhere = self.shrink_backend if counterexample.backend != self.backend.name else None
+        backend = elsewhere or self.backend
+        costly = is_costly(counterexample.failure, backend) and not self.shrinks_hangs
+        if costly or not counterexample.earlier:  # without earlier calls, these ranks were new
+            return counterexample
+        deadline = time.perf_counter() + self.budget
+        counterexample = EarlierCalls(self.experiment, backend, counterexample, deadline).added()
+        self.backend.start(self.world)
+        return counterexample
+
     def _with_cause(self, counterexample: FoundFailure, first: FoundFailure) -> FoundFailure:
-        """Add the cause that the simulation or the experiment names, if any, as a note of the failure (PEP 678)."""
+        """Add the cause that the simulation or the experiment names, if any, as a note of the failure (PEP 678).
+        The experiment explains no failure that needs earlier calls."""
         sim, subject, failure = self.shrink_backend, counterexample.subject, counterexample.failure
         if isinstance(sim, SimBackend) and (cause := cause_in(sim, self.experiment, subject, failure)):
             failure.add_note(cause)
         world = self.experiment.case_of(subject).world
+        if counterexample.before != ():
+            return counterexample
         if world != self.world:
             self.backend.start(world)
         self.experiment.add_cause(failure, self.backend, subject, first.subject)

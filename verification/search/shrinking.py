@@ -20,6 +20,7 @@ def check_subject(
     experiment: Experiment, backend: Backend, subject: Any
 ) -> tuple[dict[str, float], VerificationFailure | None]:
     """Return the ratios of a subject that holds, or its failure. Raises ToolError for any other exception."""
+    backend.earlier.append((experiment, subject))
     try:
         return experiment.check(backend, experiment.placed(subject, backend.device)), None
     except VerificationFailure as failure:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from itertools import accumulate, combinations, pairwise
 from typing import Any, TypeVar
 
 from reference.pattern import Branch, Pattern
@@ -27,6 +28,7 @@ SIMPLEST: dict[str, Any] = {
     "order": "contiguous", "kernel": "auto", "lse": "unused", "values": "normal", "score_scale": 1.0, "batch": 1,
     "head_dim": 1, "value_dim": None, "softcap": None, "sinks": None, "keys": None, "seed": 0,
 }  # fmt: skip
+FEW = 8  # tokens, of which all divisions into up to three documents are tried
 
 
 def minimize(case: C, fails: Callable[[C], bool]) -> C:
@@ -100,19 +102,45 @@ def _simpler_branches(branch: Branch) -> Iterator[Branch]:
 
 
 def _with_fewer_tokens(case: Any) -> Iterator[Any]:
-    """Yield the Case with half the tokens or one token less; with documents, without one of them or with a shorter one.
-    Cuts past the new end move to it."""
-    documents = case.pattern.documents
+    """Yield the Case with fewer tokens, or with two documents merged. Cuts past the new end move to it. All small
+    numbers of tokens are tried: an implementation may support only those that twice the ranks divide."""
+    documents, ranks = case.pattern.documents, len(case.ranks)
+    few = max(2 * ranks, FEW)
+    fewer = {*range(1, few + 1), case.tokens // 2, *(case.tokens - step for step in (2 * ranks, ranks, 1))}
+    totals = sorted(tokens for tokens in fewer if 0 < tokens < case.tokens)
     if documents is None:
-        for tokens in sorted({case.tokens // 2, case.tokens - 1} - {0}):
+        for tokens in totals:
             yield from _if_valid(case, tokens=tokens, cuts=_cut(case.cuts, tokens))
         return
+    merged = [(*documents[:at], sum(documents[at : at + 2]), *documents[at + 2 :]) for at in range(len(documents) - 1)]
+    shorter = (lengths for tokens in (*totals, case.tokens) for lengths in _shorter(documents, tokens, few))
+    for lengths in dict.fromkeys((*shorter, *merged)):
+        if sum(lengths) == case.tokens and len(lengths) >= len(documents):
+            continue
+        pattern = replace(case.pattern, documents=lengths)
+        yield from _if_valid(case, tokens=sum(lengths), cuts=_cut(case.cuts, sum(lengths)), pattern=pattern)
+
+
+def _shorter(documents: tuple[int, ...], tokens: int, few: int) -> Iterator[tuple[int, ...]]:
+    """Yield documents with that many tokens: one, two or three if there are few tokens, and the given ones with one
+    shorter or left out and the rest cut at either end."""
+    for number in range(3 if tokens <= few else 1):
+        for edges in combinations(range(1, tokens), number):
+            yield tuple(end - start for start, end in pairwise((0, *edges, tokens)))
+    excess = sum(documents) - tokens
     for at, length in enumerate(documents):
-        for shorter in ((), *((fewer,) for fewer in sorted({length // 2, length - 1}) if 0 <= fewer < length)):
-            lengths = (*documents[:at], *shorter, *documents[at + 1 :])
-            tokens = sum(lengths)
-            pattern = replace(case.pattern, documents=lengths)
-            yield from _if_valid(case, tokens=tokens, cuts=_cut(case.cuts, tokens), pattern=pattern)
+        before, after = documents[:at], documents[at + 1 :]
+        if length >= excess:
+            yield (*before, *((length - excess,) if length > excess else ()), *after)
+        elif sum(before + after) >= tokens:
+            yield _first(before + after, tokens)
+            yield _first((before + after)[::-1], tokens)[::-1]
+
+
+def _first(documents: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    """Return the documents of the first tokens."""
+    ends = (0, *(min(end, tokens) for end in accumulate(documents)))
+    return tuple(end - start for start, end in pairwise(ends) if end > start)
 
 
 def _simpler_keys(keys: Keys) -> Iterator[Keys]:

@@ -100,6 +100,27 @@ def test_expected_failures_leave_the_verdict(tmp_path: Path, capsys: pytest.Capt
     assert "argument --xfails: line 1 of" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ("causal_by_heads", "worse_at_third", "worse_after_fp64"))
+def test_replays_the_earlier_calls_that_a_failure_needs(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attention, file = f"{EXAMPLES}:{name}", tmp_path / "without.json"
+    assert main(("peers", attention, "--examples", "30", "--seed", "2", "--failures", str(tmp_path))) == 1
+    assert "cause: earlier calls: alone on new ranks the example holds; it fails after" in unbroken(
+        capsys.readouterr().out
+    )
+    for saved in tmp_path.glob("*.json"):
+        assert main(("replay", "--attention", attention, str(saved))) == 1
+    record = json.loads(saved.read_text())
+    assert len(record["before"]) < 4
+    file.write_text(json.dumps(record | {"before": None}))
+    assert main(("replay", "--attention", attention, str(file))) == 2, "not known to be mended"
+    assert "it failed when it was found" in unbroken(capsys.readouterr().err)
+    file.write_text(json.dumps(record | {"before": [record]}))
+    assert main(("replay", "--attention", attention, str(file))) == 2
+    assert "an entry of before must be an example on 1 ranks" in unbroken(capsys.readouterr().err)
+
+
 def test_titles_of_expected_failures(tmp_path: Path) -> None:
     title, file = "nothing selected: 0, -inf", tmp_path / "xfails"
     file.write_text(f"\ufeff{title}\nmine:sound: {title}  # with two colons\n", encoding="utf-8")

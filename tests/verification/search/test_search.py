@@ -118,7 +118,7 @@ def test_a_failure_that_does_not_come_back_is_still_a_failure(ranks: GlooBackend
 
     (found,) = search_with(ranks, fails).explore(40, 1)
     assert str(found.failure) == "values: out is wrong, this once" and found.subject.to_json() == calls[4]
-    assert calls.count(calls[4]) == 1, "a failing example is never run again"
+    assert found.before is None and "alone on new ranks the example holds" in found.failure.__notes__[0]
 
 
 CROWDED = plain(
@@ -146,6 +146,31 @@ def test_what_a_failure_does_not_need_is_left_out(ranks: GlooBackend, fails: Any
     )
     found = search.find(1, "crowded")
     assert found is not None and found.subject == left
+
+
+@pytest.mark.parametrize(
+    "fails, least",
+    [
+        (lambda documents, n: documents[0] < n // 4, (1, 7)),  # it ends within the first shard
+        (lambda documents, n: 1 in documents[1:-1], (1, 1, 2)),
+        (lambda documents, n: len(documents) > 2, (1, 1, 2)),
+        (lambda documents, n: documents[-1] == 1 or documents == (1, 1, 2), (3, 1)),
+        (lambda documents, n: max(documents) > 4, (8,)),
+    ],
+)
+def test_documents_shrink_where_ranks_divide_the_tokens(fails: Any, least: tuple[int, ...]) -> None:
+    case = plain(4, tokens=44, pattern=Pattern.dense(documents=(5, 1, 13, 8, 3, 1, 12, 1)))
+    shrunk = minimize(
+        case, lambda x: x.tokens % 4 == 0 and x.pattern.documents is not None and fails(x.pattern.documents, x.tokens)
+    )
+    assert shrunk.pattern.documents == least
+
+
+def test_says_that_shrinking_was_cut_short(ranks: GlooBackend) -> None:
+    search = search_with(ranks, lambda case: WrongResult("values: out is wrong") if case.tokens > 4 else None)
+    search.budget = 0.0
+    (found,) = search.explore(40, 1)
+    assert "shrinking was cut short" in found.failure.__notes__[-1]
 
 
 @pytest.mark.parametrize("exchange", ("ring+direct", "auto"))
