@@ -20,7 +20,7 @@ from verification.mutants.catalogue import by_name
 from verification.mutants.defect import Defect, Edit
 from verification.mutants.plant import plant
 from verification.peers.peer_experiment import experiment
-from verification.run.backends import GlooBackend, PoolBackend, Preparation, SimBackend
+from verification.run.backends import GlooBackend, PoolBackend, SimBackend
 from verification.training.training_run import TRAINING, TRAINING_PRELOAD
 
 pytestmark = pytest.mark.ranks
@@ -55,8 +55,8 @@ FOUND = {  # by each command
 }  # fmt: skip
 
 
-def check_on(ranks: PoolBackend, command: str, prepare: Preparation | None) -> None:
-    """Check an example of a command."""
+def check_on(ranks: PoolBackend, command: str, sources: dict[str, str]) -> None:
+    """Check an example of a command. sources: of the mistake."""
     with closing(ranks):
         ranks.start(1 if command == "peers" else 2)  # type: ignore[attr-defined]
         if command == "run":
@@ -67,25 +67,25 @@ def check_on(ranks: PoolBackend, command: str, prepare: Preparation | None) -> N
             model = small_model(dim=8, heads=2, kv_heads=2, head_dim=4, positions="rotary")
             TRAINING.check(ranks, small_step(2, model=model))  # type: ignore[arg-type]
         else:
-            run = ModelExperiment(f"tests.support.model_examples:{command.removeprefix('model ')}")
-            run.alone.prepare = prepare or run.alone.prepare
+            run = ModelExperiment(name := f"tests.support.model_examples:{command.removeprefix('model ')}")
+            run.alone.prepare = partial(begin_alone, sources, name) if sources else run.alone.prepare
             with closing(run):
                 run.check(ranks, replace(SMALLEST, world=2, tokens=9, order="zigzag"))  # type: ignore[arg-type]
 
 
-def plant_before_definitions(sources: dict[str, str]) -> None:
+def begin_alone(sources: dict[str, str], model: str) -> None:
     """Prepare the one process of a model, whose `ring` has the mistake too."""
     plant("mistake", sources)
-    import_module("verification.models.model_run").define_ring()
+    import_module("verification.models.model_run").begin_alone(model)
 
 
 def check(command: str, mistake: str | None) -> None:
     if "llama" in command:
         pytest.importorskip("transformers")
-    prepare = partial(plant, "mistake", SOURCES[mistake]) if mistake else None
-    alone = partial(plant_before_definitions, SOURCES[mistake]) if mistake else None
+    sources = SOURCES[mistake] if mistake else {}
+    prepare = partial(plant, "mistake", sources) if sources else None
     preload = TRAINING_PRELOAD if command == "training" else STEP_PRELOAD
-    check_on((SimBackend if command == "run" else GlooBackend)(30.0, prepare, preload), command, alone)
+    check_on((SimBackend if command == "run" else GlooBackend)(30.0, prepare, preload), command, sources)
 
 
 QUICK = ("run", "peers")  # the others take seconds each

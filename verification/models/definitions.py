@@ -28,7 +28,7 @@ def replace_ring() -> None:
     """Replace the functions and methods of `ring` in this process, wherever a module has imported them."""
     originals = {id(getattr(ring.nn, name)): x for name, x in FUNCTIONS.items()} | {id(ring.ring_attention): attend}
     for module in list(sys.modules.values()):
-        for name, value in list(vars(module).items()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
             if id(value) in originals:
                 setattr(module, name, originals[id(value)])
     for owner, name, definition in METHODS:

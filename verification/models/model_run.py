@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -66,7 +67,7 @@ class ModelExperiment:
 
     def __init__(self, name: str, facts: Facts | None = None, only: Sequence[str] = ()) -> None:
         self.name, self.facts, self.only = name, facts, only
-        self.alone = AloneBackend(TIMEOUT, define_ring, STEP_PRELOAD)
+        self.alone = AloneBackend(TIMEOUT, partial(begin_alone, name), STEP_PRELOAD)
         self._before = GlooBackend(TIMEOUT, preload=preload_of(name))  # ranks that save checkpoints
         self._ranks_before = 0
 
@@ -183,11 +184,14 @@ class SavedStepExample(SavedExample):
             raise Unavailable(f"argument --backend: a training step runs on {allowed}, got {backend.name}")
 
 
-def define_ring() -> None:
-    """Prepare the one process."""
-    from verification.models.definitions import replace_ring  # where a test has planted it, that of the edited modules
+def begin_alone(name: str) -> None:
+    """Prepare the one process. Import the user's module here, not in an example, whose time is limited."""
+    # Import both here: after a test has planted a mistake, they are those of the edited project.
+    from verification.models.definitions import replace_ring
+    from verification.models.loading import load
 
     replace_ring()
+    load(name)
 
 
 def preload_of(name: str) -> tuple[str, ...]:
