@@ -20,7 +20,7 @@ from verification.mutants.catalogue import by_name
 from verification.mutants.defect import Defect, Edit
 from verification.mutants.plant import plant
 from verification.peers.peer_experiment import experiment
-from verification.run.backends import GlooBackend, PoolBackend, SimBackend
+from verification.run.backends import GlooBackend, SimBackend
 from verification.training.training_run import TRAINING, TRAINING_PRELOAD
 
 pytestmark = pytest.mark.ranks
@@ -55,37 +55,30 @@ FOUND = {  # by each command
 }  # fmt: skip
 
 
-def check_on(ranks: PoolBackend, command: str, sources: dict[str, str]) -> None:
-    """Check an example of a command. sources: of the mistake."""
-    with closing(ranks):
-        ranks.start(1 if command == "peers" else 2)  # type: ignore[attr-defined]
-        if command == "run":
-            EXAMPLES.check(ranks, plain(2, pattern=CAUSAL, dtype="float64"))  # type: ignore[arg-type]
-        elif command == "peers":
-            experiment("tests.support.peer_examples:of_ring").check(ranks, PLAIN)  # type: ignore[arg-type]
-        elif command == "training":
-            model = small_model(dim=8, heads=2, kv_heads=2, head_dim=4, positions="rotary")
-            TRAINING.check(ranks, small_step(2, model=model))  # type: ignore[arg-type]
-        else:
-            run = ModelExperiment(name := f"tests.support.model_examples:{command.removeprefix('model ')}")
-            run.alone.prepare = partial(begin_alone, sources, name) if sources else run.alone.prepare
-            with closing(run):
-                run.check(ranks, replace(SMALLEST, world=2, tokens=9, order="zigzag"))  # type: ignore[arg-type]
-
-
 def begin_alone(sources: dict[str, str], model: str) -> None:
     """Prepare the one process of a model, whose `ring` has the mistake too."""
     plant("mistake", sources)
     import_module("verification.models.model_run").begin_alone(model)
 
 
-def check(command: str, mistake: str | None) -> None:
-    if "llama" in command:
-        pytest.importorskip("transformers")
-    sources = SOURCES[mistake] if mistake else {}
+def check(command: str, sources: dict[str, str]) -> None:
+    """Check an example of a command. sources: of the mistake."""
     prepare = partial(plant, "mistake", sources) if sources else None
     preload = TRAINING_PRELOAD if command == "training" else STEP_PRELOAD
-    check_on((SimBackend if command == "run" else GlooBackend)(30.0, prepare, preload), command, sources)
+    with closing((SimBackend if command == "run" else GlooBackend)(30.0, prepare, preload)) as ranks:
+        ranks.start(1 if command == "peers" else 2)
+        if command == "run":
+            EXAMPLES.check(ranks, plain(2, pattern=CAUSAL, dtype="float64"))
+        elif command == "peers":
+            experiment("tests.support.peer_examples:of_ring").check(ranks, PLAIN)
+        elif command == "training":
+            model = small_model(dim=8, heads=2, kv_heads=2, head_dim=4, positions="rotary")
+            TRAINING.check(ranks, small_step(2, model=model))
+        else:
+            run = ModelExperiment(name := f"tests.support.model_examples:{command.removeprefix('model ')}")
+            run.alone.prepare = partial(begin_alone, sources, name) if sources else run.alone.prepare
+            with closing(run):
+                run.check(ranks, replace(SMALLEST, world=2, tokens=9, order="zigzag"))
 
 
 QUICK = ("run", "peers")  # the others take seconds each
@@ -98,8 +91,10 @@ CELLS = [
 
 @pytest.mark.parametrize("command, mistake", CELLS)
 def test_a_command_finds_the_mistakes_of_its_row(command: str, mistake: str | None) -> None:
+    if "llama" in command:
+        pytest.importorskip("transformers")
     if mistake is None:
-        return check(command, None)
+        return check(command, {})
     with pytest.raises(VerificationFailure) as caught:
-        check(command, mistake)
+        check(command, SOURCES[mistake])
     assert ("the same sharded as in one process" in str(caught.value)) == (command == "model llama")
