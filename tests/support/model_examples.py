@@ -11,10 +11,24 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from reference.pattern import Pattern
-from ring.nn import ContextParallel, RingAttention, rotary
-from verification.models import Run, Setup, WholeBatch
+from ring import Layout, ring_attention
+from ring.nn import (
+    ContextParallel,
+    LongNetBlock,
+    RingAttention,
+    SelfAttention,
+    batch_mean,
+    cross_entropy,
+    gather,
+    rotary,
+    sequence_logprobs,
+    sequence_mean,
+    sequence_sum,
+    token_mean,
+)
+from verification.models import Part, Run, Setup, WholeBatch
 
-VOCABULARY, DIM, HEADS = 13, 8, 2
+VOCABULARY, DIM, HEADS, CAUSAL = 13, 8, 2, Pattern.dense(causal=True)
 
 
 class Attention(nn.Module):
@@ -23,7 +37,7 @@ class Attention(nn.Module):
     def __init__(self, ranks: bool) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
-        self.inner = RingAttention(Pattern.dense(causal=True)) if ranks else None
+        self.inner = RingAttention(CAUSAL) if ranks else None
 
     def forward(self, x: Tensor, positions: Tensor, context: ContextParallel | None) -> Tensor:
         q, k, v = (y.unflatten(2, (HEADS, -1)) for y in self.qkv(x).chunk(3, -1))  # (B, N, H, D)
@@ -114,7 +128,7 @@ def build_in_fp32(context: ContextParallel | None) -> nn.Module:
     return InFp32(context is not None)
 
 
-def llama(context: ContextParallel | None) -> nn.Module:
+def llama(context: ContextParallel | None, compare: bool = True) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ring.nn.frameworks.transformers import prepare
@@ -125,7 +139,7 @@ def llama(context: ContextParallel | None) -> nn.Module:
             num_key_value_heads=2, max_position_embeddings=64,
         )
     )  # fmt: skip
-    return model if context is None else prepare(model, context.transport)
+    return model if context is None else prepare(model, context.transport if compare else None, compare=compare)
 
 
 class WithinClosure(Setup):
@@ -167,3 +181,43 @@ class PaddingOverwritten(Setup):
             assert held is not None and batch.padding.any()
             run.logits[number] = logits.masked_fill(batch.padding[:, held, None], 0.0), held
         return result
+
+
+class OfRing(Setup):
+    """Modules, functions and losses of `ring.nn` in one process too, without documents."""
+
+    def build(self, context: ContextParallel | None) -> nn.Module:
+        return RingModel()
+
+    def loss(self, model: nn.Module, part: Part, run: Run) -> Tensor:
+        context = part.context or ContextParallel(Layout.contiguous(part.tokens.shape[1], 1))
+        logits = self.logits(model, part, run)
+        loss = cross_entropy(logits, part.labels, run.mesh, labelled=run.labelled)
+        loss = loss + token_mean(logits.square().sum(2), part.labels, run.mesh, labelled=run.labelled)
+        values = sequence_logprobs(logits, part.labels, context) + sequence_mean(context, logits)[:, 0]
+        values = values + gather(context, logits)[:, 1, 0] * sequence_sum(context, logits)[:, 1]
+        counted = run.case.data * run.case.accumulation * run.case.batch
+        return loss + batch_mean(values, context, run.mesh, counted=counted)
+
+
+ring_nn = OfRing()
+
+
+class RingModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
+        self.attention = SelfAttention(DIM, HEADS, CAUSAL, qk_norm=True, sinks=True, softcap=3.0)
+        self.block, self.inner = LongNetBlock(DIM, HEADS, [4, 8], [1, 2]), RingAttention(CAUSAL)
+
+    def forward(self, tokens: Tensor, context: ContextParallel | None = None) -> Tensor:
+        context = context or ContextParallel(Layout.contiguous(tokens.shape[1], 1))
+        x = self.embedding(tokens)
+        x = self.block(x + self.attention(x, context), context)
+        q = rotary(x.unflatten(2, (HEADS, -1)), context.positions)
+        x = self.inner(*[q.transpose(1, 2)] * 3, scale=0.7, context=context).transpose(1, 2)
+        return self.head((x + ring_attention(q, q, q, CAUSAL, context.layout, group=context.transport)).flatten(2))
+
+
+def llama_unchecked(context: ContextParallel | None) -> nn.Module:
+    return llama(context, compare=False)

@@ -12,17 +12,9 @@ from torch.nn.functional import gelu, layer_norm, linear, rms_norm
 from reference import Pattern
 from tests.support import dense_scores
 from tests.support.nn_ranks import TOKENS, context_of, drawn, far, grad_of
-from verification.training.dense.oracle_attention import oracle_attention
+from verification.models.formulas import oracle_attention, rotated
 
 Weights = Mapping[str, Tensor]  # by the names of the module's parameters
-
-
-def llama_rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Turn x (B, N, H, D) as Llama does: the numbers d and d + D / 2 are a complex one."""
-    half = x.shape[-1] // 2
-    angles = positions.double()[:, None] * theta ** (-torch.arange(half).double() / half)  # (N, D / 2)
-    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
-    return torch.cat((turned.real, turned.imag), -1)
 
 
 def self_attention(
@@ -38,11 +30,11 @@ def self_attention(
     if "q_norm.weight" in w:
         q, k = (rms_norm(y, (head_dim,), w[f"{name}_norm.weight"], 1e-6) for name, y in (("q", q), ("k", k)))
     if theta is not None:
-        q, k = (llama_rotary(y, torch.arange(x.shape[1]), theta) for y in (q, k))
+        q, k = (rotated(y, torch.arange(x.shape[1]), theta) for y in (q, k))
     if "sinks" in w or softcap is not None or value_head_dim is not None:
         attended, _ = dense_scores.dense(q, k, v, pattern, softcap=softcap, sinks=w.get("sinks"))
     else:
-        attended = oracle_attention(q, k, v, pattern)
+        attended, _ = oracle_attention(q, k, v, pattern)
     out = _normed(attended.flatten(2), w, "inner_norm")
     return linear(out, w["o_proj.weight"], w.get("o_proj.bias"))
 

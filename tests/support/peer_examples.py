@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ring import Layout, ring_attention
 from verification.case import Case
 from verification.peers import Peer, claims
 from verification.peers.adapters.flash_attn_shim import attention
@@ -128,6 +129,12 @@ def claim(case: Case) -> Case:
     return claims.dense(claims.plain_process(case))
 
 
+def ours(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
+    out = ring_attention(q, k, v, case.pattern, Layout.contiguous(case.tokens, 1), scale=case.softmax_scale)
+    assert isinstance(out, Tensor)
+    return out
+
+
 def then(**changes: Callable[[Case], Any]) -> Callable[[Case], Case]:
     """A claim with these fields changed, each by a function of the Case that is claimed without."""
     return lambda case: replace(claim(case), **{name: change(case) for name, change in changes.items()})
@@ -135,6 +142,7 @@ def then(**changes: Callable[[Case], Any]) -> Callable[[Case], Case]:
 
 in_16_bits = then(dtype=lambda case: "bfloat16", lse=lambda case: "returned")
 sound = Peer("mine", "dense, one process", claim, plain, worlds=(1,))
+of_ring = replace(sound, attend=ours)
 with_scores = replace(sound, claims=claims.takes(*claims.OPTIONAL)(claim), attend=scored)
 drops_sinks = replace(with_scores, attend=lambda q, k, v, case, group, sinks=None: scored(q, k, v, case, group))
 packed = replace(sound, claims=lambda case: claims.packed(claims.plain_process(case)), attend=document_by_document)

@@ -6,6 +6,7 @@ steps          the steps of a rank, and those of the one process
 observation    inputs, outputs and gradients of all modules; first_module: the first one that differs
 precision      fp64 throughout a model
 whole_batch    tokens and labels of a rank and of the one process
+definitions    what the one process computes in place of `ring`; formulas: attention and rotary positions
 model_case, model_checks, model_run, saved_model
 
 `verification.training` checks the project's own models by the same parts:

@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -47,7 +48,8 @@ TIMEOUT = 20.0  # seconds for an example
 
 
 class AloneBackend(PoolBackend):
-    """One process, which computes the expected results while the ranks train."""
+    """One process, which computes the expected results while the ranks train, by definitions in place of `ring`. It
+    imports the user's module after these."""
 
     name = "alone"
 
@@ -65,7 +67,7 @@ class ModelExperiment:
 
     def __init__(self, name: str, facts: Facts | None = None, only: Sequence[str] = ()) -> None:
         self.name, self.facts, self.only = name, facts, only
-        self.alone = AloneBackend(TIMEOUT, preload=preload_of(name))
+        self.alone = AloneBackend(TIMEOUT, partial(begin_alone, name), STEP_PRELOAD)
         self._before = GlooBackend(TIMEOUT, preload=preload_of(name))  # ranks that save checkpoints
         self._ranks_before = 0
 
@@ -180,6 +182,16 @@ class SavedStepExample(SavedExample):
         if backend.name not in STEP_BACKENDS:
             allowed = " or ".join(STEP_BACKENDS)
             raise Unavailable(f"argument --backend: a training step runs on {allowed}, got {backend.name}")
+
+
+def begin_alone(name: str) -> None:
+    """Prepare the one process. Import the user's module here, not in an example, whose time is limited."""
+    # Import both here: after a test has planted a mistake, they are those of the edited project.
+    from verification.models.definitions import replace_ring
+    from verification.models.loading import load
+
+    replace_ring()
+    load(name)
 
 
 def preload_of(name: str) -> tuple[str, ...]:

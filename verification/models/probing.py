@@ -12,6 +12,7 @@ from ring import Layout
 from ring.nn import ContextParallel
 from verification.failures import RankFailure, Refused
 from verification.models.batches import VOCABULARY, global_batch
+from verification.models.definitions import replace_ring
 from verification.models.loading import UserError, built, calling, load, told
 from verification.models.model_case import ModelCase
 from verification.models.observation import TRACED
@@ -75,6 +76,7 @@ SMALLEST = ModelCase(
 
 def facts_of(name: str) -> Facts | str:
     """Task: return the model's Facts, or the reason why it cannot be run."""
+    replace_ring()
     try:
         setup = load(name)
         try:

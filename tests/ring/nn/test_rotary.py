@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ring.nn import rotary
-from tests.support.nn_dense import llama_rotary
 from tests.support.nn_ranks import drawn
+from verification.models.formulas import rotated
 
 X = drawn(0, 2, 5, 3, 8)
 POSITIONS = torch.tensor([0, 3, 1, 1_000_000, 17])
@@ -18,9 +18,9 @@ POSITIONS = torch.tensor([0, 3, 1, 1_000_000, 17])
 @pytest.mark.parametrize("theta", [10000.0, 2.5])
 def test_it_is_llamas(theta: float) -> None:
     found = rotary(X, POSITIONS, theta)
-    torch.testing.assert_close(found, llama_rotary(X, POSITIONS, theta), rtol=0.0, atol=1e-9)  # angles up to 10^6
+    torch.testing.assert_close(found, rotated(X, POSITIONS, theta), rtol=0.0, atol=1e-9)  # angles up to 10^6
     near = rotary(X, POSITIONS % 100, theta)
-    torch.testing.assert_close(near, llama_rotary(X, POSITIONS % 100, theta), rtol=0.0, atol=1e-13)
+    torch.testing.assert_close(near, rotated(X, POSITIONS % 100, theta), rtol=0.0, atol=1e-13)
     each = torch.stack((POSITIONS, POSITIONS.flip(0)))
     assert torch.equal(rotary(X, each.int(), theta)[:1], found[:1])
     assert torch.equal(rotary(X, each, theta)[1:], rotary(X[1:], each[1], theta))

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from verification.models.formulas import oracle_attention, rotated
 from verification.models.noise import Rounded
-from verification.training.dense.oracle_attention import oracle_attention
 from verification.training.training_case import TrainingCase
 from verification.training.training_model import NORM_EPS
 
@@ -106,21 +106,12 @@ def _attention(layer: Layer, weights: Weights, x: Tensor) -> Tensor:
     if model.qk_norm:
         q, k = (_norm(attention.below(f"{name}_norm."), "rms", y, QK_NORM_EPS) for name, y in (("q", q), ("k", k)))
     if model.positions == "rotary":
-        q, k = (weights.rounded(_rotary(y, case.positions(), layer.theta)) for y in (q, k))
-    out = weights.rounded(oracle_attention(q, k, v, case.pattern, model.scale)).flatten(2)  # (S, n, H D)
+        q, k = (weights.rounded(rotated(y, case.positions(), layer.theta)) for y in (q, k))
+    out, _ = oracle_attention(q, k, v, case.pattern, scale=model.scale)  # (S, n, H, D)
+    out = weights.rounded(out).flatten(2)
     if model.subln:
         out = _norm(attention.below("inner_norm."), "layer", out)
     return attention.linear("o_proj", out)
-
-
-def _rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Apply rotary positions (n,). Entries i and i + D / 2 of a head form a complex number, which position p rotates by
-    p * theta ** (-2 i / D) (arXiv 2104.09864, in the order of Llama's published code)."""
-    half = x.shape[3] // 2
-    frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    angles = positions.double()[:, None] * frequencies  # (n, D / 2)
-    rotated = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
-    return torch.cat((rotated.real, rotated.imag), 3)
 
 
 def _norm(weights: Weights, kind: str, x: Tensor, eps: float = NORM_EPS) -> Tensor:
