@@ -11,7 +11,7 @@ from rich.console import Console
 
 from verification.cli.arguments import add_outputs, add_seed, add_world, count, seed_of, write_json
 from verification.faults import fault_run
-from verification.faults.files.file_faults import FILE_FAULTS
+from verification.faults.files import FILE_FAULTS
 from verification.faults.seeded_faults import SeededFaults
 from verification.faults.training_faults import TRAINING_FAULTS
 from verification.report.provenance import processor_run, typed_words
