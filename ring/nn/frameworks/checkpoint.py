@@ -9,7 +9,7 @@ and needs memory for all; each rank reads its parts. A checkpoint holds no layou
 `ContextParallel` handle for the current ranks. DeepSpeed and FairScale have checkpoints of their own.
 
 A checkpoint exists whole or not at all: it is written into a hidden folder, read back, and renamed when all is on the
-disk. manifest.json has a digest of state.pt, which `load` checks first. `load` runs no code that a file names.
+disk. SHA256SUMS has digests of its files, which `load` checks first. `load` runs no code that a file names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import io
-import json
 import math
 import os
 import re
@@ -40,10 +39,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ring.comm.rank_error import described, error_of
 from ring.whole_file import sync_folder, unwritten, write
 
-FORMAT = 2
-_MANIFEST, _STATE, _LOCK = "manifest.json", "state.pt", ".lock"
-_LONGEST = 2**30  # bytes of a manifest
-_HOLDER = 400  # bytes of a lock, which is overwritten in place
+_SUMS, _PROGRESS, _STATE, _LOCK = "SHA256SUMS", "progress.pt", "state.pt", ".lock"
+_HOLDER = re.compile(rb'(process \d+ of [\w.-]+ since [\w:+-]+|{"host": "[\w.-]+", "process": \d+, [\w": +-]+}) *')
 _UNFINISHED = re.compile(r"\.checkpoint-[0-9a-f]{16}\.new")
 _WRAPPERS = re.compile(r"\b(module|_orig_mod|_checkpoint_wrapped_module)\.")
 _locks: set[io.FileIO] = set()
@@ -57,19 +54,18 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer,
     Args:
         folder: new or empty, on a file system that all ranks share. After an error it is as it was.
         model, optimizer: to save.
-        progress: values that JSON gives back as they are: no tuples, no numbers of numpy, no keys but strings.
+        progress: numbers, text, tensors, and containers of them; none of numpy.
 
     Raises:
-        ValueError, TypeError: the folder has files; `load` would refuse a value, or return another; a parameter or a
-            value of the optimizer is NaN or infinite.
+        ValueError: the folder has files; `load` would refuse a value, which is named; a parameter or a value of the
+            optimizer is NaN or infinite.
         OSError: a file cannot be written, named with the free space of its disk.
     """
     folder = Path(folder).absolute()
 
     def begin() -> None:
         for name, value in progress.items():
-            if repr(again := json.loads(json.dumps(value))) != repr(value):
-                raise ValueError(f"{name} must be a value that JSON gives back as it is, got {value!r} for {again!r}")
+            _check_type(f"progress.{name}", value)
         if _rank() == 0 and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ValueError(f"folder must hold no checkpoint and no files, got {folder}: take a new folder for each")
 
@@ -95,19 +91,19 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     """
     folder = Path(folder)
 
-    def begin() -> dict[str, Any]:
+    def begin() -> bytes:
         if not optimizer.state and any(x.grad is not None for group in optimizer.param_groups for x in group["params"]):
             raise ValueError(
                 "optimizer must have no gradients when a checkpoint is loaded into it for the first time: load before "
                 "backward, or call zero_grad()"
             )
-        return _manifest(folder, whole=_rank() == 0)
+        return _checked(folder, (_PROGRESS, _STATE) if _rank() == 0 else (_PROGRESS,))
 
-    manifests, state = _everywhere(begin), _state(model, optimizer)
+    sums, state = _everywhere(begin), _state(model, optimizer)
     own, saved = _places(state), dict[str, Place]()
 
     def read() -> None:
-        if any(manifest["state"] != manifests[0]["state"] for manifest in manifests):
+        if len(set(sums)) > 1:
             raise ValueError(f"folder must hold the same checkpoint on every rank, got different ones in {folder}")
         saved.update(_places(whole := _read(folder / _STATE)))
         _check_kinds(saved, own)
@@ -118,7 +114,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     for name, (container, key) in own.items():
         container[key] = _part(saved[name][0][saved[name][1]], container[key])
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return manifests[_rank()]["progress"]
+    return _read(folder / _PROGRESS)
 
 
 def read_progress(folder: str | Path, whole: bool = False) -> dict[str, Any]:
@@ -129,9 +125,10 @@ def read_progress(folder: str | Path, whole: bool = False) -> dict[str, Any]:
         whole: check the digest of the tensors too.
 
     Raises:
-        ValueError: there is no checkpoint, or its manifest or its tensors are damaged.
+        ValueError: there is no checkpoint, or its progress or its tensors are damaged.
     """
-    return dict(_manifest(Path(folder), whole)["progress"])
+    _checked(Path(folder), (_PROGRESS, _STATE) if whole else (_PROGRESS,))
+    return _read(Path(folder) / _PROGRESS)
 
 
 @contextmanager
@@ -165,17 +162,17 @@ def _take(folder: Path) -> io.FileIO:
         _locks.add(locks[0])
         status = os.fstat(number)
         own = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
-        holder = _holder(os.pread(number, _HOLDER + 1, 0)) if own else None
-        if holder is None:
+        holder = os.pread(number, 1000, 0) if own else b"?"
+        if holder and not _HOLDER.fullmatch(holder):
             raise OSError(f"{file} must be a file that `checkpoint.hold` made, got another: remove it")
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         since = datetime.now(UTC).isoformat(timespec="seconds")
-        text = json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": since})
-        os.pwrite(number, text.ljust(_HOLDER).encode(), 0)
+        os.pwrite(number, f"process {os.getpid()} of {socket.gethostname()} since {since}".ljust(200).encode(), 0)
     except BaseException as error:
         _let_go(locks)
         if isinstance(error, BlockingIOError):
-            raise OSError(f"{folder} is held by {holder}: wait for its end, or name another folder") from None
+            by = holder.decode().strip() or "another process"
+            raise OSError(f"{folder} is held by {by}: wait for its end, or name another folder") from None
         if isinstance(error, OSError) and error.errno:
             raise unwritten(file, error) from error
         raise
@@ -183,15 +180,6 @@ def _take(folder: Path) -> io.FileIO:
         if _UNFINISHED.fullmatch(left.name) and left.is_dir() and not left.is_symlink():
             shutil.rmtree(left, ignore_errors=True)
     return locks[0]
-
-
-def _holder(text: bytes) -> str | None:
-    """Return the holder in the text of a lock; None for a text of others."""
-    try:
-        held = json.loads(text or '{"process": "another"}')  # taken a moment ago
-        return _printable(f"process {held['process']} of {held.get('host')} since {held.get('since')}")
-    except (AttributeError, ValueError, KeyError, TypeError, RecursionError):
-        return None
 
 
 def _let_go(locks: Collection[io.FileIO]) -> None:
@@ -261,20 +249,19 @@ def _part(saved: object, own: object) -> object:
 
 def _write(folder: Path, model: nn.Module, state: dict[str, Any], progress: dict[str, Any]) -> None:
     """Write both files into a folder beside the checkpoint's, read them, and rename it when all is on the disk."""
-    _check_types(state)
+    for name, (container, key) in _places(state).items():
+        _check_type(name, container[key])
     _check_values(model, state)
     new = folder.with_name(f".checkpoint-{secrets.token_hex(8)}.new")
     try:
         new.mkdir(parents=True)
-        with (new / _STATE).open("xb") as stream:
-            torch.save(state, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
+        for name, content in ((_PROGRESS, progress), (_STATE, state)):
+            with (new / name).open("xb") as stream:
+                torch.save(content, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
         _read(new / _STATE)
-        rest = json.dumps({"format": FORMAT, "progress": progress, "state": _entry(new / _STATE)})
-        digest = hashlib.sha256(rest.encode()).hexdigest()
-        write(new / _MANIFEST, f'{{"digest": "{digest}", {rest[1:]}\n')  # syncs the folder too
-        _manifest(new, whole=False)
+        write(new / _SUMS, "".join(_sum(new / name) for name in (_PROGRESS, _STATE)))  # syncs the folder too
         new.rename(folder)
         sync_folder(folder.parent)
         sync_folder(folder.parent.parent)  # the parent may be new
@@ -290,69 +277,51 @@ def _write(folder: Path, model: nn.Module, state: dict[str, Any], progress: dict
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the state in a file, of which the pages are read when they are used. Raises ValueError."""
+    """Return the contents of a file, of which the pages are read when they are used. Raises ValueError."""
     try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        _places(state)
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        if file.name == _STATE:
+            _places(content)
+        return dict(content)
     except Exception as error:  # a pickle may raise whatever it likes
-        raise ValueError(_printable(f"{file} is no state of a checkpoint: {type(error).__name__}: {error}")) from error
-    return dict(state)
+        raise ValueError(_printable(f"{file} is of no checkpoint: {type(error).__name__}: {error}")) from error
 
 
-def _entry(file: Path) -> list[Any]:
-    """Return size and digest of a file."""
+def _sum(file: Path) -> str:
     with file.open("rb") as stream:
-        return [os.fstat(stream.fileno()).st_size, hashlib.file_digest(stream, "sha256").hexdigest()]
+        return f"{hashlib.file_digest(stream, 'sha256').hexdigest()}  {file.name}\n"
 
 
-def _manifest(folder: Path, whole: bool) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, with every field validated, and with the state's digest if whole.
-
-    A digest finds damage. It is no signature: whoever can write the folder can write another manifest.
-    """
-    file, state = folder / _MANIFEST, folder / _STATE
-    if not file.is_file():
-        raise ValueError(f"folder must be a checkpoint of `checkpoint.save`, got {folder}, which has no {_MANIFEST}")
-    with file.open("rb") as stream:
-        content = stream.read(_LONGEST)
-    head, rest = content[:79], b"{" + content[79:-1]  # {"digest": "64 digits", and the other fields
-    try:
-        data = json.loads(rest)
-        if data["format"] != FORMAT:
-            raise ValueError(f"format must be {FORMAT}, got {data['format']!r}: it is of another version")
-        if head + content[-1:] != f'{{"digest": "{hashlib.sha256(rest).hexdigest()}", \n'.encode():
-            raise ValueError("it does not agree with its own digest")
-        if set(data) != {"format", "progress", "state"} or type(data["progress"]) is not dict:
-            raise ValueError("fields must be format, progress and state")
-        size, digest = data["state"]
-        if (type(size), type(digest)) != (int, str):
-            raise ValueError(f"state must be a size and a digest, got {data['state']!r}")
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        reason = f"{file} is no manifest ({type(error).__name__}: {error})"
-        raise ValueError(f"the checkpoint {folder} is damaged: {_printable(reason)}") from error
-    if not state.is_file():
-        raise ValueError(f"the checkpoint {folder} is damaged: {state} is missing")
-    if state.stat().st_size != size or (whole and _entry(state)[1] != digest):
-        raise ValueError(
-            f"the checkpoint {folder} is damaged: {state}, of {state.stat().st_size} bytes, is not the file of "
-            f"{size} bytes that was saved; take an earlier checkpoint"
-        )
-    return dict(data)
+def _checked(folder: Path, names: Collection[str]) -> bytes:
+    """Return the digests of a checkpoint, of which these files have theirs. A digest finds damage. It is no signature:
+    whoever can write the folder can write other digests."""
+    sums = folder / _SUMS
+    if not sums.is_file():
+        raise ValueError(f"folder must be a checkpoint of `checkpoint.save`, got {folder}, which has no {_SUMS}")
+    with sums.open("rb") as stream:
+        text = stream.read(1000)
+    for file in (folder / name for name in names):
+        if not file.is_file():
+            raise ValueError(f"the checkpoint {folder} is damaged: {file} is missing")
+        if _sum(file).encode() not in text.splitlines(keepends=True):
+            raise ValueError(
+                f"the checkpoint {folder} is damaged: {file}, of {file.stat().st_size} bytes, has not the digest in "
+                f"{_SUMS}: take an earlier checkpoint"
+            )
+    return text
 
 
-def _check_types(state: dict[str, Any]) -> None:
+def _check_type(name: str, value: object) -> None:
     """Raise ValueError for what torch would save, but not read without running code."""
-    for name, (container, key) in _places(state).items():
-        if isinstance(value := container[key], Tensor):
-            continue
-        try:
-            content = io.BytesIO()
+    try:
+        content = io.BytesIO()
+        if not isinstance(value, Tensor):
             torch.save(value, content)
             content.seek(0)
             torch.load(content, weights_only=True)
-        except Exception as error:  # a pickle may raise whatever it likes
-            given = f"{value!r} of {type(value)}: write a number of Python for one of numpy"
-            raise ValueError(f"{name} must be a value that torch loads with weights_only=True, got {given}") from error
+    except Exception as error:  # a pickle may raise whatever it likes
+        given = f"{value!r} of {type(value)}: write a number of Python for one of numpy"
+        raise ValueError(f"{name} must be a value that torch loads with weights_only=True, got {given}") from error
 
 
 def _check_values(model: nn.Module, state: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ def nothing(*args: Any, **options: Any) -> None: ...
 
 # What breaks the handling of each kind: an object, its attribute, and the verdict.
 BROKEN: list[tuple[tuple[str, ...], object, str, str]] = [
-    (("flip", "zero", "swap", "cut", "missing"), checkpoint, "_manifest", "silent|misnamed"),
+    (("flip", "zero", "swap", "cut", "missing"), checkpoint, "_checked", "silent|misnamed"),
     (("foreign",), checkpoint, "_check_kinds", "silent|misnamed"),
     (("full", "killed"), shutil, "rmtree", "left behind: "),
     (("held",), fcntl, "flock", "silent: a folder was held twice"),
@@ -93,10 +93,10 @@ def test_each_step_of_a_saving_can_be_its_last(tmp_path: Path) -> None:
     assert last > 12
 
 
-def entry_of_a_copy(file: Path, entry: Any = checkpoint._entry) -> Any:
+def sum_of_a_copy(file: Path, real: Any = checkpoint._sum) -> Any:
     """Put a copy in the place of a file, which is not on the disk."""
     os.replace(shutil.copy(file, file.with_suffix(".copy")), file)
-    return entry(file)
+    return real(file)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def entry_of_a_copy(file: Path, entry: Any = checkpoint._entry) -> Any:
     [
         (checkpoint, "write", Path.write_text),
         (whole_file, "sync_folder", nothing),
-        (checkpoint, "_entry", entry_of_a_copy),
+        (checkpoint, "_sum", sum_of_a_copy),
     ],
 )
 def test_a_saving_without_an_fsync_is_found(
@@ -112,7 +112,7 @@ def test_a_saving_without_an_fsync_is_found(
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(MishandledFault, match="lost: the checkpoint at step"):
-        for last in range(1, 18):
+        for last in range(1, 30):
             checkpoint_faults.killed(random.Random(), tmp_path / str(last), last)
 
 
