@@ -162,10 +162,10 @@ def steps_until_lost(folder: Path, action: Callable[[], object], last: int = 0) 
             os._exit(begun)
         busy = False
 
-    def sync(number: int) -> None:
+    def sync(fd: Any) -> None:
         step("open", (folder,))
-        fsync(number)
-        synced.add(os.fstat(number).st_ino)
+        fsync(fd)
+        synced.add(os.fstat(fd).st_ino)
 
     try:
         torch.set_num_threads(1)  # threads of the parent's pool do not exist here
@@ -176,16 +176,20 @@ def steps_until_lost(folder: Path, action: Callable[[], object], last: int = 0) 
         os._exit(begun)
 
 
-def killed(draw: random.Random, folder: Path, last: int | None = None) -> int:
-    """Save a checkpoint, then remove the one before it, and lose the power between two steps of that: one of both must
-    be whole. Returns the number of steps."""
+def killed(draw: random.Random, folder: Path) -> None:
+    """Lose the power between two steps of a saving, which has 19."""
+    killed_at(folder, draw.randint(1, 20))
+
+
+def killed_at(folder: Path, last: int) -> int:
+    """Save a checkpoint, then remove the one before it, and lose the power before step `last` of that: one of both must
+    be whole. Returns the number of steps that it began."""
     old = Path(shutil.copytree(stock() / "1", folder / "1"))
 
     def save() -> None:
         checkpoint.save(folder / "2", *small_run(), step=2)
         shutil.rmtree(old)
 
-    last = last or draw.randint(1, 20)  # they have 20
     begun = steps_until_lost(folder, save, last)
     with checkpoint.hold(folder):
         names = sorted(path.name for path in folder.iterdir() if path.name != ".lock")

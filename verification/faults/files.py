@@ -134,6 +134,11 @@ def _places(data: Any) -> Iterator[tuple[Any, Any]]:
         yield from _places(data[key])
 
 
+def _huge(file: Path) -> None:
+    file.touch()
+    os.truncate(file, 2**40)
+
+
 MUTATIONS: dict[str, tuple[str, Callable[[random.Random, bytes], bytes]]] = {
     "bits": ("flipped bits", _bits),
     "cut": ("a cut file", lambda draw, text: text[: draw.randrange(len(text))]),
@@ -147,8 +152,7 @@ MUTATIONS: dict[str, tuple[str, Callable[[random.Random, bytes], bytes]]] = {
     "name": ("a name of a module", _raw(lambda draw: json.dumps(draw.choice(NAMES)))),
 }
 SPECIAL: tuple[Callable[[Path], object], ...] = (
-    os.mkfifo, Path.mkdir, Path.touch, lambda file: socket.socket(socket.AF_UNIX).bind(str(file)),
-    lambda file: (file.touch(), os.truncate(file, 2**40)),
+    os.mkfifo, Path.mkdir, Path.touch, lambda file: socket.socket(socket.AF_UNIX).bind(str(file)), _huge,
     *(lambda file, target=target: file.symlink_to(target) for target in ("/dev/zero", "/dev/null", "/dev/tty", "none")),
 )  # fmt: skip
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -100,12 +100,13 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer)
         return _checked(folder, (_PROGRESS, _STATE) if _rank() == 0 else (_PROGRESS,))
 
     sums, state = _everywhere(begin), _state(model, optimizer)
-    own, saved = _places(state), dict[str, Place]()
+    own, saved, progress = _places(state), dict[str, Place](), dict[str, Any]()
 
     def read() -> None:
         if len(set(sums)) > 1:
             raise ValueError(f"folder must hold the same checkpoint on every rank, got different ones in {folder}")
         saved.update(_places(whole := _read(folder / _STATE)))
+        progress.update(_read(folder / _PROGRESS))
         _check_kinds(saved, own)
         if _rank() == 0:
             _check_values(model, whole)
@@ -114,7 +115,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     for name, (container, key) in own.items():
         container[key] = _part(saved[name][0][saved[name][1]], container[key])
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return _read(folder / _PROGRESS)
+    return progress
 
 
 def read_progress(folder: str | Path, whole: bool = False) -> dict[str, Any]:
@@ -215,7 +216,7 @@ def _everywhere(step: Callable[[], Result]) -> list[Result]:
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return both states in containers of their own: torch's are those that the optimizer uses."""
-    parameters, states = get_state_dict(model, optimizer)
+    parameters, states = cast(tuple[dict[str, Any], dict[str, Any]], get_state_dict(model, optimizer))
     known = {name: dict(own) for name, own in states["state"].items()}
     groups = [dict(group) for group in states["param_groups"]]
     return {"model": dict(parameters), "optimizer": {"state": known, "param_groups": groups}}
@@ -260,7 +261,7 @@ def _write(folder: Path, model: nn.Module, state: dict[str, Any], progress: dict
                 torch.save(content, stream)
                 stream.flush()
                 os.fsync(stream.fileno())
-        _read(new / _STATE)
+            _read(new / name)
         write(new / _SUMS, "".join(_sum(new / name) for name in (_PROGRESS, _STATE)))  # syncs the folder too
         new.rename(folder)
         sync_folder(folder.parent)

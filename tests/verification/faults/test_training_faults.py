@@ -88,7 +88,7 @@ def test_what_a_training_loses_or_leaves_behind_is_found(tmp_path: Path) -> None
 
 def test_each_step_of_a_saving_can_be_its_last(tmp_path: Path) -> None:
     last = 1
-    while checkpoint_faults.killed(random.Random(), tmp_path / str(last), last) == last:
+    while checkpoint_faults.killed_at(tmp_path / str(last), last) == last:
         last += 1
     assert last > 12
 
@@ -113,7 +113,7 @@ def test_a_saving_without_an_fsync_is_found(
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(MishandledFault, match="lost: the checkpoint at step"):
         for last in range(1, 30):
-            checkpoint_faults.killed(random.Random(), tmp_path / str(last), last)
+            checkpoint_faults.killed_at(tmp_path / str(last), last)
 
 
 def test_a_default_run_draws_every_kind_in_an_order_of_its_seed() -> None:

@@ -73,8 +73,10 @@ for _ in range(300):
 )
 def test_a_forged_file_runs_nothing_and_prints_no_controls(saved: Path, name: str, content: Any, said: str) -> None:
     forge(saved, name, content)
+    model, optimizer = a_run(2.0)
     with pytest.raises(ValueError, match=said) as refused:
-        checkpoint.load(saved, *a_run())
+        checkpoint.load(saved, model, optimizer)
+    assert all((x == 2.0).all() for x in model.parameters())
     assert str(refused.value).isprintable()
 
 
