@@ -48,7 +48,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_each_step_of_a_writing_can_be_its_last(tmp_path: Path) -> None:
-    """What a kill leaves blocks no later writing, also of a process with the same number."""
+    """Remains of a kill block no later writing, also of a process with the same number."""
     file = tmp_path / ("x" * 255)
     file.write_text("old")
     file.chmod(0o600)

@@ -142,6 +142,9 @@ def hold(folder: str | Path) -> Iterator[None]:
     Args:
         folder: that has, or will have, the folders of the checkpoints; made if it is missing.
 
+    Returns:
+        a context manager, without a value.
+
     Raises:
         OSError: another process holds it, named with its host, number and time; or it cannot be written.
     """
