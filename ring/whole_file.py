@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 def write(file: Path, text: str) -> None:
     """Write a text file, or replace it in one step. A device or a pipe, such as /dev/stdout, is written to as it is.
 
+    A kill may leave a hidden file beside it, `.ring-*.new`, which blocks nothing.
+
     Raises:
         OSError: with the file, the reason and the free space of its disk.
     """
@@ -18,19 +21,23 @@ def write(file: Path, text: str) -> None:
         file.write_text(text)
         return
     target = file.resolve()  # a link stays a link
-    new = target.with_name(f".{target.name}.{os.getpid()}.new")
+    new = target.with_name(f".ring-{secrets.token_hex(8)}.new")  # other threads and hosts have other names
     try:
-        with new.open("x") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        new.replace(target)
+        with new.open("x", encoding="utf-8") as stream:
+            try:
+                stream.write(text)
+                stream.flush()
+                if target.exists():
+                    shutil.copymode(target, new)
+                os.fsync(stream.fileno())
+                new.replace(target)
+            except BaseException:
+                with suppress(OSError):
+                    new.unlink()
+                raise
         sync_folder(target.parent)
     except OSError as error:
         raise unwritten(file, error) from error
-    finally:
-        with suppress(OSError):
-            new.unlink()
 
 
 def unwritten(path: Path, error: BaseException) -> OSError:

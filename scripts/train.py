@@ -20,13 +20,14 @@ import argparse
 import gc
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -43,8 +44,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring import Layout, whole_file
 from ring.nn import ContextParallel, LongNetBlock, clip_grad_norm, cross_entropy, next_tokens, shard_batch
-from ring.nn.frameworks import checkpoint, checkpoint_lock
-from verification.cli.arguments import check_file, check_folder
+from ring.nn.frameworks import checkpoint
+from verification.cli.arguments import check_file, check_folder, count, number
 from verification.run.processes.parent_death import end_with_parent
 
 LAYOUTS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped}
@@ -189,7 +190,7 @@ def kept_options(folder: Path, parser: argparse.ArgumentParser) -> dict[str, Any
     """Return the options of a checkpoint, with all its progress validated. Raises ValueError."""
     progress = checkpoint.read_progress(folder)
     if set(progress) != {"step", "losses", "options"}:
-        raise ValueError(f"{folder} must be a checkpoint of this script, got one with {', '.join(progress) or 'none'}")
+        raise ValueError(f"{folder} must be a checkpoint of this script, got one with {[*progress]}")
     step, losses, options = progress["step"], progress["losses"], progress["options"]
     if type(step) is not int or f"step-{step}" != folder.name:
         raise ValueError(f"step of {folder} must be that of its name, got {step!r}")
@@ -198,7 +199,20 @@ def kept_options(folder: Path, parser: argparse.ArgumentParser) -> dict[str, Any
     types = {name: type(parser.get_default(name)) for name in KEPT} | {"text_digest": str}
     if not isinstance(options, dict) or {name: type(value) for name, value in options.items()} != types:
         raise ValueError(f"options of {folder} must be {', '.join(types)}, got {options!r}")
+    if not all(type(value) is int for name in ("segment_length", "dilated_ratio") for value in options[name]):
+        raise ValueError(f"segment_length and dilated_ratio of {folder} must be integers, got {options!r}")
+    try:
+        parser_of(exit_on_error=False).parse_args([*words_of(options)])  # as if they were typed
+    except argparse.ArgumentError as error:
+        raise ValueError(f"options of {folder}: {error}") from error
     return options
+
+
+def words_of(options: dict[str, Any]) -> Iterator[str]:
+    """Yield the words of a command line with these options."""
+    for name in KEPT:
+        value, option = options[name], f"--{name.replace('_', '-')}"
+        yield from (option, *map(str, value)) if isinstance(value, list) else (f"{option}={value}",)
 
 
 class ActivationMeter:
@@ -230,7 +244,7 @@ def join(options: argparse.Namespace) -> tuple[DeviceMesh, torch.device]:
 def train(options: argparse.Namespace) -> None:
     """Train on this rank."""
     mesh, device = join(options)
-    with checkpoint_lock.hold(options.folder):
+    with checkpoint.hold(options.folder):
         check_last(options)
         train_on(options, mesh, device)
 
@@ -301,29 +315,33 @@ def check(options: argparse.Namespace) -> int:
     return 0 if difference <= BOUND else 1
 
 
-def parser_of(description: str | None = __doc__) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1, help="processes to start, without torchrun")
+def parser_of(description: str | None = __doc__, exit_on_error: bool = True) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, exit_on_error=exit_on_error
+    )
+    parser.add_argument("--ranks", type=count, default=1, help="processes to start, without torchrun")
     parser.add_argument("--data", type=int, default=1, help="data-parallel groups, each with its own batch")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--every", type=int, default=10, help="steps between lines and checkpoints")
+    parser.add_argument("--every", type=count, default=10, help="steps between lines and checkpoints")
     parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in --folder")
     parser.add_argument("--check", action="store_true", help="train on 1 and on 4 ranks, and compare")
     parser.add_argument("--folder", type=Path, default=Path(".training"), help="for checkpoints and pictures")
     parser.add_argument("--json", type=Path, help="file for the losses")
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens per sequence")
-    parser.add_argument("--batch", type=int, default=2, help="sequences per step, over all data groups")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--segment-length", type=int, nargs="+", default=[128, 512, 1024])
-    parser.add_argument("--dilated-ratio", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--tokens", type=count, default=1024, help="tokens per sequence")
+    parser.add_argument("--batch", type=count, default=2, help="sequences per step, over all data groups")
+    parser.add_argument("--layers", type=count, default=4)
+    parser.add_argument("--dim", type=count, default=128)
+    parser.add_argument("--heads", type=count, default=4)
+    parser.add_argument("--segment-length", type=count, nargs="+", default=[128, 512, 1024])
+    parser.add_argument("--dilated-ratio", type=count, nargs="+", default=[1, 2, 4])
     parser.add_argument("--layout", choices=LAYOUTS, default="zigzag")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="bfloat16: by autocast, parameters in fp32")
     parser.add_argument("--text", choices=TEXTS, default="manual", help="Python's manual, or its library's source")
     parser.add_argument("--held-out", type=int, default=0, help="held-out windows at the end of the text")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=number(float, lambda x: 0 < x < math.inf, "a number above 0"), default=1e-3)
+    parser.add_argument(
+        "--seed", type=number(int, lambda x: 0 <= x < 2**32, "an integer from 0 to 2**32 - 1"), default=0
+    )
     return parser
 
 
@@ -384,7 +402,7 @@ def launched(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = 
     folder = parser.parse_args(arguments).folder
     try:
         check_folder("--folder", folder)
-        with checkpoint_lock.hold(folder):
+        with checkpoint.hold(folder):
             options = parse(parser, arguments)
             if not options.check:
                 check_last(options)

@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from ring.nn.frameworks import checkpoint, checkpoint_lock
+from ring.nn.frameworks import checkpoint
 from verification.run.processes.process_tree import alive, descendants
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ROOT = Path(__file__).parents[1]
 SMALL = "--tokens 64 --layers 1 --dim 16 --heads 2 --segment-length 16 64 --dilated-ratio 1 2 --dtype float64"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -59,6 +58,7 @@ def checkpointed(folder: Path, **changes: Any) -> Any:
     options = train.parser_of().parse_args([*SMALL.split(), "--folder", str(folder)])
     model = train.Model(options).double()
     kept = {name: getattr(options, name) for name in train.KEPT} | {"text_digest": train.text_digest(options)}
+    kept |= {name: changes.pop(name) for name in train.KEPT if name in changes}
     progress = {"step": 2, "losses": [5.5, 5.25], "options": kept} | changes
     checkpoint.save(folder / "step-2", model, torch.optim.AdamW(model.parameters()), **progress)
     return train
@@ -104,6 +104,15 @@ def test_other_options_than_those_of_the_checkpoint_are_refused(
         ({"losses": [1.0]}, "must be 2 numbers"),
         ({"losses": [1.0, "x"]}, "must be 2 numbers"),
         ({"options": {"lr": 0.1}}, "must be tokens, batch"),
+        ({"tokens": -64}, "argument --tokens: must be an integer >= 1"),
+        ({"heads": 0}, "argument --heads: must be an integer >= 1"),
+        ({"lr": float("inf")}, "argument --lr: must be a number above 0"),
+        ({"seed": 2**99}, "argument --seed: must be an integer from 0"),
+        ({"dilated_ratio": []}, "argument --dilated-ratio: expected"),
+        ({"segment_length": ["--check"]}, "must be integers"),
+        ({"layout": "--check"}, "argument --layout: invalid choice"),
+        ({"dtype": "float8"}, "argument --dtype: invalid choice"),
+        ({"m\x1b[2J": 1}, r"'m\x1b[2J'"),
         ({"more": 1}, "must be a checkpoint of this script, got one with"),
     ],
 )
@@ -162,7 +171,7 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, start: str, number: int) 
         assert len(pids) == 3
         launcher.send_signal(number)
         assert until(lambda: not alive(pids), 60), alive(pids)
-    with checkpoint_lock.hold(tmp_path):
+    with checkpoint.hold(tmp_path):
         train = importlib.import_module("train")
         last = train.checkpoints(tmp_path)[-1]
         assert train.kept_options(last, train.parser_of())["tokens"] == 64

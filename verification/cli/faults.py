@@ -11,7 +11,7 @@ from rich.console import Console
 
 from verification.cli.arguments import add_outputs, add_seed, add_world, count, seed_of, write_json
 from verification.faults import fault_run
-from verification.faults.files.file_faults import FILE_FAULTS
+from verification.faults.files import FILE_FAULTS
 from verification.faults.seeded_faults import SeededFaults
 from verification.faults.training_faults import TRAINING_FAULTS
 from verification.report.provenance import processor_run, typed_words
@@ -29,7 +29,7 @@ long, at a random post of a random rank over gloo; or a rank that comes after
 the others' timeout. Afterwards all ranks must run again, and the next example
 must be right.
 training: damaged and foreign checkpoints, full disks and folders of others; and
-kills, stops and second trainings of scripts/train.py, one fault in 128.
+kills, stops and second trainings of scripts/train.py, one fault in 32.
 files: mutated records and what is no regular file, read as a replay does, one
 in 64 by the command. Each must be refused in one line with status 2, or read."""
 

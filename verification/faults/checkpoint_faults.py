@@ -1,4 +1,4 @@
-"""Faults of checkpoints, in one process: damaged copies, foreign ones, full disks and folders of others."""
+"""Faults of checkpoints on one rank: damaged copies, foreign ones, full disks, kills, and folders of others."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import os
 import random
 import resource
 import shutil
+import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from ring.nn.frameworks import checkpoint, checkpoint_lock
+from ring.nn.frameworks import checkpoint
 from verification.faults.fault_experiment import MishandledFault
 
 DAMAGE = {
@@ -28,6 +29,7 @@ DAMAGE = {
     "missing": "a missing file",
 }
 _PAGE = 512  # bytes: that of a small disk
+_STEPS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")  # of a saving, besides os.fsync
 Run = tuple[nn.Module, torch.optim.Optimizer]
 
 
@@ -38,11 +40,9 @@ def small_run(width: int = 8, dtype: torch.dtype = torch.float64, momentum: bool
     return model, torch.optim.AdamW(model.parameters())
 
 
-FOREIGN: dict[str, Callable[[], Run]] = {
-    "wide": lambda: small_run(width=9),
-    "float32": lambda: small_run(dtype=torch.float32),
-    "momentum": lambda: small_run(momentum=True),
-}
+FOREIGN: dict[str, dict[str, Any]] = {
+    "wide": {"width": 9}, "float32": {"dtype": torch.float32}, "momentum": {"momentum": True},
+}  # fmt: skip
 
 
 @cache
@@ -51,16 +51,10 @@ def stock() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="ring-checkpoints-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for step in (1, 2):
-        save(folder / str(step), small_run(), step)
-    for name, run in FOREIGN.items():
-        save(folder / name, run(), 1)
+        checkpoint.save(folder / str(step), *small_run(), step=step)
+    for name, options in FOREIGN.items():
+        checkpoint.save(folder / name, *small_run(**options), step=1)
     return folder
-
-
-def save(folder: Path, run: Run, step: int) -> None:
-    with warnings.catch_warnings():  # torch warns of a single process
-        warnings.simplefilter("ignore")
-        checkpoint.save(folder, *run, step=step)
 
 
 def refusal(folder: Path, run: Run) -> str | None:
@@ -69,9 +63,7 @@ def refusal(folder: Path, run: Run) -> str | None:
     Raises MishandledFault if it raised another error, or changed the model before."""
     before = [x.detach().clone() for x in run[0].parameters()]
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            checkpoint.load(folder, *run)
+        checkpoint.load(folder, *run)
     except Exception as error:  # torch raises whatever a damaged file leads to
         if not all(torch.equal(x, y) for x, y in zip(before, run[0].parameters(), strict=True)):
             raise MishandledFault(f"silent: the model was changed by a checkpoint that was refused: {error}") from error
@@ -107,8 +99,7 @@ def damaged_by(kind: str) -> Callable[[random.Random, Path], None]:
         text = refusal(copy, small_run())
         if text is None:
             raise MishandledFault(f"silent: {DAMAGE[kind]}, {file.name}, was loaded")
-        other_manifest = kind == "swap" and file.name == "manifest.json"  # with which no file agrees
-        if str(copy) not in text or (file.name not in text and not other_manifest):
+        if str(copy) not in text or file.name not in text:
             raise MishandledFault(f"misnamed: {DAMAGE[kind]}, {file.name}, got: {text}")
 
     return strike
@@ -117,7 +108,8 @@ def damaged_by(kind: str) -> Callable[[random.Random, Path], None]:
 def foreign(draw: random.Random, folder: Path) -> None:
     """Load a checkpoint into another model, dtype or optimizer, or the other way round."""
     name, forward = draw.choice(sorted(FOREIGN)), draw.random() < 0.5
-    text = refusal(stock() / name, small_run()) if forward else refusal(stock() / "1", FOREIGN[name]())
+    options: dict[str, Any] = {} if forward else FOREIGN[name]
+    text = refusal(stock() / (name if forward else "1"), small_run(**options))
     if text is None or " must have the " not in text:
         raise MishandledFault(f"{'silent' if text is None else 'misnamed'}: a checkpoint of others, {name}, got {text}")
 
@@ -127,7 +119,7 @@ def full_disk(draw: random.Random, folder: Path) -> None:
     most = draw.randrange(max(file.stat().st_size for file in (stock() / "1").iterdir()))
     try:
         with file_limit(most):
-            save(folder / "3", small_run(), 3)
+            checkpoint.save(folder / "3", *small_run(), step=3)
     except OSError as error:
         if str(folder) not in str(error) or "free on its disk" not in str(error):
             raise MishandledFault(f"misnamed: a file beyond {most} bytes, got: {error}") from error
@@ -148,11 +140,71 @@ def file_limit(most: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def steps_until_lost(folder: Path, action: Callable[[], object], last: int = 0) -> int:
+    """Take an action on a folder in a forked process, which loses its power before step `last`, and return the number
+    of the steps that it began. New files without an fsync lose their contents, new folders their names."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    begun, busy, fsync = 0, False, os.fsync
+    synced = {path.stat().st_ino for path in (folder, *folder.rglob("*"))}
+
+    def step(event: str, arguments: Any) -> None:
+        nonlocal begun, busy
+        if busy or event not in _STEPS or not str(arguments[0]).startswith(str(folder)):
+            return
+        begun, busy = begun + 1, True
+        if begun == last:
+            for path in sorted(folder.rglob("*"), reverse=True):
+                if path.parent.stat().st_ino not in synced and path.is_file():
+                    path.unlink()
+                elif path.stat().st_ino not in synced and path.is_file():
+                    os.truncate(path, 0)
+            os._exit(begun)
+        busy = False
+
+    def sync(fd: Any) -> None:
+        step("open", (folder,))
+        fsync(fd)
+        synced.add(os.fstat(fd).st_ino)
+
+    try:
+        torch.set_num_threads(1)  # threads of the parent's pool do not exist here
+        os.fsync = sync
+        sys.addaudithook(step)
+        action()
+    finally:
+        os._exit(begun)
+
+
+def killed(draw: random.Random, folder: Path) -> None:
+    """Lose the power between two steps of a saving, which has 19."""
+    killed_at(folder, draw.randint(1, 20))
+
+
+def killed_at(folder: Path, last: int) -> int:
+    """Save a checkpoint, then remove the one before it, and lose the power before step `last` of that: one of both must
+    be whole. Returns the number of steps that it began."""
+    old = Path(shutil.copytree(stock() / "1", folder / "1"))
+
+    def save() -> None:
+        checkpoint.save(folder / "2", *small_run(), step=2)
+        shutil.rmtree(old)
+
+    begun = steps_until_lost(folder, save, last)
+    with checkpoint.hold(folder):
+        names = sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+    if not names or (text := refusal(folder / names[-1], small_run())) is not None:
+        raise MishandledFault(f"lost: the checkpoint at step {last} of a saving: {text if names else 'there is none'}")
+    if not set(names) <= {"1", "2"}:
+        raise MishandledFault(f"left behind: {', '.join(names)} at step {last} of a saving")
+    return begun
+
+
 def held(draw: random.Random, folder: Path) -> None:
     """Take a folder twice."""
-    with checkpoint_lock.hold(folder):
+    with checkpoint.hold(folder):
         try:
-            with checkpoint_lock.hold(folder):
+            with checkpoint.hold(folder):
                 raise MishandledFault("silent: a folder was held twice")
         except OSError as error:
             if f"held by process {os.getpid()} of " not in str(error):
@@ -163,7 +215,7 @@ def taken(draw: random.Random, folder: Path) -> None:
     """Save where a checkpoint is."""
     copy = Path(shutil.copytree(stock() / "1", folder / "1"))
     try:
-        save(copy, small_run(), 2)
+        checkpoint.save(copy, *small_run(), step=2)
     except ValueError:
         if (text := refusal(copy, small_run())) is not None:
             raise MishandledFault(f"lost: the checkpoint that was there: {text}") from None

@@ -52,12 +52,13 @@ class SeededFaults:
         return {**self.quick, **self.slow}
 
     def drawn(self, seed: int, count: int) -> Iterator[dict[str, Any]]:
-        """Yield the faults of a run: every kind in turn, each with a seed of its own."""
-        seeds = random.Random(seed)
+        """Yield the faults of a run: rounds of every kind in an order of their own, each with a seed of its own."""
+        seeds, left = random.Random(seed), {True: list[str](), False: list[str]()}
         for number in range(count):
-            turn, rest = divmod(number, self.every)
-            kinds, place = (self.quick, number) if rest else (self.slow, turn)
-            yield {"kind": list(kinds)[place % len(kinds)], "seed": seeds.getrandbits(32)}
+            slow = number % self.every == 0
+            kinds = list(self.slow if slow else self.quick)
+            left[slow] = left[slow] or seeds.sample(kinds, len(kinds))
+            yield {"kind": left[slow].pop(), "seed": seeds.getrandbits(32)}
 
     def run(self, report: Report, count: int, seed: int, failures: Path) -> None:
         """Inject `count` faults, save mishandled ones in the folder `failures`, and report the first of each kind.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ring.nn.frameworks import checkpoint_lock, checkpoint_manifest
+from ring.nn.frameworks import checkpoint
 from verification.faults.fault_experiment import MishandledFault
 from verification.run.backends import Unavailable
 from verification.run.processes.process_tree import alive, descendants
@@ -110,14 +110,13 @@ def check_folder(folder: Path, clean: bool) -> None:
     there. clean: True where nothing may be there before, either."""
     if clean and (left := [path.name for path in folder.glob(".*.new")]):
         raise MishandledFault(f"left behind: {', '.join(left)}")
-    with checkpoint_lock.hold(folder):
+    with checkpoint.hold(folder):
         steps = {int(path.name.removeprefix("step-")): path for path in folder.glob("step-*")}
         if not steps:
             raise MishandledFault("lost: the last checkpoint")
         last = steps[max(steps)]
         try:
-            manifest = checkpoint_manifest.read(last)
-            manifest.check_files(last, sorted(manifest.files))
+            checkpoint.read_progress(last, whole=True)
         except ValueError as error:
             raise MishandledFault(f"lost: the last checkpoint: {error}") from error
         if others := {path.name for path in folder.iterdir()} - {".lock", *(path.name for path in steps.values())}:

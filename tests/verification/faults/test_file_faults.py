@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from verification.__main__ import main
+from verification.faults import files
 from verification.faults.fault_experiment import MishandledFault
-from verification.faults.files import mutations, reading
-from verification.faults.files.file_faults import FILE_FAULTS, IN_FORKS
-from verification.faults.files.stock import stock
+from verification.faults.files import FILE_FAULTS, IN_FORKS, stock
 from verification.replay import records, registry, replay
 from verification.run.backends import Unavailable
 
@@ -46,8 +45,8 @@ def test_a_fault_is_handled_by_the_command(tmp_path: Path) -> None:
 
 
 def test_the_same_seed_mutates_alike() -> None:
-    for kind in mutations.MUTATIONS:
-        texts = [mutations.mutated(kind, random.Random(seed)) for seed in (*range(20), *range(20))]
+    for kind in files.MUTATIONS:
+        texts = [files.mutated(kind, random.Random(seed)) for seed in (*range(20), *range(20))]
         assert texts[:20] == texts[20:] and len(set(texts)) > 10
 
 
@@ -71,7 +70,7 @@ def test_a_fault_that_is_mishandled_is_found(
 ) -> None:
     stock()
     monkeypatch.setattr(owner, name, broken)
-    monkeypatch.setattr(reading, "DEADLINE", 2.0)
+    monkeypatch.setattr(files, "DEADLINE", 2.0)
     with pytest.raises(MishandledFault, match=f"(?s){verdict}"):
         for seed in range(30):
             struck(kind, seed, tmp_path / str(seed))
@@ -100,13 +99,13 @@ def test_what_the_command_does_wrong_is_found(
     folder.mkdir()
     (folder / "case.json").write_text("{")
     monkeypatch.setattr(sys, "executable", str(command))
-    monkeypatch.setattr(reading, "COMMAND_DEADLINE", 1.0)
-    monkeypatch.setattr(reading, "ENDED", 1.0)
+    monkeypatch.setattr(files, "COMMAND_DEADLINE", 1.0)
+    monkeypatch.setattr(files, "ENDED", 1.0)
     if verdict is None:
-        reading.replay_by_command(folder / "case.json")
+        files.replay_by_command(folder / "case.json")
     else:
         with pytest.raises(MishandledFault, match=f"(?s){verdict}"):
-            reading.replay_by_command(folder / "case.json")
+            files.replay_by_command(folder / "case.json")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import random
 import shutil
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ring.nn.frameworks import checkpoint, checkpoint_manifest
+from ring import whole_file
+from ring.nn.frameworks import checkpoint
 from verification.__main__ import main
 from verification.faults import checkpoint_faults, training_process
 from verification.faults.fault_experiment import MishandledFault
+from verification.faults.fault_run import COUNT
 from verification.faults.seeded_faults import SeededFaults
 from verification.faults.training_faults import IN_FILES, IN_PROCESSES, TRAINING_FAULTS
 from verification.report.report import Report
@@ -44,9 +47,9 @@ def nothing(*args: Any, **options: Any) -> None: ...
 
 # What breaks the handling of each kind: an object, its attribute, and the verdict.
 BROKEN: list[tuple[tuple[str, ...], object, str, str]] = [
-    (("flip", "zero", "swap", "cut", "missing"), checkpoint_manifest.Manifest, "check_files", "silent|misnamed"),
-    (("foreign",), checkpoint, "_check_tensors", "silent|misnamed"),
-    (("full",), shutil, "rmtree", "left behind: .3."),
+    (("flip", "zero", "swap", "cut", "missing"), checkpoint, "_checked", "silent|misnamed"),
+    (("foreign",), checkpoint, "_check_kinds", "silent|misnamed"),
+    (("full", "killed"), shutil, "rmtree", "left behind: "),
     (("held",), fcntl, "flock", "silent: a folder was held twice"),
     (("taken",), checkpoint, "save", "silent: a checkpoint was saved over another"),
 ]
@@ -69,26 +72,57 @@ def test_what_a_training_loses_or_leaves_behind_is_found(tmp_path: Path) -> None
         training_process.check_folder(tmp_path, clean=True)
     shutil.copytree(checkpoint_faults.stock() / "1", tmp_path / "step-1")
     training_process.check_folder(tmp_path, clean=True)
-    (tmp_path / ".step-2.ab.new").mkdir()
-    with pytest.raises(MishandledFault, match="left behind: .step-2.ab.new"):
+    (tmp_path / ".checkpoint-0123456789abcdef.new").mkdir()
+    with pytest.raises(MishandledFault, match="left behind: .checkpoint-0123456789abcdef.new"):
         training_process.check_folder(tmp_path, clean=True)
     training_process.check_folder(tmp_path, clean=False)  # removed by the next that holds the folder
     (tmp_path / "other").mkdir()
     with pytest.raises(MishandledFault, match="left behind: other"):
         training_process.check_folder(tmp_path, clean=True)
-    (tmp_path / "step-1" / "__0_0.distcp").unlink()
+    (tmp_path / "step-1" / "state.pt").unlink()
     with pytest.raises(MishandledFault, match="lost: the last checkpoint: .* is missing"):
         training_process.check_folder(tmp_path, clean=True)
     with pytest.raises(MishandledFault, match=r"hung: it, for 0.1 s"):
         training_process.wait_for(lambda: False, 0.1, "it")
 
 
-def test_every_kind_is_drawn_and_the_same_again() -> None:
-    faults = list(TRAINING_FAULTS.drawn(3, TRAINING_FAULTS.every * len(IN_PROCESSES)))
-    assert {fault["kind"] for fault in faults} == set(TRAINING_FAULTS.kinds)
-    assert faults == list(TRAINING_FAULTS.drawn(3, len(faults))) and faults != list(
-        TRAINING_FAULTS.drawn(4, len(faults))
-    )
+def test_each_step_of_a_saving_can_be_its_last(tmp_path: Path) -> None:
+    last = 1
+    while checkpoint_faults.killed_at(tmp_path / str(last), last) == last:
+        last += 1
+    assert last > 12
+
+
+def sum_of_a_copy(file: Path, real: Any = checkpoint._sum) -> Any:
+    """Put a copy in the place of a file, which is not on the disk."""
+    os.replace(shutil.copy(file, file.with_suffix(".copy")), file)
+    return real(file)
+
+
+@pytest.mark.parametrize(
+    "owner, name, broken",
+    [
+        (checkpoint, "write", Path.write_text),
+        (whole_file, "sync_folder", nothing),
+        (checkpoint, "_sum", sum_of_a_copy),
+    ],
+)
+def test_a_saving_without_an_fsync_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, broken: object
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(MishandledFault, match="lost: the checkpoint at step"):
+        for last in range(1, 30):
+            checkpoint_faults.killed_at(tmp_path / str(last), last)
+
+
+def test_a_default_run_draws_every_kind_in_an_order_of_its_seed() -> None:
+    runs = [[fault["kind"] for fault in TRAINING_FAULTS.drawn(seed, COUNT)] for seed in range(9)]
+    for kinds, some in ((IN_FILES, 30), (IN_PROCESSES, 1)):
+        assert all(run.count(kind) // some in (1 // some, 1, 2) for run in runs for kind in kinds)
+        assert len({tuple(kind for kind in run if kind in kinds) for run in runs}) == len(runs)
+    faults = list(TRAINING_FAULTS.drawn(3, COUNT))
+    assert faults == list(TRAINING_FAULTS.drawn(3, COUNT))
     assert all(TRAINING_FAULTS.read({"training_fault": fault}).world == 1 for fault in faults)
 
 

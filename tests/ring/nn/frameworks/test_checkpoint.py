@@ -99,10 +99,18 @@ def _take_up(saved_as: str, loaded_as: str, adam: bool, in_use: bool, folder: st
         make_a_step(*loaded)
     checkpoint.save(folder, *saved, **PROGRESS)
     assert checkpoint.load(folder, *loaded) == PROGRESS
+    assert_same(saved, loaded)
+    make_a_step(*saved)  # in its own memory still
+    make_a_step(*loaded)
+    assert_same(saved, loaded, exactly=False)
+
+
+def assert_same(saved: Run, loaded: Run, exactly: bool = True) -> None:
     (ours, our_numbers), (theirs, their_numbers) = held(*saved), held(*loaded)
     assert their_numbers == our_numbers
     assert len(ours) == len(theirs) > 7
-    assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+    for x, y in zip(ours, theirs, strict=True):  # wrappers average gradients in another order
+        torch.testing.assert_close(x, y, rtol=0.0 if exactly else 1e-6, atol=0.0 if exactly else 1e-6)
 
 
 @pytest.mark.parametrize(("saved_as", "loaded_as"), list(zip(WAYS, (*WAYS[2:], *WAYS[:2]), strict=True)))
@@ -164,8 +172,6 @@ def _refuse(folder: Path) -> None:
             checkpoint.load(folder / name, *run)
     with pytest.raises(ValueError, match="folder must hold no checkp"):
         checkpoint.save(folder / "saved", *a_linear())
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        checkpoint.save(folder / "new", *a_linear(), step=torch.int8)
 
 
 def test_what_would_be_read_in_part_is_refused(ranks: Ranks, tmp_path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Faults of saved files: mutated records of every kind, and files that are none, read or replayed."""
