@@ -20,6 +20,7 @@ from ring.estimate.estimates import DEVICES, ORDERS, Estimates, estimate
 from ring.estimate.rates import Rates
 from ring.estimate.tile_seconds import GPU
 from ring.plan.host_groups import AUTO
+from ring.regular_file import read_regular
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_WIDTH = 2**12  # characters of a line in a file
@@ -94,7 +95,10 @@ def pattern_of(given: argparse.Namespace) -> Pattern:
     if (given.segments is None) != (given.dilations is None):
         raise ValueError("--segments and --dilations must be given together")
     if given.pattern is not None:
-        return Pattern.from_dict(json.loads(given.pattern.read_text()))
+        try:
+            return Pattern.from_dict(json.loads(read_regular(given.pattern)))
+        except ValueError as error:
+            raise ValueError(f"--pattern {given.pattern} cannot be read: {error}") from error
     if given.segments is not None:
         return Pattern.longnet(given.segments, given.dilations, given.heads, given.causal)
     return Pattern.dense(given.causal, window=given.window)

@@ -26,6 +26,7 @@ import torch
 from hypothesis import HealthCheck, Phase, find, settings
 from rich.console import Console
 
+from ring.regular_file import MAX_BYTES
 from verification.check.laws import LAWS
 from verification.experiments import EXAMPLES, law_experiment
 from verification.faults.fault_experiment import FAULTS, MishandledFault
@@ -34,7 +35,6 @@ from verification.faults.training_process import environment, wait_for
 from verification.models.strategies import model_cases
 from verification.peers.peer_experiment import LAWS_OF_ANY, experiment, law_of
 from verification.peers.training.step_peer_experiment import step_experiment
-from verification.regular_file import MAX_BYTES
 from verification.replay.replay import replay
 from verification.report.report import Report
 from verification.run.backends import GlooBackend, Unavailable

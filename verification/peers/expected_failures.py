@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from verification.regular_file import read_regular
+from ring.regular_file import read_regular
 
 MAX_SHOWN = 100  # characters of a wrong line
 

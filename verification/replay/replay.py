@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verification.regular_file import read_regular
+from ring.regular_file import read_regular
 from verification.replay.records import parse
 from verification.replay.torchrun_problems import read_torchrun_problem
 from verification.report.report import Report

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern
+from ring.regular_file import MAX_BYTES
 from tests.support.plain_case import plain
 from tests.support.training_cases import small_step
 from verification.__main__ import main
@@ -19,7 +20,6 @@ from verification.case import Case
 from verification.check.laws import LAWS, Law
 from verification.check.laws.refusal_cases import MISTAKES
 from verification.experiments import law_experiment
-from verification.regular_file import MAX_BYTES
 from verification.replay import records
 from verification.replay.registry import SavedExample
 from verification.run.backends import SimBackend, Unavailable

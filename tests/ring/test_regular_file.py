@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ring.estimate.__main__ import main as estimate
+from ring.regular_file import MAX_BYTES, read_regular
 from verification.__main__ import main
-from verification.regular_file import MAX_BYTES, read_regular
 
 
 def test_a_regular_file_is_read_up_to_the_limit(tmp_path: Path) -> None:
@@ -37,3 +38,7 @@ def test_what_is_no_regular_file_is_refused_in_a_line(
             assert main(words) == 2
             error = capsys.readouterr().err
             assert error.count("\n") == 1 and kind in error, error
+        sizes = ("--tokens", "64", "--ranks", "2", "--heads", "1", "--head-dim", "8", "--pattern", kind)
+        with pytest.raises(SystemExit, match="2"):
+            estimate(sizes)
+        assert kind in capsys.readouterr().err.splitlines()[-1]
