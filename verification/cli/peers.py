@@ -108,13 +108,16 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     Raises Unavailable for an unknown name, or a peer to be listed that cannot be loaded, before any output.
     """
     if options.list:
+        names = peer_names(options.names, KNOWN)
         try:
-            peers = [(name, load(name)) for name in peer_names(options.names, KNOWN)]
+            peers = [(name, load(name)) for name in names if not names[name]]
         except Refused as error:
             raise Unavailable(str(error)) from error
         for name, peer in peers:
             sizes = ", ".join(map(str, peer.worlds))
             say(console, f"{name} ({peer.version or 'not installed'}; ranks {sizes}): {peer.supported}")
+        if any(names.values()):
+            raise Unavailable("; ".join(filter(None, names.values())))
         return 0
     if options.backend == "nccl" and options.device == "cpu":
         raise Unavailable("argument --device: nccl joins GPUs; got cpu")
@@ -138,12 +141,18 @@ def case_line(text: str) -> Case:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def peer_names(names: Sequence[str], known: Mapping[str, Any]) -> list[str]:
-    """Return the peers of these names or packages, each once; all without a name. Raises Unavailable."""
-    try:
-        return list(dict.fromkeys(peer for name in names for peer in selected(name, known))) or list(known)
-    except Refused as error:
-        raise Unavailable(str(error)) from error
+def peer_names(names: Sequence[str], known: Mapping[str, Any]) -> dict[str, str]:
+    """Return the peers of these names or packages, each once, all without a name; and names that are no peer's, with
+    the reason. Raises Unavailable if there are only such names."""
+    reasons: dict[str, str] = {}
+    for name in names:
+        try:
+            reasons |= dict.fromkeys(selected(name, known), "")
+        except Refused as error:
+            reasons[name] = str(error)
+    if reasons and all(reasons.values()):
+        raise Unavailable("; ".join(reasons.values()))
+    return reasons or dict.fromkeys(known, "")
 
 
 @dataclass(frozen=True)
@@ -228,18 +237,21 @@ def run_peers(kind: Kind, names: Sequence[str], plan: RunPlan, console: Console,
     outcomes = [
         PeerOutcome(
             name,
+            reason=reason,
             expected={
                 title: 0
                 for title in sorted(expected.get(None, set()) | expected.get(name, set()))
                 if not plan.only or title in plan.only
             },
         )
-        for name in peer_names(names, kind.known)
+        for name, reason in peer_names(names, kind.known).items()
     ]
     say(console, f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
     for outcome in outcomes:
         peer_started = time.perf_counter()
         try:
+            if outcome.reason:
+                raise Refused(outcome.reason)
             _run(kind, outcome, plan, console, options)
         except (Refused, Unavailable, ToolError) as error:  # go on with the next peer
             outcome.reason = str(error)
@@ -333,9 +345,9 @@ def _worlds(peer: Any, plan: RunPlan, options: argparse.Namespace) -> list[int]:
 
 def _summary(kind: Kind, outcomes: Sequence[PeerOutcome], seconds: float, console: Console, verbose: bool) -> None:
     """Print a row per peer, the first counter-example of each, and the verdict."""
-    say(console, f"{'peer':<32}{'version':<12}{'verdict':<16}{'examples':>8}{'seconds':>8}")
+    say(console, f"{'peer':<31} {'version':<12}{'verdict':<16}{'examples':>8}{'seconds':>8}")
     for o in outcomes:
-        say(console, f"{o.name:<32}{o.version or '-':<12}{o.verdict:<16}{o.examples:>8}{o.seconds:>8.1f}")
+        say(console, f"{o.name:<31} {o.version or '-':<12}{o.verdict:<16}{o.examples:>8}{o.seconds:>8.1f}")
     for o in outcomes:
         for number, failure in enumerate(o.failures):
             if not number or verbose:
@@ -353,5 +365,5 @@ def _summary(kind: Kind, outcomes: Sequence[PeerOutcome], seconds: float, consol
     say(console, f"{counted(len(outcomes), 'peer')} in {seconds:.1f} s: {words}")
     if counts[NOT_RUN]:
         program = prog_name(f"{MODULE} {kind.command}")
-        packaged = any(o.verdict == NOT_RUN and ":" not in o.name for o in outcomes)  # others are a user's own module
+        packaged = any(o.verdict == NOT_RUN and o.name in kind.known for o in outcomes)
         print(f"{program}: some peers could not run, see above{'; ' + INSTALL if packaged else ''}", file=sys.stderr)

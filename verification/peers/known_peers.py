@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from verification.failures import Refused
+from verification.module_name import suggested
 from verification.peers.adapters import (
     context_parallel,
     deepspeed_ulysses,
@@ -42,12 +43,11 @@ def selected(name: str, among: Mapping[str, Any] = KNOWN) -> list[str]:
     names = [known for known in among if name in (known, known.partition("/")[0])]
     if names:
         return names
-    if ":" in name and all(part.isidentifier() for part in name.replace(":", ".", 1).split(".")):
+    module, colon, attribute = name.partition(":")
+    if colon and not module.endswith(".py") and all(part.isidentifier() for part in (*module.split("."), attribute)):
         return [name]
-    module = name.removesuffix(".py").removeprefix("./").replace("/", ".")
-    is_module = all(part.isidentifier() for part in module.split("."))
-    close = get_close_matches(name, among, n=3)
-    hint = f"; for a Peer in your module {module} write {module}:NAME, as {module}:adapter" if is_module else ""
+    close, written = get_close_matches(name, among, n=3), suggested(name, "adapter")
+    hint = f"; for a Peer of your own write module:NAME, as {written}" if written else ""
     hint = f", close to it: {' or '.join(close)}" if close else hint
     raise Refused(
         f"argument NAME: {name!r} is no peer{hint}; it must be package.module:adapter, or one of {', '.join(among)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,10 @@ class Peer:
         for field in ("claims", "attend", "prepare"):
             if not callable(getattr(self, field)):
                 raise ValueError(f"{field} is {getattr(self, field)!r}; it must be a function")
+        optional = ("sinks",) if "sinks" in getattr(self.claims, "takes", ()) else ()
+        self._must_take("claims", ("case",))
+        self._must_take("attend", ("q", "k", "v", "case", "group"), optional)
+        self._must_take("prepare", ())
         sizes = self.worlds
         if not isinstance(sizes, tuple) or not sizes or not all(type(w) is int and 0 < w <= MAX_RANKS for w in sizes):
             raise ValueError(f"worlds is {sizes!r}; it must be a tuple of integers from 1 to {MAX_RANKS}")
@@ -83,6 +88,19 @@ class Peer:
         if not isinstance(self.timeout, (int, float)) or not 0 < self.timeout < 86_400:
             raise ValueError(f"timeout is {self.timeout!r}; it must be seconds, more than 0 and less than a day")
         validators.flag("heads_first", self.heads_first)
+
+    def _must_take(self, field: str, positional: Sequence[str], optional: Sequence[str] = ()) -> None:
+        """Raise ValueError for a function that cannot be called with these arguments."""
+        try:
+            signature = inspect.signature(getattr(self, field))
+        except (TypeError, ValueError):  # of a function without one, in C
+            return
+        try:
+            signature.bind(*positional, **dict.fromkeys(optional))
+        except TypeError as error:
+            arguments = ", ".join((*positional, *(f"{name}=None" for name in optional)))
+            written = f"{field} of {self.name!r} has the signature {signature} ({error})"
+            raise ValueError(f"{written}; it must be {field}({arguments})") from None
 
     @property
     def version(self) -> str | None:
