@@ -19,6 +19,13 @@ from verification.run.backends import GlooBackend
 pytestmark = pytest.mark.ranks
 
 SCORED = replace(PLAIN, sinks="some", softcap=2.0, value_dim=3)
+CHANGED = (
+    "autocast on CPUs False -> True", "torch's random numbers", "Python's random numbers", "NumPy's random numbers",
+    "the number of threads 1 -> 2", "the default dtype torch.float32 -> torch.float64",
+    "the precision of fp32 products highest -> medium", "anomaly detection False -> True", "the working directory",
+    "environment variables", "subnormal numbers True -> False",
+)  # fmt: skip
+KEPT = ("tensors? more", "1 tensor more", "autograd nodes? more", "1 thread", "1 open file", "1 child more")
 PACKED = replace(PLAIN, tokens=7, pattern=Pattern.dense(True, (3, 0, 4)))
 
 
@@ -42,7 +49,15 @@ PACKED = replace(PLAIN, tokens=7, pattern=Pattern.dense(True, (3, 0, 4)))
         ("of_last_call", replace(PLAIN, again="pipelined"), "inputs intact, repeatable", "a second run"),
         ("only_in_training", replace(PLAIN, again="no_grad"), "output and lse", "out is"),
         ("only_in_training", replace(PLAIN, again="kv"), "output and lse", "out is"),
-        ("leaves_autocast", PLAIN, "every rank answers", "changed settings of torch: autocast on CPUs False -> True"),
+        *(
+            ("has_side_effects", replace(PLAIN, seed=seed), "every rank answers", f"attend of mine changed .*: {said}")
+            for seed, said in enumerate(CHANGED, 1)
+        ),
+        *(
+            ("has_side_effects", replace(PLAIN, seed=16 * seed), "every rank answers", f"mine leaves .*{said}")
+            for seed, said in enumerate(KEPT, 1)
+        ),
+        ("has_side_effects", replace(PLAIN, seed=12), "every rank answers", "the backward of mine .*torch's random"),
         ("in_integers", PLAIN, "every rank answers", "returned out in int32 with layout strided on cpu; it must be"),
         ("unpacked", PACKED, "output and lse", "out is"),
         ("wrong_lse", PLAIN, "output and lse", "lse is"),
