@@ -16,9 +16,8 @@ from verification.case import Case
 from verification.failures import Malformed
 from verification.peers.jax_arrays import run_jax
 from verification.peers.known_peers import ready
-from verification.peers.leaks import must_keep_nothing
 from verification.peers.peer import Attend, Peer, Results, outputs_of
-from verification.peers.process_settings import left_as_they_were
+from verification.peers.side_effects import left_as_they_were, must_leave_nothing
 from verification.run.observation import Observation
 from verification.run.rank import (
     LEAVES,
@@ -52,7 +51,7 @@ def observe_peer(
     run = run_peer(peer, transport, case, inputs)
     again = run_peer(peer, transport, case, inputs, case.again) if repeat else run
     if repeat and case.seed % SEEDS_PER_LEAK == 0 and peer.arrays == "torch":
-        must_keep_nothing(f"attend of {peer.name}", lambda: run_peer(peer, transport, case, inputs))
+        must_leave_nothing(f"attend of {peer.name}", lambda: run_peer(peer, transport, case, inputs))
     if case.again not in REPEATING:
         results = tuple(x if y is None else y for x, y in zip(run.results, again.results, strict=True))
         run = again = replace(run, results=results)
