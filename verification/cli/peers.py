@@ -46,7 +46,7 @@ from verification.peers.peer_experiment import (
 from verification.peers.peer_rank import prepare
 from verification.peers.probe import probe
 from verification.report.counter_example import CounterExample
-from verification.report.coverage import Coverage
+from verification.report.coverage import NOT_LOOKED_AT, Coverage
 from verification.report.provenance import processor_run, typed_words
 from verification.report.report import Report
 from verification.report.summary import in_full
@@ -213,6 +213,7 @@ class PeerOutcome:
     expected: dict[str, int] = field(default_factory=dict)  # failures by title in --xfails
     inapplicable: list[str] = field(default_factory=list)  # world sizes and laws without subjects
     failures: list[CounterExample] = field(default_factory=list)
+    coverage: Coverage = field(default_factory=Coverage)
 
     def to_dict(self, case_of: str) -> dict[str, Any]:
         """Return JSON with the first counter-example inline, those of other properties under "others"."""
@@ -223,7 +224,8 @@ class PeerOutcome:
         return {
             "name": self.name, "version": self.version, "verdict": self.verdict, "supported": self.supported,
             "examples": self.examples, **failures[0], "others": failures[1:], "expected_failures": self.expected,
-            "does_not_apply": self.inapplicable, "seconds": round(self.seconds, 3),
+            "does_not_apply": self.inapplicable, "largest": self.coverage.largest, "none_had": self.coverage.missing(),
+            "not_looked_at": NOT_LOOKED_AT, "seconds": round(self.seconds, 3),
         }  # fmt: skip
 
 
@@ -279,7 +281,7 @@ def _run(kind: Kind, outcome: PeerOutcome, plan: RunPlan, console: Console, opti
     outcome.version, outcome.supported = peer.version, peer.supported
     say(console, f"{name} {peer.version or ''}: {peer.supported}")
     report = Report(console, verbose=options.verbose)
-    report.coverage = kind.coverage()
+    report.coverage = outcome.coverage = kind.coverage()
     make = NcclBackend if plan.backend == "nccl" else GlooBackend
     timeout = max(kind.timeout, getattr(peer, "timeout", 0.0))
     backend = make(timeout, partial(kind.prepare, name), (*kind.preload, *getattr(peer, "preload", ())))
@@ -356,6 +358,8 @@ def _summary(kind: Kind, outcomes: Sequence[PeerOutcome], seconds: float, consol
                     console.print(line, soft_wrap=True)
             else:
                 say(console, f"{o.name}: also {failure.broken} ({failure.kind}): {failure.cause or failure.file}")
+        if o.coverage.cases:
+            say(console, f"{o.name}: {o.coverage.extent()}")
         if listed := [f"{title} ({count})" for title, count in o.expected.items() if count]:
             say(console, f"{o.name}: failed as --xfails expects: {', '.join(listed)}")
         if unneeded := [title for title, count in o.expected.items() if not count and o.verdict == HELD]:

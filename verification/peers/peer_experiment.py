@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from verification.run.backends import Backend
 from verification.run.observation import Observation
 from verification.search.claim import apply_claim
 from verification.search.experiment import Experiment, ToolError, case_record
-from verification.strategies.cases import cases_of_others
+from verification.strategies.cases import LARGE, cases_of_others, large_cases
 from verification.wording import counted
 
 # The `checks.CHECKS` for any implementation; those of messages, bytes and buffers are for this project's own.
@@ -70,21 +70,26 @@ def experiments(
         device: "cpu" or "cuda".
     """
     checks = [check for check in properties.checks_of(only or TITLES) if check in APPLICABLE]
-    plain = [(experiment(name, device, checks), examples)] if not only or set(only) & set(TITLES) else []
+    large = min(len(LARGE), examples * len(LARGE) // 100)
+    drawn = ((experiment(name, device, checks), examples), (experiment(name, device, checks, large_cases), large))
+    plain = [x for x in drawn if x[1] and (not only or set(only) & set(TITLES))]
     laws = [law for law in LAWS_OF_ANY if law.fewest_ranks <= world and (not only or law.name in only)]
     count = examples if only else math.ceil(examples * LAW_SHARE)
     return plain + [(law_of(name, law, device), min(count, law.most)) for law in laws]
 
 
-def experiment(name: str, device: str = "cpu", checks: Sequence[str] = APPLICABLE) -> Experiment:
+def experiment(
+    name: str, device: str = "cpu", checks: Sequence[str] = APPLICABLE,
+    cases: Callable[[int], SearchStrategy[Case]] = cases_of_others,
+) -> Experiment:  # fmt: skip
     """Return the Experiment with plain examples of the peer of that name. Raises Refused if there is no such Peer."""
     attention = implementation(name, device)
 
     def draw(world: int) -> SearchStrategy[Case]:
-        return cases_of_others(world).map(partial(claimed, attention.claims))
+        return cases(world).map(partial(claimed, attention.claims))
 
     return Experiment(
-        f"peer {load(name).name}", draw, partial(check, attention, checks),
+        f"peer {load(name).name}, {cases.__name__}", draw, partial(check, attention, checks),
         record_of=lambda case: {"peer": name, "case": case_record(case)},
         validate=partial(must_be_claimed, attention), explain=partial(cause_of, name, attention),
     )  # fmt: skip

@@ -59,7 +59,9 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "SDPA's efficient kernels": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     "SDPA's cuDNN kernels": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
     "the current GPU": (partial(_gpu, torch.cuda.current_device), torch.cuda.set_device),
-    "torch's random numbers": (lambda: torch.get_rng_state().tolist(), lambda x: torch.set_rng_state(torch.ByteTensor(x))),
+    "torch's random numbers": (
+        lambda: torch.get_rng_state().tolist(), lambda x: torch.set_rng_state(torch.ByteTensor(x)),
+    ),
     "a GPU's random numbers": (
         partial(_gpu, lambda: torch.cuda.get_rng_state().tolist()),
         lambda x: torch.cuda.set_rng_state(torch.ByteTensor(x)),
@@ -71,7 +73,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "NumPy's handling of errors": (np.geterr, lambda actions: np.seterr(**actions)),
     "garbage collection": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     "the working directory": (os.getcwd, os.chdir),
-    "environment variables": (lambda: {x: os.environ[x] for x in VARIABLES if x in os.environ}, os.environ.update),
+    "environment variables": (lambda: {x: os.environ[x] for x in ENVIRONMENT if x in os.environ}, os.environ.update),
 }  # fmt: skip
 
 
