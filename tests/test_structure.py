@@ -24,7 +24,7 @@ ROAD = (
     "ring.consensus", "ring.all_to_all", "ring.execute", "ring.dispatcher_op", "ring.torch_compile", "ring.attention",
     "ring.nn", "ring",
     "verification.wording", "verification.failures", "verification.protocols", "verification.saved_fields",
-    "verification.regular_file", "verification.module_name", "verification.case",
+    "verification.regular_file", "verification.case",
     "verification.case_line", "verification.strategies", "verification.run",
     "verification.check", "verification.causes", "verification.search", "verification.experiments",
     "verification.report", "verification.problems", "verification.runner", "verification.whole_run",

@@ -109,15 +109,15 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     """
     if options.list:
         names = peer_names(options.names, KNOWN)
+        if wrong := next(filter(None, names.values()), None):
+            raise Unavailable(wrong)
         try:
-            peers = [(name, load(name)) for name in names if not names[name]]
+            peers = [(name, load(name)) for name in names]
         except Refused as error:
             raise Unavailable(str(error)) from error
         for name, peer in peers:
             sizes = ", ".join(map(str, peer.worlds))
             say(console, f"{name} ({peer.version or 'not installed'}; ranks {sizes}): {peer.supported}")
-        if any(names.values()):
-            raise Unavailable("; ".join(filter(None, names.values())))
         return 0
     if options.backend == "nccl" and options.device == "cpu":
         raise Unavailable("argument --device: nccl joins GPUs; got cpu")
@@ -151,7 +151,7 @@ def peer_names(names: Sequence[str], known: Mapping[str, Any]) -> dict[str, str]
         except Refused as error:
             reasons[name] = str(error)
     if reasons and all(reasons.values()):
-        raise Unavailable("; ".join(reasons.values()))
+        raise Unavailable(next(iter(reasons.values())))
     return reasons or dict.fromkeys(known, "")
 
 

@@ -24,7 +24,6 @@ from ring.nn import ContextParallel
 from verification.failures import RankFailure, Refused
 from verification.models.model_case import ModelCase
 from verification.models.setup import Misuse, Setup, described
-from verification.module_name import suggested
 
 OURS = tuple(str(Path(__file__).parents[2] / package) for package in ("verification", "ring"))
 LIBRARIES = ("<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
@@ -53,8 +52,7 @@ def load(name: str) -> Setup:
     """Import `package.module:attribute`. Raises Refused for one that cannot be imported, or is no Setup."""
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), attribute)):
-        written = f", as {suggestion}" if (suggestion := suggested(name, "build")) else ""
-        raise Refused(f"argument NAME: {name!r} is no model; it must be package.module:attribute{written}")
+        raise Refused(f"argument NAME: {name!r} is no model; it must be package.module:attribute")
     import_from_here()
     try:
         imported = importlib.import_module(module)

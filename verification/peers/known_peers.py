@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from verification.failures import Refused
-from verification.module_name import suggested
 from verification.peers.adapters import (
     context_parallel,
     deepspeed_ulysses,
@@ -46,8 +45,12 @@ def selected(name: str, among: Mapping[str, Any] = KNOWN) -> list[str]:
     module, colon, attribute = name.partition(":")
     if colon and not module.endswith(".py") and all(part.isidentifier() for part in (*module.split("."), attribute)):
         return [name]
-    close, written = get_close_matches(name, among, n=3), suggested(name, "adapter")
-    hint = f"; for a Peer of your own write module:NAME, as {written}" if written else ""
+    module = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+    parent, _, last = module.rpartition(".")
+    dotted = f"{parent}:{last} or " if parent and not colon and name == module else ""
+    is_module = all(part.isidentifier() for part in (*module.split("."), attribute or "adapter"))
+    close = get_close_matches(name, among, n=3)
+    hint = f"; for a Peer of your own write {dotted}{module}:{attribute or 'adapter'}" if is_module else ""
     hint = f", close to it: {' or '.join(close)}" if close else hint
     raise Refused(
         f"argument NAME: {name!r} is no peer{hint}; it must be package.module:adapter, or one of {', '.join(among)}"

@@ -75,10 +75,9 @@ class Peer:
         for field in ("claims", "attend", "prepare"):
             if not callable(getattr(self, field)):
                 raise ValueError(f"{field} is {getattr(self, field)!r}; it must be a function")
-        optional = ("sinks",) if "sinks" in getattr(self.claims, "takes", ()) else ()
-        self._must_take("claims", ("case",))
-        self._must_take("attend", ("q", "k", "v", "case", "group"), optional)
-        self._must_take("prepare", ())
+        sinks = ("sinks",) if "sinks" in getattr(self.claims, "takes", ()) else ()
+        for field, names in {"claims": ("case",), "attend": ("q", "k", "v", "case", "group"), "prepare": ()}.items():
+            self._must_take(field, names, sinks if field == "attend" else ())
         sizes = self.worlds
         if not isinstance(sizes, tuple) or not sizes or not all(type(w) is int and 0 < w <= MAX_RANKS for w in sizes):
             raise ValueError(f"worlds is {sizes!r}; it must be a tuple of integers from 1 to {MAX_RANKS}")
@@ -89,18 +88,15 @@ class Peer:
             raise ValueError(f"timeout is {self.timeout!r}; it must be seconds, more than 0 and less than a day")
         validators.flag("heads_first", self.heads_first)
 
-    def _must_take(self, field: str, positional: Sequence[str], optional: Sequence[str] = ()) -> None:
-        """Raise ValueError for a function that cannot be called with these arguments."""
+    def _must_take(self, field: str, names: tuple[str, ...], optional: tuple[str, ...]) -> None:
+        function = getattr(self, field)
         try:
-            signature = inspect.signature(getattr(self, field))
-        except (TypeError, ValueError):  # of a function without one, in C
-            return
-        try:
-            signature.bind(*positional, **dict.fromkeys(optional))
+            inspect.signature(function).bind(*names, **dict.fromkeys(optional))
         except TypeError as error:
-            arguments = ", ".join((*positional, *(f"{name}=None" for name in optional)))
-            written = f"{field} of {self.name!r} has the signature {signature} ({error})"
-            raise ValueError(f"{written}; it must be {field}({arguments})") from None
+            call = f"{field}({', '.join((*names, *(f'{name}=None' for name in optional)))})"
+            raise ValueError(f"{field} is {function!r}; it must be called as {call}: {error}") from None
+        except ValueError:  # a function in C, whose signature is not known
+            return
 
     @property
     def version(self) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,26 +70,25 @@ def experiments(
         device: "cpu" or "cuda".
     """
     checks = [check for check in properties.checks_of(only or TITLES) if check in APPLICABLE]
-    large = min(len(LARGE), examples * len(LARGE) // 100)
-    drawn = ((experiment(name, device, checks), examples), (experiment(name, device, checks, large_cases), large))
-    plain = [x for x in drawn if x[1] and (not only or set(only) & set(TITLES))]
+    plain = [(experiment(name, device, checks), examples)] if not only or set(only) & set(TITLES) else []
+    if plain and (large := min(len(LARGE), examples * len(LARGE) // 100)):
+        own, nearest = plain[0][0], partial(claimed, implementation(name, device).claims)
+        drawn = dataclasses.replace(own, name=f"{own.name}, large", draw=lambda world: large_cases(world).map(nearest))
+        plain.append((drawn, large))
     laws = [law for law in LAWS_OF_ANY if law.fewest_ranks <= world and (not only or law.name in only)]
     count = examples if only else math.ceil(examples * LAW_SHARE)
     return plain + [(law_of(name, law, device), min(count, law.most)) for law in laws]
 
 
-def experiment(
-    name: str, device: str = "cpu", checks: Sequence[str] = APPLICABLE,
-    cases: Callable[[int], SearchStrategy[Case]] = cases_of_others,
-) -> Experiment:  # fmt: skip
+def experiment(name: str, device: str = "cpu", checks: Sequence[str] = APPLICABLE) -> Experiment:
     """Return the Experiment with plain examples of the peer of that name. Raises Refused if there is no such Peer."""
     attention = implementation(name, device)
 
     def draw(world: int) -> SearchStrategy[Case]:
-        return cases(world).map(partial(claimed, attention.claims))
+        return cases_of_others(world).map(partial(claimed, attention.claims))
 
     return Experiment(
-        f"peer {load(name).name}, {cases.__name__}", draw, partial(check, attention, checks),
+        f"peer {load(name).name}", draw, partial(check, attention, checks),
         record_of=lambda case: {"peer": name, "case": case_record(case)},
         validate=partial(must_be_claimed, attention), explain=partial(cause_of, name, attention),
     )  # fmt: skip
@@ -192,18 +191,11 @@ def must_be_claimed(attention: Implementation, case: Case) -> None:
     if nearest is None:
         raise ValueError("the claim returns None for this Case; it must be one that the claim leaves as it is")
     if nearest != case:
-        before, after = _written(case), _written(nearest)
-        changed = [f"{name}={x}, not {before.get(name)}" for name, x in after.items() if x != before.get(name)]
+        before, after = ({**fields, **fields.pop("pattern")} for fields in map(case_record, (case, nearest)))
+        changed = [
+            f"{name}={json.dumps(after[name])}, not {json.dumps(x)}" for name, x in before.items() if x != after[name]
+        ]
         raise ValueError(f"the claim changes {counted(len(changed), 'field')} of the Case: {'; '.join(changed)}")
-
-
-def _written(case: Case) -> dict[str, str]:
-    """Return the fields as `verification.case_line` has them; several branches together."""
-    fields = case_record(case)
-    pattern = fields.pop("pattern")
-    branches = pattern.pop("branches")
-    one = {} if len(branches) > 1 or branches[0].pop("heads") is not None else branches[0]
-    return {name: json.dumps(x) for name, x in {**fields, **pattern, **(one or {"branches": branches})}.items()}
 
 
 def nearest_claimed(peer: Peer, case: Case, device: str = "cpu") -> Case | None:

@@ -21,7 +21,7 @@ from verification.failures import Malformed
 from verification.run.processes.process_tree import descendants
 from verification.wording import counted
 
-VARIABLES = (
+ENVIRONMENT = [
     "MASTER_ADDR",
     "MASTER_PORT",
     "RANK",
@@ -29,7 +29,7 @@ VARIABLES = (
     "LOCAL_RANK",
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
-)
+]
 SHOWN = 80  # characters of a setting's values
 CALLS = 3  # a cache that grows at its first calls is no leak
 _smallest = sys.float_info.min

@@ -419,4 +419,4 @@ class Coverage:
         for group, features in self.groups.items():
             counts = (f"{name.removeprefix(f'{group} ')}: {self.counts[name]}" for name in features)
             lines += paragraph(f"  {group} - " + ", ".join(counts), hanging="    ")
-        return lines + (paragraph(f"  {self.sizes()}") if self.largest else [])
+        return lines
