@@ -145,6 +145,10 @@ def then(**changes: Callable[[Case], Any]) -> Callable[[Case], Case]:
     return lambda case: replace(claim(case), **{name: change(case) for name, change in changes.items()})
 
 
+def off_where(wrong: Callable[[Tensor], bool]) -> Peer:
+    return replace(sound, attend=lambda q, *given: plain(q, *given) * (1.01 if wrong(q) else 1))
+
+
 in_16_bits = then(dtype=lambda case: "bfloat16", lse=lambda case: "returned")
 sound = Peer("mine", "dense, one process", claim, plain, worlds=(1,))
 with_scores = replace(sound, claims=claims.takes(*claims.OPTIONAL)(claim), attend=scored)
@@ -174,6 +178,9 @@ numbers_heads = replace(sound, attend=lambda q, *given: plain(q, *given) * (1 + 
 adds_up_to_more = replace(sound, attend=lambda *given: plain(*given) * 1.001)
 weighs_hidden = replace(sound, attend=lambda q, k, *given: plain(q, k.clamp(min=-1.0), *given))
 hides_nan = replace(sound, attend=lambda q, k, v, *given: plain(q, k, v.nan_to_num(), *given))
+off_beyond_tokens = off_where(lambda q: q.shape[1] > 1024)
+off_beyond_dims = off_where(lambda q: q.shape[3] > 64)
+off_beyond_batches = off_where(lambda q: q.shape[0] > 2)
 number = 7
 needy = replace(sound, package="no-such-distribution", prepare=without_package)
 endless = replace(sound, prepare=waiting)

@@ -350,7 +350,7 @@ OF_CLAIMS = (
     *("fewer keys than queries", "subgroup", "uneven cuts", "empty shard", "lse returned", "lse differentiated"),
     *(f"dtype {dtype}" for dtype in DTYPES),
 )
-NOT_LOOKED_AT = ("memory", "bytes sent", "speed", "files", "warnings")  # of another implementation
+NOT_LOOKED_AT = ("memory", "bytes sent", "speed", "files written", "warnings")  # of another implementation
 SIZES = ("ranks", "data", "context", "tokens", "batch", "heads", "head_dim")  # fields of Cases of any kind
 FEATURES: dict[str, Has] = {name: has for features in GROUPS.values() for name, has in features.items()}
 

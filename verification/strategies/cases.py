@@ -301,7 +301,7 @@ LARGE = (
     "tokens=48 batch=2 heads=16 head_dim=256 dtype=bfloat16",
     "tokens=1060 segment_length=600 dilation_rate=3 head_dim=8",
     "tokens=1100 batch=3 head_dim=16 causal=true documents=1050,0,50 dtype=float16",
-    "tokens=1028 batch=2 heads=2 kv_heads=1 head_dim=72 causal=true order=zigzag",
+    "tokens=1028 heads=2 kv_heads=1 head_dim=72 causal=true order=zigzag",
     "tokens=2100 head_dim=8 lse=returned order=striped",
 )
 

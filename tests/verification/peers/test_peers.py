@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from reference import Pattern
 from tests.support.peer_examples import EXAMPLES
@@ -12,9 +14,11 @@ from tests.support.plain_case import PLAIN
 from verification.case import Case, Keys
 from verification.failures import VerificationFailure
 from verification.peers.known_peers import load
-from verification.peers.peer_experiment import experiment, nearest_claimed
+from verification.peers.peer_experiment import experiment, experiments, nearest_claimed
 from verification.peers.peer_rank import RUNS
+from verification.report.report import Report
 from verification.run.backends import GlooBackend
+from verification.search.search import Search
 
 pytestmark = pytest.mark.ranks
 
@@ -96,6 +100,16 @@ def run(backend: GlooBackend, name: str, case: Case = PLAIN) -> dict[str, float]
 def test_a_sound_one_holds(backend: GlooBackend, name: str, case: Case) -> None:
     ratios = run(backend, name, case)
     assert len(ratios) == 6 and 0 < ratios["gradients"] < 1 and 0 < ratios["output and lse"] < 1
+
+
+@pytest.mark.parametrize("name, least", [("tokens", 1025), ("dims", 65), ("batches", 3)])
+def test_a_fault_of_large_sizes_shrinks_to_its_threshold(backend: GlooBackend, name: str, least: int) -> None:
+    _, (large, count), *_ = experiments(f"{EXAMPLES}:off_beyond_{name}", 1, 100)
+    report = Report(Console(file=io.StringIO()))
+    (found,) = Search(large, backend, report, 1, budget=60.0, others=0.0).explore(count, 0)
+    case = found.subject
+    sizes = {"tokens": case.tokens, "dims": case.head_dim, "batches": case.batch, "heads": case.heads}
+    assert sizes == {"tokens": 1, "dims": 1, "batches": 1, "heads": 1} | {name: least}
 
 
 @pytest.mark.parametrize("name", ("forward_only", "in_numpy"))
