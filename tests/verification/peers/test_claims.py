@@ -149,6 +149,6 @@ def test_a_claim_that_is_none_is_the_adapters_fault() -> None:
     with pytest.raises(ToolError, match="it must be a Case with world 1, or None"):
         nearest_claimed(peer_examples.claims_other_world, plain(1))
     with pytest.raises(ToolError, match=r"gave \[Case.*; it must be a Case .*; it was given Case\(world=1"):
-        nearest_claimed(replace(peer_examples.sound, claims=lambda case: [case]), plain(1))
+        nearest_claimed(replace(peer_examples.sound, claims=lambda case: [case]), plain(1))  # type: ignore[arg-type, return-value]
     with pytest.raises(ToolError, match="changes its own result"):
         nearest_claimed(peer_examples.claims_unsettled, plain(1))
