@@ -82,6 +82,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         suite.close()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for suite in config.stash.get(CONFORMANCE, []):
+        if suite.coverage.cases:
+            terminalreporter.write_line(f"{suite.name}: {suite.coverage.extent()}")
+
+
 class AttentionCollector(pytest.Collector):
     """The tests of one attention, one for each property and law."""
 

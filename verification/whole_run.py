@@ -184,7 +184,7 @@ def _run_alone(connection: Connection, plan: RunPlan, world: int, width: int, ve
     answer: Any
     try:
         _run_world(plan, report, world)
-        coverage = report.coverage.cases, report.coverage.counts
+        coverage = report.coverage.cases, report.coverage.counts, report.coverage.largest
         answer = report.rows, report.failures, report.examples, report.distributed, coverage
     except BaseException as error:
         if not isinstance(error, (Unavailable, KeyboardInterrupt)):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
+import random
+import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,9 +102,34 @@ class LastCall(torch.autograd.Function):
         return *torch.autograd.grad(out, LastCall.inputs, dout), None
 
 
-def leaving_autocast_on(*given: Any) -> Tensor:
-    torch.set_autocast_enabled("cpu", True)
-    return plain(*given)
+KEPT: list[Any] = []
+# Side effects, by the seed of the Case that has them: of multiples of 16 those of repeated calls. Each gets the output.
+SIDE_EFFECTS: dict[int, Callable[[Tensor], object]] = {
+    1: lambda out: torch.set_autocast_enabled("cpu", True),
+    2: lambda out: torch.manual_seed(0),
+    3: lambda out: random.random(),
+    4: lambda out: np.random.seed(0),  # noqa: NPY002
+    5: lambda out: torch.set_num_threads(torch.get_num_threads() + 1),
+    6: lambda out: torch.set_default_dtype(torch.float64),
+    7: lambda out: torch.set_float32_matmul_precision("medium"),
+    8: lambda out: torch.autograd.set_detect_anomaly(True),
+    9: lambda out: os.chdir("/"),
+    10: lambda out: os.environ.update(MASTER_PORT="1"),
+    11: lambda out: torch.set_flush_denormal(True),
+    12: lambda out: out.register_hook(torch.rand_like),
+    16: KEPT.append,
+    32: lambda out: KEPT.append(out.detach()),
+    48: lambda out: KEPT.append(out.grad_fn),
+    64: lambda out: threading.Thread(target=waiting, daemon=True).start(),
+    80: lambda out: KEPT.append(open(os.devnull)),  # noqa: SIM115
+    96: lambda out: KEPT.append(subprocess.Popen(["sleep", "60"])),
+}
+
+
+def with_side_effect(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
+    out = plain(q, k, v, case, group)
+    SIDE_EFFECTS[case.seed](out)
+    return out
 
 
 off = cycle((1, 0))
@@ -140,6 +169,10 @@ def then(**changes: Callable[[Case], Any]) -> Callable[[Case], Case]:
     return lambda case: replace(claim(case), **{name: change(case) for name, change in changes.items()})
 
 
+def off_where(wrong: Callable[[Tensor], bool]) -> Peer:
+    return replace(sound, attend=lambda q, *given: plain(q, *given) * (1.01 if wrong(q) else 1))
+
+
 in_16_bits = then(dtype=lambda case: "bfloat16", lse=lambda case: "returned")
 sound = Peer("mine", "dense, one process", claim, plain, worlds=(1,))
 of_ring = replace(sound, attend=ours)
@@ -155,7 +188,7 @@ of_last_call = replace(sound, attend=lambda q, k, v, case, group: LastCall.apply
 only_in_training = replace(
     sound, attend=lambda *given: plain(*given) * (1 if all(x.requires_grad for x in given[:3]) else 2)
 )
-leaves_autocast = replace(sound, attend=leaving_autocast_on)
+has_side_effects = replace(sound, attend=with_side_effect)
 in_integers = replace(sound, attend=lambda *given: plain(*given).int())
 forgets = replace(sound, claims=in_16_bits, attend=forgetting)
 wide = replace(sound, claims=in_16_bits, attend=lambda *given: tuple(x.float() for x in forgetting(*given)))
@@ -170,6 +203,9 @@ numbers_heads = replace(sound, attend=lambda q, *given: plain(q, *given) * (1 + 
 adds_up_to_more = replace(sound, attend=lambda *given: plain(*given) * 1.001)
 weighs_hidden = replace(sound, attend=lambda q, k, *given: plain(q, k.clamp(min=-1.0), *given))
 hides_nan = replace(sound, attend=lambda q, k, v, *given: plain(q, k, v.nan_to_num(), *given))
+off_beyond_tokens = off_where(lambda q: q.shape[1] > 1024)
+off_beyond_dims = off_where(lambda q: q.shape[3] > 64)
+off_beyond_batches = off_where(lambda q: q.shape[0] > 2)
 number = 7
 needy = replace(sound, package="no-such-distribution", prepare=without_package)
 endless = replace(sound, prepare=waiting)

@@ -10,6 +10,7 @@ from typing import Any
 
 from verification.cli.arguments import MODULE, STATUS, check_outputs, console, prog_name
 from verification.run.backends import Unavailable
+from verification.run.processes.worker import ending_children
 from verification.search.experiment import ToolError
 from verification.wording import printable
 
@@ -59,7 +60,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status (see STATUS)."""
     try:
         check_outputs(options)
-        return int(command_module(options.command).carry_out(options, console()))
+        with ending_children():
+            return int(command_module(options.command).carry_out(options, console()))
     except (Unavailable, OSError) as error:
         print(f"{prog_name()}: error: {printable(str(error))}", file=sys.stderr)
     except SystemExit as error:  # of a user's module; no command raises it

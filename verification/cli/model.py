@@ -12,6 +12,7 @@ from verification.cli import arguments as cli
 from verification.failures import Refused
 from verification.models.model_checks import MODEL_PROPERTIES
 from verification.models.model_run import MODEL_WORLDS, PROFILE, STEP_BACKENDS, run_model
+from verification.report.coverage import NOT_LOOKED_AT
 from verification.report.provenance import processor_run, surroundings, typed_words
 from verification.report.report import Report
 from verification.run.backends import BACKENDS, MAX_RANKS, Unavailable
@@ -59,10 +60,11 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     command = f"python -m verification model {typed_words(sys.argv[2:])}"
     gpus = options.backend == "nccl"
     extras: dict[str, Any] = surroundings("cuda", max(worlds), command) if gpus else processor_run(command)
-    extras |= {"backend": options.backend, "model": options.name, "seed": plan.seed} | (
+    extras |= {"not_looked_at": NOT_LOOKED_AT, "backend": options.backend, "model": options.name, "seed": plan.seed} | (
         {"only": list(only)} if only else {}
     )
     report = Report(console, extras, options.verbose)
+    report.notable.append(f"not looked at: {', '.join(NOT_LOOKED_AT)}")
     report.say(f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
     try:
         run_model(options.name, plan, report)

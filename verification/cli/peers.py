@@ -46,7 +46,7 @@ from verification.peers.peer_experiment import (
 from verification.peers.peer_rank import prepare
 from verification.peers.probe import probe
 from verification.report.counter_example import CounterExample
-from verification.report.coverage import Coverage
+from verification.report.coverage import NOT_LOOKED_AT, Coverage
 from verification.report.provenance import processor_run, typed_words
 from verification.report.report import Report
 from verification.report.summary import in_full
@@ -108,8 +108,11 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     Raises Unavailable for an unknown name, or a peer to be listed that cannot be loaded, before any output.
     """
     if options.list:
+        names = peer_names(options.names, KNOWN)
+        if wrong := next(filter(None, names.values()), None):
+            raise Unavailable(wrong)
         try:
-            peers = [(name, load(name)) for name in peer_names(options.names, KNOWN)]
+            peers = [(name, load(name)) for name in names]
         except Refused as error:
             raise Unavailable(str(error)) from error
         for name, peer in peers:
@@ -138,12 +141,18 @@ def case_line(text: str) -> Case:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def peer_names(names: Sequence[str], known: Mapping[str, Any]) -> list[str]:
-    """Return the peers of these names or packages, each once; all without a name. Raises Unavailable."""
-    try:
-        return list(dict.fromkeys(peer for name in names for peer in selected(name, known))) or list(known)
-    except Refused as error:
-        raise Unavailable(str(error)) from error
+def peer_names(names: Sequence[str], known: Mapping[str, Any]) -> dict[str, str]:
+    """Return the peers of these names or packages, each once, all without a name; and names that are no peer's, with
+    the reason. Raises Unavailable if there are only such names."""
+    reasons: dict[str, str] = {}
+    for name in names:
+        try:
+            reasons |= dict.fromkeys(selected(name, known), "")
+        except Refused as error:
+            reasons[name] = str(error)
+    if reasons and all(reasons.values()):
+        raise Unavailable(next(iter(reasons.values())))
+    return reasons or dict.fromkeys(known, "")
 
 
 @dataclass(frozen=True)
@@ -204,6 +213,7 @@ class PeerOutcome:
     expected: dict[str, int] = field(default_factory=dict)  # failures by title in --xfails
     inapplicable: list[str] = field(default_factory=list)  # world sizes and laws without subjects
     failures: list[CounterExample] = field(default_factory=list)
+    coverage: Coverage = field(default_factory=Coverage)
 
     def to_dict(self, case_of: str) -> dict[str, Any]:
         """Return JSON with the first counter-example inline, those of other properties under "others"."""
@@ -214,7 +224,8 @@ class PeerOutcome:
         return {
             "name": self.name, "version": self.version, "verdict": self.verdict, "supported": self.supported,
             "examples": self.examples, **failures[0], "others": failures[1:], "expected_failures": self.expected,
-            "does_not_apply": self.inapplicable, "seconds": round(self.seconds, 3),
+            "does_not_apply": self.inapplicable, "largest": self.coverage.largest, "none_had": self.coverage.missing(),
+            "not_looked_at": NOT_LOOKED_AT, "seconds": round(self.seconds, 3),
         }  # fmt: skip
 
 
@@ -228,18 +239,21 @@ def run_peers(kind: Kind, names: Sequence[str], plan: RunPlan, console: Console,
     outcomes = [
         PeerOutcome(
             name,
+            reason=reason,
             expected={
                 title: 0
                 for title in sorted(expected.get(None, set()) | expected.get(name, set()))
                 if not plan.only or title in plan.only
             },
         )
-        for name in peer_names(names, kind.known)
+        for name, reason in peer_names(names, kind.known).items()
     ]
     say(console, f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
     for outcome in outcomes:
         peer_started = time.perf_counter()
         try:
+            if outcome.reason:
+                raise Refused(outcome.reason)
             _run(kind, outcome, plan, console, options)
         except (Refused, Unavailable, ToolError) as error:  # go on with the next peer
             outcome.reason = str(error)
@@ -267,7 +281,7 @@ def _run(kind: Kind, outcome: PeerOutcome, plan: RunPlan, console: Console, opti
     outcome.version, outcome.supported = peer.version, peer.supported
     say(console, f"{name} {peer.version or ''}: {peer.supported}")
     report = Report(console, verbose=options.verbose)
-    report.coverage = kind.coverage()
+    report.coverage = outcome.coverage = kind.coverage()
     make = NcclBackend if plan.backend == "nccl" else GlooBackend
     timeout = max(kind.timeout, getattr(peer, "timeout", 0.0))
     backend = make(timeout, partial(kind.prepare, name), (*kind.preload, *getattr(peer, "preload", ())))
@@ -333,9 +347,9 @@ def _worlds(peer: Any, plan: RunPlan, options: argparse.Namespace) -> list[int]:
 
 def _summary(kind: Kind, outcomes: Sequence[PeerOutcome], seconds: float, console: Console, verbose: bool) -> None:
     """Print a row per peer, the first counter-example of each, and the verdict."""
-    say(console, f"{'peer':<32}{'version':<12}{'verdict':<16}{'examples':>8}{'seconds':>8}")
+    say(console, f"{'peer':<31} {'version':<12}{'verdict':<16}{'examples':>8}{'seconds':>8}")
     for o in outcomes:
-        say(console, f"{o.name:<32}{o.version or '-':<12}{o.verdict:<16}{o.examples:>8}{o.seconds:>8.1f}")
+        say(console, f"{o.name:<31} {o.version or '-':<12}{o.verdict:<16}{o.examples:>8}{o.seconds:>8.1f}")
     for o in outcomes:
         for number, failure in enumerate(o.failures):
             if not number or verbose:
@@ -344,6 +358,8 @@ def _summary(kind: Kind, outcomes: Sequence[PeerOutcome], seconds: float, consol
                     console.print(line, soft_wrap=True)
             else:
                 say(console, f"{o.name}: also {failure.broken} ({failure.kind}): {failure.cause or failure.file}")
+        if o.coverage.cases:
+            say(console, f"{o.name}: {o.coverage.extent()}")
         if listed := [f"{title} ({count})" for title, count in o.expected.items() if count]:
             say(console, f"{o.name}: failed as --xfails expects: {', '.join(listed)}")
         if unneeded := [title for title, count in o.expected.items() if not count and o.verdict == HELD]:
@@ -353,5 +369,5 @@ def _summary(kind: Kind, outcomes: Sequence[PeerOutcome], seconds: float, consol
     say(console, f"{counted(len(outcomes), 'peer')} in {seconds:.1f} s: {words}")
     if counts[NOT_RUN]:
         program = prog_name(f"{MODULE} {kind.command}")
-        packaged = any(o.verdict == NOT_RUN and ":" not in o.name for o in outcomes)  # others are a user's own module
+        packaged = any(o.verdict == NOT_RUN and o.name in kind.known for o in outcomes)
         print(f"{program}: some peers could not run, see above{'; ' + INSTALL if packaged else ''}", file=sys.stderr)

@@ -83,7 +83,7 @@ def dense(case: Case, causal: bool | None = None, *, windows: bool = False) -> C
 
 
 def packed(case: Case, causal: bool | None = None, *, windows: bool = False) -> Case:
-    """Return a Case of dense attention of one sequence, within its documents if it has some.
+    """Return a Case of dense attention within its documents, which one sequence has; without documents, of its batch.
 
     Args:
         case: any Case.
@@ -91,15 +91,18 @@ def packed(case: Case, causal: bool | None = None, *, windows: bool = False) -> 
         windows: True keeps the Case's `window`.
     """
     pattern = dataclasses.replace(dense(case, causal, windows=windows).pattern, documents=case.pattern.documents)
-    return dataclasses.replace(case, batch=1, pattern=pattern)
+    return dataclasses.replace(case, batch=case.batch if pattern.documents is None else 1, pattern=pattern)
 
 
 def all_ranks(case: Case) -> Case:
-    """Return the Case on all ranks: for implementations that need the default group.
+    """Return the Case on all ranks: for implementations that need the default group. A Case that has them keeps its
+    cuts.
 
     Args:
         case: any Case.
     """
+    if len(case.ranks) == case.world:
+        return dataclasses.replace(case, group=None)
     return dataclasses.replace(case.for_any_ranks(), group=None, cuts=None)
 
 

@@ -42,12 +42,15 @@ def selected(name: str, among: Mapping[str, Any] = KNOWN) -> list[str]:
     names = [known for known in among if name in (known, known.partition("/")[0])]
     if names:
         return names
-    if ":" in name and all(part.isidentifier() for part in name.replace(":", ".", 1).split(".")):
+    module, colon, attribute = name.partition(":")
+    if colon and not module.endswith(".py") and all(part.isidentifier() for part in (*module.split("."), attribute)):
         return [name]
-    module = name.removesuffix(".py").removeprefix("./").replace("/", ".")
-    is_module = all(part.isidentifier() for part in module.split("."))
+    module = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+    parent, _, last = module.rpartition(".")
+    dotted = f"{parent}:{last} or " if parent and not colon and name == module else ""
+    is_module = all(part.isidentifier() for part in (*module.split("."), attribute or "adapter"))
     close = get_close_matches(name, among, n=3)
-    hint = f"; for a Peer in your module {module} write {module}:NAME, as {module}:adapter" if is_module else ""
+    hint = f"; for a Peer of your own write {dotted}{module}:{attribute or 'adapter'}" if is_module else ""
     hint = f", close to it: {' or '.join(close)}" if close else hint
     raise Refused(
         f"argument NAME: {name!r} is no peer{hint}; it must be package.module:adapter, or one of {', '.join(among)}"

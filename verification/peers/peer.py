@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,9 @@ class Peer:
         for field in ("claims", "attend", "prepare"):
             if not callable(getattr(self, field)):
                 raise ValueError(f"{field} is {getattr(self, field)!r}; it must be a function")
+        sinks = ("sinks",) if "sinks" in getattr(self.claims, "takes", ()) else ()
+        for field, names in {"claims": ("case",), "attend": ("q", "k", "v", "case", "group"), "prepare": ()}.items():
+            self._must_take(field, names, sinks if field == "attend" else ())
         sizes = self.worlds
         if not isinstance(sizes, tuple) or not sizes or not all(type(w) is int and 0 < w <= MAX_RANKS for w in sizes):
             raise ValueError(f"worlds is {sizes!r}; it must be a tuple of integers from 1 to {MAX_RANKS}")
@@ -83,6 +87,16 @@ class Peer:
         if not isinstance(self.timeout, (int, float)) or not 0 < self.timeout < 86_400:
             raise ValueError(f"timeout is {self.timeout!r}; it must be seconds, more than 0 and less than a day")
         validators.flag("heads_first", self.heads_first)
+
+    def _must_take(self, field: str, names: tuple[str, ...], optional: tuple[str, ...]) -> None:
+        function = getattr(self, field)
+        try:
+            inspect.signature(function).bind(*names, **dict.fromkeys(optional))
+        except TypeError as error:
+            call = f"{field}({', '.join((*names, *(f'{name}=None' for name in optional)))})"
+            raise ValueError(f"{field} is {function!r}; it must be called as {call}: {error}") from None
+        except ValueError:  # a function in C, whose signature is not known
+            return
 
     @property
     def version(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -24,12 +25,13 @@ from verification.failures import Refused, VerificationFailure, WrongResult
 from verification.peers import claims, interpolated_merge
 from verification.peers.known_peers import load, ready
 from verification.peers.peer import Peer
-from verification.peers.peer_rank import RUNS, observe_peer
+from verification.peers.peer_rank import REPEATING, RUNS, observe_peer
 from verification.run.backends import Backend
 from verification.run.observation import Observation
 from verification.search.claim import apply_claim
 from verification.search.experiment import Experiment, ToolError, case_record
-from verification.strategies.cases import cases_of_others
+from verification.strategies.cases import LARGE, cases_of_others, large_cases
+from verification.wording import counted
 
 # The `checks.CHECKS` for any implementation; those of messages, bytes and buffers are for this project's own.
 APPLICABLE = ("answers", "unseen", "finite", "values", "gradients", "inputs", "repeat")
@@ -69,6 +71,10 @@ def experiments(
     """
     checks = [check for check in properties.checks_of(only or TITLES) if check in APPLICABLE]
     plain = [(experiment(name, device, checks), examples)] if not only or set(only) & set(TITLES) else []
+    if plain and (large := min(len(LARGE), examples * len(LARGE) // 100)):
+        own, nearest = plain[0][0], partial(claimed, implementation(name, device).claims)
+        drawn = dataclasses.replace(own, name=f"{own.name}, large", draw=lambda world: large_cases(world).map(nearest))
+        plain.append((drawn, large))
     laws = [law for law in LAWS_OF_ANY if law.fewest_ranks <= world and (not only or law.name in only)]
     count = examples if only else math.ceil(examples * LAW_SHARE)
     return plain + [(law_of(name, law, device), min(count, law.most)) for law in laws]
@@ -180,10 +186,16 @@ def rehearse(name: str) -> None:
 
 
 def must_be_claimed(attention: Implementation, case: Case) -> None:
-    """Raise ValueError for a Case that the attention does not claim to support."""
+    """Raise ValueError for a Case that the attention does not claim to support: it names the fields that differ."""
     nearest = attention.claims(case)
+    if nearest is None:
+        raise ValueError("the claim returns None for this Case; it must be one that the claim leaves as it is")
     if nearest != case:
-        raise ValueError(f"the claim changes the Case to {nearest and nearest.to_json()}")
+        before, after = ({**fields, **fields.pop("pattern")} for fields in map(case_record, (case, nearest)))
+        changed = [
+            f"{name}={json.dumps(after[name])}, not {json.dumps(x)}" for name, x in before.items() if x != after[name]
+        ]
+        raise ValueError(f"the claim changes {counted(len(changed), 'field')} of the Case: {'; '.join(changed)}")
 
 
 def nearest_claimed(peer: Peer, case: Case, device: str = "cpu") -> Case | None:
@@ -193,7 +205,8 @@ def nearest_claimed(peer: Peer, case: Case, device: str = "cpu") -> Case | None:
     if nearest is None:
         return None
     # Other variations of the second run, and measurements, are for this project's own implementation only.
-    again = nearest.again if nearest.again in RUNS and peer.arrays == "torch" and nearest.backward else "alike"
+    runs = () if peer.arrays != "torch" else RUNS if nearest.backward else REPEATING
+    again = nearest.again if nearest.again in runs else "alike"
     return dataclasses.replace(nearest, again=again, measured=False)
 
 

@@ -17,7 +17,7 @@ from verification.failures import Malformed
 from verification.peers.jax_arrays import run_jax
 from verification.peers.known_peers import ready
 from verification.peers.peer import Attend, Peer, Results, outputs_of
-from verification.peers.torch_settings import left_as_they_were
+from verification.peers.side_effects import left_as_they_were, must_leave_nothing
 from verification.run.observation import Observation
 from verification.run.rank import (
     LEAVES,
@@ -34,6 +34,7 @@ from verification.run.rank import (
 # Kinds of second runs that any attention owes, see `Case.again`. Those of REPEATING have the bits of the first run.
 REPEATING = ("alike", "between", "pipelined")
 RUNS = (*REPEATING, "no_grad", "q", "k", "v", "qk", "qv", "kv")
+SEEDS_PER_LEAK = 16  # of as many seeds, one is checked for leaks, which costs more calls
 prepare = ready  # called in new ranks before an example: imports do not count towards its timeout
 
 
@@ -49,6 +50,8 @@ def observe_peer(
     copies = [x.clone() for x in inputs]
     run = run_peer(peer, transport, case, inputs)
     again = run_peer(peer, transport, case, inputs, case.again) if repeat else run
+    if repeat and case.seed % SEEDS_PER_LEAK == 0 and peer.arrays == "torch":
+        must_leave_nothing(f"attend of {peer.name}", lambda: run_peer(peer, transport, case, inputs))
     if case.again not in REPEATING:
         results = tuple(x if y is None else y for x, y in zip(run.results, again.results, strict=True))
         run = again = replace(run, results=results)
@@ -73,10 +76,11 @@ def run_peer(peer: Peer, transport: Transport, case: Case, inputs: Tensors, vari
         with left_as_they_were(f"attend of {peer.name}"):
             return peer.attend(*arguments, **sinks)
 
-    if peer.arrays == "torch":
-        results = _run_torch(attend, group, case, inputs, variant)
-    else:
-        results = _RUN[peer.arrays](attend, group, case, inputs)
+    with left_as_they_were(f"the backward of {peer.name}"):
+        if peer.arrays == "torch":
+            results = _run_torch(attend, group, case, inputs, variant)
+        else:
+            results = _RUN[peer.arrays](attend, group, case, inputs)
     if peer.heads_first:
         results = tuple(x.transpose(1, 2) if x is not None and x.dim() == 4 else x for x in results)
     return CallResult(results, (), (), (), (), 0, 0)

@@ -343,15 +343,26 @@ GROUPS["exchange"] |= {
     "exchange by hosts": lambda case: case.exchange in BY_HOST and case.hosts > 1,
     "exchange auto": _chosen("exchange", AUTO),
 }
+# Features that the claim of another implementation may leave out, whose absence a reader should know of.
+OF_CLAIMS = (
+    *("causal", "not causal", "documents", "window", "segments", "dilation"),
+    *("GQA", "several batches", "explicit scale", "scale <= 0", "sinks", "softcap", "values of fewer dims than keys"),
+    *("fewer keys than queries", "subgroup", "uneven cuts", "empty shard", "lse returned", "lse differentiated"),
+    *(f"dtype {dtype}" for dtype in DTYPES),
+)
+NOT_LOOKED_AT = ("memory", "bytes sent", "speed", "files written", "warnings")  # of another implementation
+SIZES = ("ranks", "data", "context", "tokens", "batch", "heads", "head_dim")  # fields of Cases of any kind
 FEATURES: dict[str, Has] = {name: has for features in GROUPS.values() for name, has in features.items()}
 
 
 @dataclass
 class Coverage:
-    """Number of Cases with each feature. groups: features by topic, by default those of `verification.case.Case`."""
+    """Number of Cases with each feature, and their largest sizes. groups: features by topic, by default those of
+    `verification.case.Case`."""
 
     cases: int = 0
     counts: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, int] = field(default_factory=dict)
     groups: Mapping[str, Mapping[str, Has]] = field(default_factory=lambda: GROUPS)
 
     def __post_init__(self) -> None:
@@ -359,6 +370,8 @@ class Coverage:
 
     def add(self, case: Any) -> None:
         self.cases += 1
+        sizes = {name: getattr(case, name) for name in SIZES if hasattr(case, name)}
+        self._enlarge({name: size if isinstance(size, int) else len(size) for name, size in sizes.items()})
         for features in self.groups.values():
             for name, has in features.items():
                 self.counts[name] += has(case)
@@ -366,6 +379,22 @@ class Coverage:
     def add_all(self, other: Coverage) -> None:
         self.cases += other.cases
         self.counts = {name: count + other.counts[name] for name, count in self.counts.items()}
+        self._enlarge(other.largest)
+
+    def _enlarge(self, sizes: Mapping[str, int]) -> None:
+        self.largest |= {name: max(size, self.largest.get(name, 0)) for name, size in sizes.items()}
+
+    def missing(self) -> list[str]:
+        """Return the features of no Case; those of attention out of OF_CLAIMS."""
+        return [name for name in (OF_CLAIMS if self.groups is GROUPS else self.counts) if not self.counts[name]]
+
+    def extent(self) -> str:
+        """Return the largest sizes, what no Case had, and what is not looked at in another implementation."""
+        listed = {"none had": self.missing(), "not looked at": NOT_LOOKED_AT}
+        return "; ".join([self.sizes(), *(f"{what} {', '.join(names)}" for what, names in listed.items() if names)])
+
+    def sizes(self) -> str:
+        return f"largest drawn: {', '.join(f'{name} {size}' for name, size in self.largest.items())}"
 
     def to_dict(self) -> dict[str, int]:
         """Return the number of Cases of every feature, in order."""
@@ -377,6 +406,7 @@ class Coverage:
         few = sorted((count, name) for name, count in self.counts.items() if 0 < count < RARE * self.cases)
         had = len(self.counts) - len(missing)
         lines = [f"coverage: {counted(self.cases, 'Case')} had {had} of {len(self.counts)} features"]
+        lines += paragraph(f"  {self.sizes()}") if self.largest else []
         if missing:
             lines += listing("  none had: ", missing, 2)
         if few:

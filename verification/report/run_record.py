@@ -113,7 +113,9 @@ class RunRecord:
             "held": self.examples > 0 and not self.failures and not self.interrupted,
             "worst_ratio": {dtype: finite(worst.get(dtype)) for dtype in DTYPES},
             "rows": rows,
-            "coverage": {"cases": self.coverage.cases, "features": self.coverage.to_dict()},
+            "coverage": {
+                "cases": self.coverage.cases, "features": self.coverage.to_dict(), "largest": self.coverage.largest,
+            },
             "failures": [failure.to_dict() for failure in self.failures],
             **({"interrupted": True} if self.interrupted else {}),
             **self.extras,

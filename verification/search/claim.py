@@ -14,20 +14,23 @@ AnyCase = TypeVar("AnyCase", bound=CaseLike)
 
 
 def apply_claim(name: str, claims: Callable[[AnyCase], AnyCase | None], case: AnyCase) -> AnyCase | None:
-    """Return `claims(case)`. Raises ToolError for a claim that raises, returns anything but a Case of that world, or
-    changes its own result: these are faults of the adapter, not counter-examples."""
+    """Return `claims(case)`. Raises ToolError, which names the claim and the Case, for a claim that raises, returns
+    anything but a Case of that world, or changes its own result: faults of the adapter, not counter-examples."""
+    nearest = _answer(name, claims, case)
+    if nearest is not None and _answer(name, claims, nearest) != nearest:
+        raise ToolError(f"claims of {name} changes its own result: {nearest!r}; it must return that unchanged")
+    return nearest
+
+
+def _answer(name: str, claims: Callable[[AnyCase], AnyCase | None], case: AnyCase) -> AnyCase | None:
     try:
         nearest = claims(case)
-        settled = None if nearest is None else claims(nearest)
     except (Exception, SystemExit) as error:
-        raise ToolError(f"claims of {name} raised {type(error).__name__}: {error} ({_place_of(error)})") from error
-    if nearest is None:
-        return None
-    if not isinstance(nearest, type(case)) or nearest.world != case.world:
-        kind = type(case).__name__
-        raise ToolError(f"claims of {name} gave {nearest!r}; it must be a {kind} with world {case.world}, or None")
-    if settled != nearest:
-        raise ToolError(f"claims of {name} changes its own result: {nearest!r}; it must return that unchanged")
+        raised = f"{type(error).__name__}: {error} ({_place_of(error)})"
+        raise ToolError(f"claims of {name} raised {raised}, given {case!r}") from None
+    if nearest is not None and (not isinstance(nearest, type(case)) or nearest.world != case.world):
+        must = f"it must be a {type(case).__name__} with world {case.world}, or None"
+        raise ToolError(f"claims of {name} gave {nearest!r}; {must}; it was given {case!r}")
     return nearest
 
 

@@ -60,9 +60,14 @@ def simpler_cases(case: C) -> Iterator[C]:
         for keys in _simpler_keys(changed.keys):
             yield from _if_valid(changed, keys=keys)
     if known >= {"heads", "kv_heads"}:
-        for heads, kv_heads in ((1, 1), (changed.heads // 2, changed.kv_heads // 2), (changed.kv_heads,) * 2):
+        halves = changed.heads // 2, changed.kv_heads // 2
+        singles = ((heads, kv_heads) for heads in _fewer(changed.heads) for kv_heads in (heads, 1))
+        for heads, kv_heads in ((1, 1), halves, (changed.kv_heads,) * 2, *singles):
             if 0 < kv_heads and heads < changed.heads:
                 yield from _if_valid(changed, heads=heads, kv_heads=kv_heads)
+    for name in {"batch", "head_dim"} & known:
+        for size in _fewer(getattr(case, name)):
+            yield from _if_valid(changed, **{name: size})
 
 
 def _simpler_patterns(pattern: Pattern) -> Iterator[Pattern]:
@@ -106,7 +111,7 @@ def _with_fewer_tokens(case: Any) -> Iterator[Any]:
     numbers of tokens are tried: an implementation may support only those that twice the ranks divide."""
     documents, ranks = case.pattern.documents, len(case.ranks)
     few = max(2 * ranks, FEW)
-    fewer = {*range(1, few + 1), case.tokens // 2, *(case.tokens - step for step in (2 * ranks, ranks, 1))}
+    fewer = {*range(1, few + 1), *_fewer(case.tokens), *(case.tokens - step for step in (2 * ranks, ranks))}
     totals = sorted(tokens for tokens in fewer if 0 < tokens < case.tokens)
     if documents is None:
         for tokens in totals:
@@ -148,8 +153,13 @@ def _simpler_keys(keys: Keys) -> Iterator[Keys]:
     for simpler in (keys._replace(cuts=None), keys._replace(order="contiguous")):
         if simpler != keys:
             yield simpler
-    for tokens in sorted({keys.tokens // 2, keys.tokens - 1} - {0}):
+    for tokens in _fewer(keys.tokens):
         yield keys._replace(tokens=tokens, cuts=_cut(keys.cuts, tokens))
+
+
+def _fewer(size: int) -> list[int]:
+    """Return smaller sizes of 1 or more, from half of it up to one less: they lead to a threshold in few steps."""
+    return sorted({size - (size >> shift) for shift in range(1, size.bit_length())})
 
 
 def _cut(cuts: tuple[int, ...] | None, tokens: int) -> tuple[int, ...] | None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from reference.head_groups import ALL_TO_ALL, AUTO, BY_HOST, KEY_EXCHANGES
 from reference.pattern import Branch, Pattern
 from verification.case import EXCHANGES, Case, Keys
+from verification.case_line import read_case_line
 from verification.strategies.corner_cases import MAX_TOKENS, rare, shifted
 from verification.strategies.decoding import digits, head_range, permutation
 from verification.strategies.documents import MAX_FUSED, fused_documents, packed, windowed
@@ -291,6 +292,22 @@ def cases_of_others(draw: Draw, world: int) -> Case:
         heads, kv_heads = case.heads, case.kv_heads
     case = replace(case, heads=heads, kv_heads=kv_heads, batch=batch, head_dim=head_dim)
     return case.lengthened(tokens, cuts=None) if tokens > case.tokens else case
+
+
+# Sizes that `cases` hardly draws, from cheap to costly: where an implementation may take another way.
+LARGE = (
+    "tokens=40 batch=3 heads=32 kv_heads=8 head_dim=192 causal=true lse=returned",
+    "tokens=48 batch=2 heads=16 head_dim=256 dtype=bfloat16",
+    "tokens=1060 segment_length=600 dilation_rate=3 head_dim=8",
+    "tokens=1100 batch=3 head_dim=16 causal=true documents=1050,0,50 dtype=float16",
+    "tokens=1028 heads=2 kv_heads=1 head_dim=72 causal=true order=zigzag",
+    "tokens=2100 head_dim=8 lse=returned order=striped",
+)
+
+
+def large_cases(world: int) -> st.SearchStrategy[Case]:
+    """Return a strategy of the large Cases. They are fixed, so that none is missed."""
+    return st.sampled_from([read_case_line(f"world={world} seed=1 {line}") for line in LARGE])
 
 
 @st.composite

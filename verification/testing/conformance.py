@@ -18,6 +18,7 @@ from verification.peers.peer_experiment import LAWS_OF_ANY, TITLES, attend_of, e
 from verification.peers.peer_rank import prepare
 from verification.peers.probe import probe
 from verification.report.counter_example import CounterExample
+from verification.report.coverage import Coverage
 from verification.report.report import Report
 from verification.report.summary import in_full
 from verification.run.backends import Backend, GlooBackend, NcclBackend
@@ -76,6 +77,7 @@ class Conformance:
     failures: Path = Path(".verification/failures")
     backend: str = "gloo"
     expected: set[str] = field(default_factory=set)
+    coverage: Coverage = field(default_factory=Coverage, init=False)
     _backends: dict[int, Backend] = field(default_factory=dict)
     _plain: Outcome | None = None
     _hangs: str | None = None  # title of the property or law whose examples hang
@@ -141,9 +143,12 @@ class Conformance:
                 outcome.failures += [
                     save(failure, search, self.failures) for failure in search.explore(count, self.seed)
                 ]
+                self.coverage.add_all(report.coverage)
                 outcome.held += search.examples
                 outcome.expected += search.expected_failures
                 outcome.without_subjects = experiment.without_subjects
+                if outcome.failures:
+                    break
             if outcome.failures:
                 break
         if any(failure.kind == RankHang.kind for failure in outcome.failures):

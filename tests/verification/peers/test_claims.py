@@ -17,6 +17,7 @@ from verification.peers import Peer, claims
 from verification.peers.adapters import with_windows
 from verification.peers.adapters.over_flash_attn import window_size
 from verification.peers.adapters.ring_flash_attn_varlen import lengths
+from verification.peers.claims import Claim
 from verification.peers.known_peers import KNOWN, load
 from verification.peers.peer_experiment import nearest_claimed
 from verification.peers.peer_rank import RUNS
@@ -99,7 +100,7 @@ def test_a_claim_is_given_what_it_takes_of_scores_and_values(taken: tuple[str, .
         given.append(case)
         return case
 
-    peer = replace(peer_examples.sound, claims=claims.takes(*taken)(nearest) if taken else nearest)
+    peer = replace(peer_examples.with_scores, claims=claims.takes(*taken)(nearest) if taken else nearest)
     found = nearest_claimed(peer, SCORED)
     for case in (*given, found):
         assert case is not None
@@ -128,10 +129,26 @@ def test_the_window_of_a_case_is_that_of_the_first_branch_that_has_one() -> None
         assert load(f"{with_windows.__name__}:{name}") is peer and peer.name not in KNOWN
 
 
+@pytest.mark.parametrize(
+    "claim, case",
+    [
+        (claims.packed, plain(1, batch=3)),
+        (claims.all_ranks, plain(2, tokens=9, cuts=(0, 2, 9), keys=Keys(5, cuts=(0, 4, 5)))),
+        (claims.all_ranks, plain(2, hosts=2)),
+        (lambda case: nearest_claimed(peer_examples.forward_only, case), plain(1, backward=False, again="between")),
+    ],
+)
+def test_a_claim_narrows_no_more_than_its_name_says(claim: Claim, case: Case) -> None:
+    assert claim(case) == case
+
+
 def test_a_claim_that_is_none_is_the_adapters_fault() -> None:
-    with pytest.raises(ToolError, match=r"claims of mine raised ZeroDivisionError: .*\.py, line \d+, in <lambda>\)"):
+    raised = r"claims of mine raised ZeroDivisionError: .*\.py, line \d+, in <lambda>\), given Case\(world=1, group="
+    with pytest.raises(ToolError, match=raised):
         nearest_claimed(peer_examples.claims_raise, plain(1))
     with pytest.raises(ToolError, match="it must be a Case with world 1, or None"):
         nearest_claimed(peer_examples.claims_other_world, plain(1))
+    with pytest.raises(ToolError, match=r"gave \[Case.*; it must be a Case .*; it was given Case\(world=1"):
+        nearest_claimed(replace(peer_examples.sound, claims=lambda case: [case]), plain(1))  # type: ignore[arg-type, return-value]
     with pytest.raises(ToolError, match="changes its own result"):
         nearest_claimed(peer_examples.claims_unsettled, plain(1))

@@ -135,7 +135,11 @@ def test_a_case_of_ones_own_is_checked_alone(tmp_path: Path, capsys: pytest.Capt
     assert main(("peers", name, *arguments, "world=1 tokens=40 heads=4 head_dim=32 causal=true")) == 0
     assert json.loads((tmp_path / "report").read_text())["peers"][0]["examples"] == 1
     assert main(("peers", name, *arguments, "world=1 kv_heads=1 heads=2")) == 2
-    assert "argument --case: the claim changes the Case to" in unbroken(capsys.readouterr().out)
+    assert "argument --case: the claim changes 1 field of the Case: kv_heads=2, not 1" in unbroken(
+        capsys.readouterr().out
+    )
+    assert main(("peers", name, "zz.sane", *arguments, "world=1")) == 2, "the others run"
+    assert f"{name} - held 1 " in " ".join(capsys.readouterr().out.split())
     for more in (("--only", "gradients"), ("--examples", "3"), ("--world", "2")):
         assert main(("peers", name, *arguments, "world=1", *more)) == 2
         assert "argument --case: it is one example; leave out --only, --world" in capsys.readouterr().err

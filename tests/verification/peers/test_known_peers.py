@@ -72,7 +72,18 @@ def test_a_package_that_is_not_installed_is_refused_by_name(name: str, monkeypat
 
 @pytest.mark.parametrize(
     "field, value",
-    [("name", ""), ("attend", 3), ("worlds", ()), ("worlds", (2, 9)), ("arithmetic", "double"), ("merge", "added")],
+    [
+        ("name", ""),
+        ("attend", 3),
+        ("worlds", ()),
+        ("worlds", (2, 9)),
+        ("arithmetic", "double"),
+        ("merge", "added"),
+        ("attend", lambda q, k, v: q),
+        ("attend", lambda q, k, v, case, group, more: q),
+        ("claims", lambda: None),
+        ("prepare", lambda name: None),
+    ],
 )
 def test_a_peer_that_cannot_be(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{re.escape(f'{field} is {value!r}')}; it must be "):

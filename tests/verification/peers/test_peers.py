@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from reference import Pattern
 from tests.support.peer_examples import EXAMPLES
@@ -12,13 +14,22 @@ from tests.support.plain_case import PLAIN
 from verification.case import Case, Keys
 from verification.failures import VerificationFailure
 from verification.peers.known_peers import load
-from verification.peers.peer_experiment import experiment, nearest_claimed
+from verification.peers.peer_experiment import experiment, experiments, nearest_claimed
 from verification.peers.peer_rank import RUNS
+from verification.report.report import Report
 from verification.run.backends import GlooBackend
+from verification.search.search import Search
 
 pytestmark = pytest.mark.ranks
 
 SCORED = replace(PLAIN, sinks="some", softcap=2.0, value_dim=3)
+CHANGED = (
+    "autocast on CPUs False -> True", "torch's random numbers", "Python's random numbers", "NumPy's random numbers",
+    "the number of threads 1 -> 2", "the default dtype torch.float32 -> torch.float64",
+    "the precision of fp32 products highest -> medium", "anomaly detection False -> True", "the working directory",
+    "environment variables", "subnormal numbers True -> False",
+)  # fmt: skip
+KEPT = ("tensors? more", "1 tensor more", "autograd nodes? more", "1 thread", "1 open file", "1 child more")
 PACKED = replace(PLAIN, tokens=7, pattern=Pattern.dense(True, (3, 0, 4)))
 
 
@@ -42,7 +53,15 @@ PACKED = replace(PLAIN, tokens=7, pattern=Pattern.dense(True, (3, 0, 4)))
         ("of_last_call", replace(PLAIN, again="pipelined"), "inputs intact, repeatable", "a second run"),
         ("only_in_training", replace(PLAIN, again="no_grad"), "output and lse", "out is"),
         ("only_in_training", replace(PLAIN, again="kv"), "output and lse", "out is"),
-        ("leaves_autocast", PLAIN, "every rank answers", "changed settings of torch: autocast on CPUs False -> True"),
+        *(
+            ("has_side_effects", replace(PLAIN, seed=seed), "every rank answers", f"attend of mine changed .*: {said}")
+            for seed, said in enumerate(CHANGED, 1)
+        ),
+        *(
+            ("has_side_effects", replace(PLAIN, seed=16 * seed), "every rank answers", f"mine leaves .*{said}")
+            for seed, said in enumerate(KEPT, 1)
+        ),
+        ("has_side_effects", replace(PLAIN, seed=12), "every rank answers", "the backward of mine .*torch's random"),
         ("in_integers", PLAIN, "every rank answers", "returned out in int32 with layout strided on cpu; it must be"),
         ("unpacked", PACKED, "output and lse", "out is"),
         ("wrong_lse", PLAIN, "output and lse", "lse is"),
@@ -81,6 +100,16 @@ def run(backend: GlooBackend, name: str, case: Case = PLAIN) -> dict[str, float]
 def test_a_sound_one_holds(backend: GlooBackend, name: str, case: Case) -> None:
     ratios = run(backend, name, case)
     assert len(ratios) == 6 and 0 < ratios["gradients"] < 1 and 0 < ratios["output and lse"] < 1
+
+
+@pytest.mark.parametrize("name, least", [("tokens", 1025), ("dims", 65), ("batches", 3)])
+def test_a_fault_of_large_sizes_shrinks_to_its_threshold(backend: GlooBackend, name: str, least: int) -> None:
+    _, (large, count), *_ = experiments(f"{EXAMPLES}:off_beyond_{name}", 1, 100)
+    report = Report(Console(file=io.StringIO()))
+    (found,) = Search(large, backend, report, 1, budget=60.0, others=0.0).explore(count, 0)
+    case = found.subject
+    sizes = {"tokens": case.tokens, "dims": case.head_dim, "batches": case.batch, "heads": case.heads}
+    assert sizes == {"tokens": 1, "dims": 1, "batches": 1, "heads": 1} | {name: least}
 
 
 @pytest.mark.parametrize("name", ("forward_only", "in_numpy"))

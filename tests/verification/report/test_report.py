@@ -326,6 +326,9 @@ def test_features_are_counted_and_lines_name_what_is_rare_or_missing_or_all() ->
     counts = coverage.to_dict()
     assert (coverage.cases, counts["several batches"], counts["dense"], counts["causal"]) == (3, 2, 3, 0)
     assert list(counts) == list(FEATURES)
+    said = coverage.extent()
+    assert said.startswith("largest drawn: ranks 2, tokens 24, batch 2, heads 4, ") and "; none had causal, doc" in said
+    assert "; not looked at memory, " in said and any("tokens 24" in line for line in coverage.rarest())
     coverage = Coverage(1000, dict.fromkeys(FEATURES, 500))
     first = f"coverage: 1000 Cases had {len(FEATURES)} of {len(FEATURES)} features"
     assert coverage.rarest() == [first]

@@ -7,7 +7,7 @@ together. They do so in llama3's causal calls, so only these claim windows; `wit
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verification.case import ORDERS_BY_DOCUMENT, Case
 from verification.peers import claims
@@ -34,6 +34,7 @@ class Ring:
         causal = case.pattern.causal if self.causal is None else self.causal
         to_dense = claims.packed if self.packed else claims.dense
         case = to_dense(claims.without_own_settings(case), causal, windows=causal in self.windows)
+        case = replace(case, batch=1 if self.packed else case.batch)
         divided = claims.even_parts if self.order in ORDERS_BY_DOCUMENT else claims.even_shards
         return claims.in_dtypes(divided(case, self.order, self.chunks), "float16", "bfloat16")
 

@@ -74,6 +74,7 @@ class Way:
         causal = case.pattern.causal if self.causal is None else self.causal
         to_dense = claims.packed if self.packed else claims.dense
         case = to_dense(case, causal, windows=self.windows and causal)
+        case = dataclasses.replace(case, batch=1 if self.packed else case.batch)
         zigzag = self.balance == "head_tail"
         case = claims.even_shards(case, "zigzag" if zigzag else "contiguous", 2 if zigzag else 1)
         case = claims.without_lse(claims.in_dtypes(case, *self.dtypes))

@@ -15,6 +15,7 @@ import importlib
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -66,7 +67,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: ProcessGroup | No
         dilated_ratio=[b.dilation_rate for b in branches],
     )  # fmt: skip
     width = case.heads * case.head_dim
-    module: Any = importlib.import_module(MODULE).DilatedAttention(settings, width, case.heads, self_attention=True)
+    with torch.random.fork_rng(devices=()):  # of weights, which are not used
+        module: Any = importlib.import_module(MODULE).DilatedAttention(settings, width, case.heads, self_attention=True)
     for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
         setattr(module, projection, nn.Identity())
     module.dropout = 0.0

@@ -8,6 +8,7 @@ Do not import torch here: ranks get it from the forkserver's preload, and check 
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -25,7 +26,7 @@ import time
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import Pipe, context, forkserver, popen_forkserver, reduction, spawn, util
+from multiprocessing import Pipe, context, forkserver, popen_forkserver, reduction, resource_tracker, spawn, util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,10 @@ from typing import Any
 from verification.failures import Malformed, MismatchedMessages, Raised
 from verification.run.processes import flight_record
 from verification.run.processes.process_state import is_runnable, is_stopped
+from verification.run.processes.process_tree import descendants
 from verification.run.processes.rendezvous import LocalRendezvous, Membership, join_group
 
+PR_SET_CHILD_SUBREAPER = 36  # of Linux' prctl: orphans among its descendants become its children
 STACK_SIGNAL = signal.SIGUSR1
 ANSWERED, RAISED = 0, 1
 MAX_TEXT = 20_000  # characters of an exception's message, or traceback
@@ -281,6 +284,21 @@ def _server_environment() -> Iterator[None]:
         for name in variables:
             del os.environ[name]
         os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+@contextmanager
+def ending_children() -> Iterator[None]:
+    """End what the block starts: children of a user's module and of ranks, also where their parents have ended."""
+    before = descendants(os.getpid())
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        servers: list[Any] = [resource_tracker._resource_tracker, *_servers.values()]  # these end with this process
+        spared = {getattr(x, "_forkserver_pid", getattr(x, "_pid", None)) for x in servers}
+        for pid in descendants(os.getpid()) - before - spared:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def main(membership: Membership, calls: Connection, stacks: Connection, records: Connection) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.support.ranks import Ranks
 from verification.failures import MismatchedMessages, RankCrash, RankError, RankFailure, RankHang
 from verification.run.processes import rendezvous, worker
 from verification.run.processes.pool import Pool, PoolError
+from verification.run.processes.process_tree import alive
 from verification.run.processes.stacks import is_answering
 
 pytestmark = pytest.mark.ranks
@@ -70,6 +72,16 @@ def meet(folder: str, culprit: int, deed: str) -> None:
     elif guilty:
         os.kill(os.getpid(), getattr(signal, deed))
     dist.barrier()
+
+
+def start_child(file: str, deed: str) -> None:
+    if deed != "forks":
+        pid = subprocess.Popen(["sleep", "3600"], start_new_session=deed == "leaves").pid
+    elif not (pid := os.fork()):
+        time.sleep(FOREVER)
+    Path(file).write_text(str(pid))
+    if deed == "dies":
+        os._exit(7)
 
 
 def compute_for(seconds: float) -> None:
@@ -141,6 +153,13 @@ def test_ranks_are_one_group_with_a_thread_each_and_answer_in_order(ranks: Ranks
     pool = ranks(world)
     assert pool.run(echo, "a", 1) == [(rank, "a", 1) for rank in range(world)] and works(pool)
     assert pool.run(surroundings) == [([1, "1", "1", "__main__"], {"0100007F"})] * world, "on loopback only"
+
+
+@pytest.mark.parametrize("deed", ["execs", "forks", "leaves", "dies"])
+def test_what_a_rank_started_ends_with_the_command(tmp_path: Path, deed: str) -> None:
+    with worker.ending_children(), Pool(1) as pool, suppress(RankCrash):
+        pool.run(start_child, str(tmp_path / "pid"), deed)
+    until(lambda: not alive([int((tmp_path / "pid").read_text())]))
 
 
 def test_closing_ends_the_ranks_and_leaves_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
