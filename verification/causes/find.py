@@ -63,7 +63,7 @@ def sentences(causes: Iterable[Cause]) -> list[str]:
 
 
 def _of_earlier_calls(run: Run, backend: Backend, cases: Sequence[Case]) -> list[Cause]:
-    """Return the mistakes that explain every Case by a call of the same sizes that ran before it."""
+    """Return the mistakes that explain every Case, also by a call of the same sizes that ran before it."""
     causes: list[Cause] | None = None
     for case in cases:
         earlier = replace(case, seed=case.seed + 1)

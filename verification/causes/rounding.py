@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from verification.causes.example import Candidate, Example, Results, largest
+from verification.causes.example import Candidate, Example, Results
 from verification.causes.merges import WAYS, Edit, hops, merged_by_hops, partials
 
 # What is rounded, as a sentence says it; whether the order of the merges matters.
@@ -45,7 +45,7 @@ def rounding(x: Example) -> Iterator[Candidate]:
             backward = partial(x.by_hand, x.weights, x.exact["lse"], x.delta(rounded(x.exact["out"])))
             sentence = f"{x.these} as if out were rounded to {title} before rowsum(dout * out)"
             yield Candidate(f"saved out in {title}", sentence, backward=backward)
-        sentence = f"every entry of {' and '.join(x.wrong)} is a {title} number"
+        sentence = f"{x.these} as if rounded once to {title}: every entry is such a number"
         yield Candidate(f"results in {title}", sentence, *[partial(_accepted, x, dtype)] * 2)
 
 
@@ -79,12 +79,11 @@ def _sums(x: Example, names: tuple[str, ...], way: str, of: str, rounded: Edit) 
 
 
 def _accepted(x: Example, dtype: torch.dtype) -> Results:
-    """Return what is observed where all of its entries are 16-bit numbers, off by no more than such roundings are."""
+    """Return what is observed where all of its entries are 16-bit numbers, off by no more than one rounding."""
     unit, results = torch.finfo(dtype).eps / 2, {}
     for name in x.observed:
         seen, exact = x.observed[name], x.exact[name]
-        fits = torch.equal(seen, seen.to(dtype).double()) and largest(seen - exact) <= (x.size + 1) * unit * largest(
-            exact
-        )
+        once = ((seen - exact).abs() <= unit * exact.abs() + x.allowed[name]).all()
+        fits = once and torch.equal(seen, seen.to(dtype).double())
         results[name] = seen if name in x.wrong and fits else exact
     return results

@@ -188,7 +188,7 @@ def buffers(x: Example) -> Iterator[Mistake]:
     order, zeros = x.place.argsort(), (torch.zeros_like(x.k[:, :, :1]), torch.zeros_like(x.v[:, :, :1]))
     early, others = "a buffer is read before its wait", x.holder != own
     banks = {"own": ("of other ranks were those of the own rank", order[own * length + x.local], zeros)}
-    for name, back in {"hop before": 1, "two hops before": 2, "zeros": x.size}.items():
+    for name, back in {"the hop before": 1, "two hops before": 2, "zeros": x.size}.items():
         for way, sign in (("to next", 1), ("to previous", -1)):
             places = order[(x.holder + back * sign) % x.size * length + x.local]
             places = places.where(sign * (own - x.holder) % x.size >= back, len(tokens))

@@ -136,9 +136,9 @@ def cause_of(
     cause = find_cause(results, backend, minimal, first, attention.claims, larger)
     if cause is None and minimal.dtype in ("bfloat16", "float16") and load(name).arithmetic == "math":
         return (
-            f"note: errors of {minimal.dtype} have no cause that its numbers could show: rounding hides small ones. Let "
-            'the claim have "float32" and run that first. arithmetic="half" would allow larger errors; it would also '
-            "hide 16-bit accumulators or lse, and a scale off by 1 %, so it is for documented kernels alone"
+            "note: no usual mistake reproduces these 16-bit numbers; check float32 as well, where rounding hides less. "
+            'arithmetic="half" is for kernels that are documented to round probabilities or partial results: it would '
+            "also hide 16-bit sums, a 16-bit lse, or a scale off by 1 %"
         )
     return cause and f"cause: {cause}"
 
