@@ -105,7 +105,10 @@ class Example:
         begin, length = (counts.cumsum(0) - counts)[self.holder], counts[self.holder]
         self.local = self.place - begin
         self.halved = self.place.argsort()[begin + (self.local + length // 2) % length]
-        self.earlier = None if earlier is None else tuple(heads_first(x.double()) for x in earlier.tensors()[1:3])
+        self.earlier: tuple[Tensor, Tensor] | None = None
+        if earlier is not None:
+            k, v = (x.double().transpose(1, 2) for x in earlier.tensors()[1:3])
+            self.earlier = k, v
         group = case.heads // case.kv_heads
         sinks = None if inputs.sinks is None else torch.tensor(inputs.sinks)[:, None]
         kv_head = torch.arange(case.heads) // group
