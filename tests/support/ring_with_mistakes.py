@@ -5,6 +5,7 @@ Each Peer below makes one of the usual mistakes; `right` makes none.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ def shift(*blocks: Tensor) -> list[Tensor]:
 
 
 class Ring(torch.autograd.Function):
+    keys: Tensor  # of the latest call
+
     @staticmethod
     def positions(order: str, length: int, rank: int, mistake: str) -> Tensor:
         """Return the positions of a rank's tokens."""
@@ -66,15 +69,18 @@ class Ring(torch.autograd.Function):
             safe = total.masked_fill(total == -torch.inf, 0.0)
             out = (lse - safe).exp() * out + (s - safe).exp() @ Ring.repeated(blocks[1], q)
             lse = total
+            out = out.bfloat16().to(q.dtype) if settings[-1] == "bf16_sum" else out
             blocks = shift(*blocks)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = settings
+        Ring.keys = k
         return out, lse.squeeze(-1)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
         (q, k, v, out, lse), (scale, _, mistake) = ctx.saved_tensors, ctx.settings
         rank, world = dist.get_rank(), dist.get_world_size()
+        k = Ring.keys if mistake == "shared_buffer" else k
         delta = (dout * out).sum(-1, keepdim=True) - dlse[..., None]
         sums = torch.bfloat16 if mistake == "bf16_gradients" else q.dtype
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k, dtype=sums), torch.zeros_like(v, dtype=sums)
@@ -107,5 +113,6 @@ def ring(mistake: str = "") -> Peer:
 
 
 MISTAKES = ("local_mask", "neighbours_gradients", "partial_lse", "bf16_gradients")
-right = ring()
+right, shared_buffer = ring(), ring("shared_buffer")
+bf16_sum = replace(ring("bf16_sum"), claims=lambda case: claims.in_dtypes(claimed(case), "bfloat16"))
 globals().update({mistake: ring(mistake) for mistake in MISTAKES})

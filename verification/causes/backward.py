@@ -62,6 +62,9 @@ def saved_results(x: Example) -> Iterator[Candidate]:
     deltas = torch.stack([x.delta(part) for part in outs])
     delta_of, lse_of = (of_ranks[x.holder].movedim(0, -1) for of_ranks in (deltas, lses))  # (B, H, N, keys)
     yield wrong("detached merge", "the weights of the merge were constants", lse, delta_of)
+    of_part = (lses - lse).exp().nan_to_num() * (deltas + x.dlse) - x.dlse
+    clause = "rowsum(dout * out) were each time that of one rank's part of out"
+    yield wrong("partial delta", clause, lse, of_part[x.holder].movedim(0, -1))
     yield wrong("partial lse", "lse were each time that of one rank's keys, not of all", lse_of, x.delta(out))
     yield wrong("partial lse and out", "lse and out were each time those of one rank's keys", lse_of, delta_of)
     tokens = torch.arange(x.case.tokens)

@@ -38,6 +38,9 @@ class Weights:
     kv_head  key/value head of each head, (H,)
     softcap  t, None for none; slope: False to leave its derivative out of a hand-written backward
     sinks    (H, 1), or (H, N) if they depend on the query; None for none
+    key_of, value_of
+             place in the bank of the key, and of the value, that query i has for token j, (N, N); None: token j's own
+    bank     keys and values, (B, Hk, M, D), behind the N of this call; None for no others
     """
 
     count: Tensor
@@ -46,6 +49,16 @@ class Weights:
     softcap: float | None = None
     sinks: Tensor | None = None
     slope: bool = True
+    key_of: Tensor | None = None
+    value_of: Tensor | None = None
+    bank: tuple[Tensor, Tensor] | None = None
+
+    def banked(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of each head, (B, H, N + M, D)."""
+        if self.bank is not None:
+            k = k if self.key_of is None else torch.cat((k, self.bank[0]), 2)
+            v = v if self.value_of is None else torch.cat((v, self.bank[1]), 2)
+        return k[:, self.kv_head], v[:, self.kv_head]
 
     def scores(self, products: Tensor) -> Tensor:
         """Return the scores of products q . k."""
@@ -71,20 +84,31 @@ class Example:
     """One run of a Case on all ranks.
 
     size             number of ranks p
-    holder           index of the rank that holds each token; local, place: its index there, and in the joined shards
+    holder           index of the rank that holds each token; local, place: its index there, and in the joined shards;
+                     halved: the token in its place if the halves of each shard are swapped
+    earlier          keys and values of an earlier call that the ranks ran, of these sizes; None: not known
     exact, observed  results by quantity; `observed` lacks those that the ranks do not return
     allowed          largest rounding error of a prediction
     wrong            True for entries beyond their bounds, for each quantity that has some; deviation: the largest error
     told             wrong quantities whose deviations are far larger than rounding errors
     """
 
-    def __init__(self, case: Case, expectation: Expectation, observations: Observations) -> None:
+    def __init__(
+        self, case: Case, expectation: Expectation, observations: Observations, earlier: Case | None = None
+    ) -> None:
         inputs = expectation.inputs
         self.case, self.size, self.shards = case, len(case.ranks), case.shards()
         self.q, self.k, self.v, self.dout = (heads_first(getattr(inputs, x)) for x in ("q", "k", "v", "dout"))
         self.dlse = torch.zeros(self.q.shape[:3]).double() if inputs.dlse is None else torch.tensor(inputs.dlse)
         self.holder, self.place = torch.tensor(self.shards.holder), torch.tensor(self.shards.place)
-        self.local = self.place - torch.tensor([0, *self.shards.counts]).cumsum(0)[self.holder]
+        counts = torch.tensor(self.shards.counts)
+        begin, length = (counts.cumsum(0) - counts)[self.holder], counts[self.holder]
+        self.local = self.place - begin
+        self.halved = self.place.argsort()[begin + (self.local + length // 2) % length]
+        self.earlier: tuple[Tensor, Tensor] | None = None
+        if earlier is not None:
+            k, v = (x.double().transpose(1, 2) for x in earlier.tensors()[1:3])
+            self.earlier = k, v
         group = case.heads // case.kv_heads
         sinks = None if inputs.sinks is None else torch.tensor(inputs.sinks)[:, None]
         kv_head = torch.arange(case.heads) // group
@@ -169,13 +193,13 @@ class Example:
         """Return dq, dk, dv of each query head as a hand-written backward computes them from saved results. lse:
         (B, H, N), or (B, H, N, N) if it depends on the key; so may delta."""
         lse, delta = (x if x.dim() == 4 else x[..., None] for x in (lse, delta))
-        unseen = (weights.count == 0) | lse.isneginf()
-        scores = weights.scores(self.scores)
+        unseen, (k, v) = (weights.count == 0) | lse.isneginf(), weights.banked(self.k, self.v)
+        scores = weights.scores(taken(self.q @ k.mT, weights.key_of))
         p = weights.count * (scores - lse).masked_fill(unseen, -math.inf).exp()
-        ds = p * (self.dout @ self.v[:, weights.kv_head].mT - delta) * weights.scale
+        ds = p * (taken(self.dout @ v.mT, weights.value_of) - delta) * weights.scale
         if weights.softcap is not None and weights.slope:
             ds = ds * (1 - (scores / weights.softcap) ** 2)
-        return ds @ self.k[:, weights.kv_head], ds.mT @ self.q, p.mT @ self.dout
+        return given(ds, weights.key_of, k) @ k, ds.mT @ self.q, p.mT @ self.dout
 
     def by_hand(self, weights: Weights, lse: Tensor, delta: Tensor) -> Results:
         """Return the gradients of a hand-written backward."""
@@ -189,14 +213,26 @@ class Example:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
     """Return out and lse, differentiable; 0 and -inf for queries that see nothing, and no sink."""
-    unseen = ~weights.count.any(-1)  # (H, N)
-    scores = weights.scores(q @ k[:, weights.kv_head].mT) + weights.count.log()
+    unseen, keys, (k, v) = ~weights.count.any(-1), k.shape[2], weights.banked(k, v)  # (H, N)
+    scores = weights.scores(taken(q @ k.mT, weights.key_of)) + weights.count.log()
     if weights.sinks is not None:
         sinks = weights.sinks[..., None].expand(*scores.shape[:-1], 1)
         scores, unseen = torch.cat((scores, sinks), -1), unseen & weights.sinks.isneginf()
     scores = scores.masked_fill(unseen[..., None], 0.0)  # -inf in a whole row makes NaN
-    out = scores.softmax(-1)[..., : k.shape[2]] @ v[:, weights.kv_head]
+    out = given(scores.softmax(-1)[..., :keys], weights.value_of, v) @ v
     return out.masked_fill(unseen[..., None], 0.0), scores.logsumexp(-1).masked_fill(unseen, -math.inf)
+
+
+def taken(products: Tensor, places: Tensor | None) -> Tensor:
+    """Return the products with the bank, (..., N, N + M), that are in these places: (..., N, N)."""
+    return products if places is None else products.gather(-1, places.expand(*products.shape[:-2], -1, -1))
+
+
+def given(weights: Tensor, places: Tensor | None, bank: Tensor) -> Tensor:
+    """Return the weights of each place in the bank, from those of the tokens: the transpose of `taken`."""
+    if places is None:
+        return weights
+    return weights.new_zeros(*weights.shape[:-1], bank.shape[2]).scatter_add(-1, places.expand_as(weights), weights)
 
 
 def heads_first(x: Any) -> Tensor:

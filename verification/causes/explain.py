@@ -32,22 +32,28 @@ class Cause:
     sentence: str
 
 
-def explain(case: Case, expectation: Expectation, observations: Observations) -> list[Cause]:
+def explain(
+    case: Case, expectation: Expectation, observations: Observations, earlier: Case | None = None
+) -> list[Cause]:
     """Return the mistakes that explain all results of an example, wrong and right ones; the plainest first.
-    There are no hypotheses about keys with a sequence of their own."""
+    There are no hypotheses about keys with a sequence of their own. earlier: a Case of the same sizes that the ranks
+    ran just before."""
     if case.keys is not None:
         return []
-    x = Example(case, expectation, observations)
+    x = Example(case, expectation, observations, earlier)
     with one_thread():
         return [Cause(c.name, c.sentence) for c in candidates(x) if x.shown_by(c)] if x.told else []
 
 
-def agree(causes: Sequence[Cause], case: Case, expectation: Expectation, observations: Observations) -> list[Cause]:
+def agree(
+    causes: Sequence[Cause], case: Case, expectation: Expectation, observations: Observations,
+    earlier: Case | None = None,
+) -> list[Cause]:  # fmt: skip
     """Return those of the causes that a further example allows: they explain it if it fails, and predict the exact
     results if it holds. An example whose errors are small allows all."""
     if case.keys is not None:
         return list(causes)
-    x = Example(case, expectation, observations)
+    x = Example(case, expectation, observations, earlier)
     if x.wrong and not x.told:
         return list(causes)
     names = {cause.name for cause in causes}

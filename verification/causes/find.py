@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -21,12 +21,14 @@ Run = Callable[[Backend, Case], tuple[Expectation, Observations]]
 Claim = Callable[[Case], Case | None]
 
 DRAWN = 8
+MOST = 3  # mistakes that are named together
 PRECISE = ("float64", "float32", "float16")  # dtypes in which rounding hides least, before others
 LARGER = ((4, 2, 4), (6, 3, 3), (8, 2, 8), (5, 3, 5))  # tokens on a rank, heads of a group, head_dim
 
 
 def find_cause(run: Run, backend: Backend, minimal: Case, first: Case, claim: Claim, world: int) -> str | None:
-    """Return a sentence on the minimal Case: the plainest mistake that explains it and larger Cases like it; else None.
+    """Return a sentence on the minimal Case: the mistake that explains it and larger Cases like it; else None. Up to
+    MOST mistakes between which no Case decides are named together, the plainest first.
 
     Others, `first` and drawn ones, may fail for another reason, so they only narrow. If causes are left that say
     different things, larger Cases run on a world of another size, too.
@@ -35,24 +37,40 @@ def find_cause(run: Run, backend: Backend, minimal: Case, first: Case, claim: Cl
     def agreed(causes: list[Cause], cases: Iterable[Case], most: int) -> list[Cause]:
         """Return the causes that the Cases allow. No further one runs when at most `most` are left."""
         for case in cases:
-            if len({cause.sentence for cause in causes}) <= most:
+            if len(sentences(causes)) <= most:
                 break
             causes = agree(causes, case, *run(backend, case))
         return causes
 
     try:
         causes = agreed(explain(minimal, *run(backend, minimal)), larger_cases(minimal, claim), 0)
+        causes = causes or _of_earlier_calls(run, backend, larger_cases(minimal, claim))
     except (WrongResult, RankFailure):  # a wrong shape, a crash
         return None
     with suppress(WrongResult, RankFailure, Unavailable):  # go on with what is known
         causes = agreed(causes, [first, *drawn_cases(minimal, claim)], 1) or causes
-        if len({cause.sentence for cause in causes}) > 1 and world != minimal.world:
+        if len(sentences(causes)) > 1 and world != minimal.world:
             try:
                 backend.start(world)
                 causes = agreed(causes, larger_cases(replace(minimal.for_any_ranks(), world=world), claim), 1) or causes
             finally:
                 backend.start(minimal.world)
-    return causes[0].sentence if causes else None
+    return "; or ".join(sentences(causes)) if 0 < len(sentences(causes)) <= MOST else None
+
+
+def sentences(causes: Iterable[Cause]) -> list[str]:
+    return list(dict.fromkeys(cause.sentence for cause in causes))
+
+
+def _of_earlier_calls(run: Run, backend: Backend, cases: Sequence[Case]) -> list[Cause]:
+    """Return the mistakes that explain every Case, also by a call of the same sizes that ran before it."""
+    causes: list[Cause] | None = None
+    for case in cases:
+        earlier = replace(case, seed=case.seed + 1)
+        run(backend, earlier)
+        results = run(backend, case)
+        causes = explain(case, *results, earlier) if causes is None else agree(causes, case, *results, earlier)
+    return causes or []
 
 
 def larger_cases(case: Case, claim: Claim) -> list[Case]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +12,13 @@ from torch import Tensor
 
 from verification.causes.example import Candidate, Example, Results, Weights, attention
 from verification.causes.weights import of_forward
+
+Edit = Callable[[Tensor], Tensor]
+WAYS = ("to next", "to previous", "by rank")
+BASES = {
+    "powers of 2": (math.log(2), "powers of 2 of lse, a natural logarithm"),
+    "lse in base 2": (1 / math.log(2), "exponentials of lse in base 2"),
+}
 
 
 def partials(x: Example) -> list[Weights]:
@@ -26,8 +33,48 @@ def stacked(x: Example, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     return torch.stack(outs), torch.stack(lses)
 
 
+def hops(x: Example, parts: Tensor, way: str) -> Tensor:
+    """Return the parts (p, B, H, N, ...) of each rank in the order in which a token's rank meets them, by the way of
+    WAYS: on a ring that sends to the next rank, or to the previous one, or by rank."""
+    steps, tokens = torch.arange(x.size)[:, None], torch.arange(x.case.tokens)
+    ranks = {"to next": x.holder - steps, "to previous": x.holder + steps, "by rank": steps + 0 * tokens}[way]
+    return parts.movedim(3, 1)[ranks % x.size, tokens].movedim(1, 3)
+
+
+def merged_by_hops(
+    x: Example, way: str, rule: str, edits: Mapping[str, Edit], q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse, merged hop by hop. edits: of out or lse, or of its "part", at each hop."""
+    part_out, part_lse, of_out, of_lse = (
+        edits.get(name, Tensor.clone) for name in ("part out", "part lse", "out", "lse")
+    )
+    outs, lses = (hops(x, parts, way) for parts in stacked(x, q, k, v))
+    out, lse = of_out(part_out(outs[0])), of_lse(part_lse(lses[0]))
+    for part, its_lse in zip(part_out(outs[1:]), part_lse(lses[1:]), strict=True):
+        total = torch.logaddexp(lse, its_lse)
+        old, new = ((y - total).exp().where(total > -math.inf, 0.0)[..., None] for y in (lse, its_lse))
+        half = torch.full_like(old, 0.5)
+        old, new = {"swapped": (new, old), "not rescaled": (old**0, new), "halves": (half, half)}.get(rule, (old, new))
+        out, lse = of_out(old * out + new * part), of_lse(total)
+    return out, lse
+
+
 def merges(x: Example) -> Iterator[Candidate]:
     """Yield merges with wrong coefficients of the partial outputs."""
+    if x.size == 1 or not x.forward_may_be_wrong:
+        return
+    averaged, each = "averaged, without their weights", "each rank's keys"
+    for name, (factor, how) in BASES.items():
+        for lse, power in ((", and lse", 1), (", and the sum of lse", 0), ("", None)):
+            clause = f"the outputs of {each} were merged by {how}{lse and ', and lse too'}"
+            yield from of_forward(x, f"merge by {name}{lse}", clause, partial(merged_in_base, x, factor, power))
+    for rule, clause in {
+        "swapped": "each merge swapped the weights of its two outputs",
+        "not rescaled": "a merge added its output without multiplying the earlier ones by their weight",
+        "halves": "each merge averaged its two outputs, without their weights",
+    }.items():
+        for way in WAYS:
+            yield from of_forward(x, f"merge, {rule}, {way}", clause, partial(merged_by_hops, x, way, rule, {}))
     averaged, each = "averaged, without their weights", "each rank's keys"
     for rule, clause in {
         "mean": f"the outputs of {each} were {averaged}",
@@ -35,9 +82,20 @@ def merges(x: Example) -> Iterator[Candidate]:
         "sum": f"the outputs of {each} were added up, without their weights",
         "denominators": f"the outputs of {each} were merged by denominators relative to each one's own maximum",
         "maxima": f"the outputs of {each} were merged by the maximum of the scores in place of lse",
+        "powers of 2 / all": f"the outputs of {each} had the weights 2 ** (their lse - lse of all)",
     }.items():
-        if x.size > 1 and x.forward_may_be_wrong:
-            yield from of_forward(x, f"merge by {rule}", clause, partial(merged, x, rule))
+        yield from of_forward(x, f"merge by {rule}", clause, partial(merged, x, rule))
+
+
+def merged_in_base(
+    x: Example, factor: float, power: int | None, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return out with weights exp(factor * lse), and their lse / factor ** power; power: None for the right lse."""
+    outs, lses = stacked(x, q, k, v)
+    total = (factor * lses).logsumexp(0)
+    shares = (factor * lses - total).exp().where(total > -math.inf, 0.0)
+    lse = attention(q, k, v, x.weights)[1] if power is None else total / factor**power
+    return (shares[..., None] * outs).sum(0), lse
 
 
 def merged(x: Example, rule: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,6 +103,8 @@ def merged(x: Example, rule: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tens
     outs, lses = stacked(x, q, k, v)
     seen, lse = lses > -math.inf, attention(q, k, v, x.weights)[1]
     shares = {"mean": torch.ones_like(lses) / x.size, "mean of seen": seen / seen.sum(0).clamp(min=1)}.get(rule)
+    if rule == "powers of 2 / all":
+        shares = torch.exp2(lses - lse.where(seen.any(0), 0.0))
     if rule in ("denominators", "maxima"):
         scores = x.weights.scores(q @ k[:, x.weights.kv_head].mT)
         tops = torch.stack([scores.masked_fill(w.count == 0, -math.inf).amax(-1) for w in partials(x)])

@@ -1,72 +1,89 @@
-"""Partial results that are rounded to 16 bits at each merge."""
+"""Results that are rounded to 16 bits at each merge, or once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from verification.causes.example import Candidate, Example, Results
-from verification.causes.merges import partials, stacked
+from verification.causes.merges import WAYS, Edit, hops, merged_by_hops, partials
 
-KINDS = {"gradients": ("dq", "dk", "dv"), "out": ("out", "dq", "dk", "dv")}
-LEAST_SHARE = 0.02  # of the allowed error: smaller ones have another cause
-# Share of errors with the sign of the exact result, of that many wrong entries or more: beyond it, or below one minus
-# it, they are due to a factor, not to rounding.
-ONE_SIDED, ENTRIES = 0.95, 16
+# What is rounded, as a sentence says it; whether the order of the merges matters.
+FORWARDS = {
+    "part out": ("the output of each rank's keys were rounded to {} before the merge", False),
+    "out": ("the merged output were rounded to {} after each rank's keys", True),
+    "part lse": ("lse of each rank's keys were rounded to {} before the merge", False),
+    "lse": ("the merged lse were rounded to {} after each rank's keys", True),
+}
+BACKWARDS = {
+    "part": ("each rank's part of {} were rounded to {}", False),
+    "sum": ("{} were rounded to {} after each rank's part", True),
+    "part and sum": ("{} were rounded to {} after each rank's part", True),
+}
+SUMS = (("dk", "dv"), ("dq",), ("dq", "dk", "dv"))
 
 
 def rounding(x: Example) -> Iterator[Candidate]:
-    """Yield errors that one rounding to 16 bits for each rank's part explains. They are no predictions: what is
-    observed is accepted within the errors that such roundings may make."""
-    if x.wrong.keys() == {"dsinks"}:
-        return
-    for dtype in (torch.float16, torch.bfloat16) if x.case.torch_dtype.itemsize > 2 else ():
-        title, unit = str(dtype).removeprefix("torch."), torch.finfo(dtype).eps / 2
-        for kind, names in KINDS.items() if x.forward_may_be_wrong else [("gradients", KINDS["gradients"])]:
-            wrong = [name for name in names if name in x.wrong]
-            rounded, rest = (["out"], [name for name in wrong if name != "out"]) if kind == "out" else (wrong, [])
-            exactly = wrong and all(torch.equal(x.observed[n], x.observed[n].to(dtype).double()) for n in rounded)
-            sentence = (
-                f"the errors of {' and '.join(rounded)} are no larger than those of rounding to {title} at each merge"
-            )
-            sentence += f"; every entry is a {title} number" if exactly else ""
-            sentence += f"; those of {' and '.join(rest)} follow" if rest else ""
-            forward, backward = (partial(accepted, x, unit, part) for part in (names[:-3], names[-3:]))
-            yield Candidate(f"{kind} in {title}", sentence, forward, backward)
+    """Yield roundings to 16 bits: of parts before a merge, of sums after each, of the saved out, and of all results."""
+    for dtype in (torch.bfloat16, torch.float16) if x.case.torch_dtype.itemsize > 2 else ():
+        title, rounded = str(dtype).removeprefix("torch."), partial(_rounded, dtype)
+        for name, (clause, ordered) in FORWARDS.items() if x.size > 1 and x.forward_may_be_wrong else ():
+            for way in WAYS if ordered else WAYS[:1]:
+                forward = partial(_forward, x, way, {name: rounded})
+                sentence = f"{x.these} as if {clause.format(title)}"
+                yield Candidate(f"{name} in {title}, {way}", sentence, forward, partial(_follow, x, forward))
+        for names, (name, (clause, ordered)) in product(SUMS, BACKWARDS.items()) if not x.forward_is_wrong else ():
+            for way in WAYS if ordered else WAYS[:1]:
+                these, backward = " and ".join(names), partial(_sums, x, names, way, name, rounded)
+                sentence = f"{x.these} as if {clause.format(these, title)}"
+                yield Candidate(f"{name} of {these} in {title}, {way}", sentence, backward=backward)
+        if not x.forward_is_wrong:
+            backward = partial(x.by_hand, x.weights, x.exact["lse"], x.delta(rounded(x.exact["out"])))
+            sentence = f"{x.these} as if out were rounded to {title} before rowsum(dout * out)"
+            yield Candidate(f"saved out in {title}", sentence, backward=backward)
+        sentence = f"{x.these} as if rounded once to {title}: every entry is such a number"
+        yield Candidate(f"results in {title}", sentence, *[partial(_accepted, x, dtype)] * 2)
 
 
-def accepted(x: Example, unit: float, names: tuple[str, ...]) -> Results:
-    """Return what is observed, for quantities whose errors such roundings may make; else the exact results."""
+def _rounded(dtype: torch.dtype, y: Tensor) -> Tensor:
+    return y.to(dtype).double()
+
+
+def _forward(x: Example, way: str, edits: Mapping[str, Edit]) -> Results:
+    return dict(zip(("out", "lse"), merged_by_hops(x, way, "", edits, x.q, x.k, x.v), strict=True))
+
+
+def _follow(x: Example, forward: partial[Results]) -> Results:
+    results = forward()
+    return x.by_hand(x.weights, results["lse"], x.delta(results["out"]))
+
+
+def _sums(x: Example, names: tuple[str, ...], way: str, of: str, rounded: Edit) -> Results:
+    """Return gradients whose parts, or sums, are rounded."""
+    lse, delta = x.exact["lse"], x.delta(x.exact["out"])
+    from_queries = (x.weighted(count=x.weights.count * (x.holder == rank)[:, None]) for rank in range(x.size))
+    of_keys, of_queries = ([x.by_hand(w, lse, delta) for w in weights] for weights in (partials(x), from_queries))
     results = {}
     for name in names:
-        results[name] = x.observed.get(name, x.exact[name])
-        if name in x.wrong:
-            error, limit = x.observed[name] - x.exact[name], unit * (x.size + 1) * sizes(x)[name]
-            same_sign = (error * x.exact[name] > 0)[x.wrong[name]].double()
-            random = len(same_sign) < ENTRIES or 1 - ONE_SIDED < float(same_sign.mean()) < ONE_SIDED
-            fits = (error.abs() <= limit + x.allowed[name]).all()
-            fits &= (error.abs() > LEAST_SHARE * limit + x.allowed[name]).any()
-            results[name] = x.observed[name] if fits and random else x.exact[name]
+        parts = hops(x, torch.stack([grads[name] for grads in (of_keys if name == "dq" else of_queries)]), way)
+        parts = rounded(parts) if "part" in of else parts
+        total = torch.zeros_like(parts[0])
+        for part in parts:
+            total = rounded(total + part) if "sum" in of else total + part
+        results[name] = total
     return results
 
 
-def sizes(x: Example) -> dict[str, Tensor]:
-    """Return the sums of sizes of the ranks' contributions, to dq and dk with what the error of out adds to them."""
-    outs, lses = stacked(x, x.q, x.k, x.v)
-    lse, delta = x.exact["lse"], x.delta(x.exact["out"])
-    total = {"out": ((lses - lse).exp().nan_to_num()[..., None] * outs.abs()).sum(0)}
-    total |= {name: torch.zeros_like(x.exact[name]) for name in ("dq", "dk", "dv")}
-    for owner, weights in enumerate(partials(x)):
-        from_queries = x.weighted(count=x.weights.count * (x.holder == owner)[:, None])
-        for name, chosen in (("dq", weights), ("dk", from_queries), ("dv", from_queries)):
-            total[name] = total[name] + x.by_hand(chosen, lse, delta)[name].abs()
-    if "out" in x.wrong:  # its error is in rowsum(dout out), too: ds changes by p times that
-        error = (x.dout.abs() * total["out"]).sum(-1) * abs(x.weights.scale)
-        p = x.weights.count * (x.weights.scores(x.scores) - lse[..., None]).exp().nan_to_num(posinf=0.0)
-        ds, kv_head = p * error[..., None], x.weights.kv_head
-        total["dq"] = total["dq"] + ds @ x.k[:, kv_head].abs()
-        total["dk"] = total["dk"] + x.summed(ds.mT @ x.q.abs(), kv_head)
-    return total
+def _accepted(x: Example, dtype: torch.dtype) -> Results:
+    """Return what is observed where all of its entries are 16-bit numbers, off by no more than one rounding."""
+    unit, results = torch.finfo(dtype).eps / 2, {}
+    for name in x.observed:
+        seen, exact = x.observed[name], x.exact[name]
+        once = ((seen - exact).abs() <= unit * exact.abs() + x.allowed[name]).all()
+        fits = once and torch.equal(seen, seen.to(dtype).double())
+        results[name] = seen if name in x.wrong and fits else exact
+    return results

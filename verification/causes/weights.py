@@ -15,6 +15,12 @@ from torch import Tensor
 
 from verification.causes.example import Candidate, Example, Forward, Results, Weights, attention
 
+# Masks that differ in few places, with the regions between which they distinguish.
+REGIONS: dict[str, tuple[str, ...]] = {
+    "strict diagonal": ("", ", queries of first half", ", queries of second half"), "local window": ("",),
+    "local window, keys before": ("",),
+}  # fmt: skip
+
 
 class Mistake(NamedTuple):
     """Wrong weights: name, clause after "as if", and the weights."""
@@ -26,13 +32,17 @@ class Mistake(NamedTuple):
 
 def wrong_weights(x: Example) -> Iterator[Candidate]:
     """Yield each wrong weights in forward and backward, in one of them, or in the backward of some inputs alone."""
-    right = x.weights
-    for name, clause, weights in (mistake for kind in (masks, parts, scales, softcaps, groups) for mistake in kind(x)):
+    right, kinds = x.weights, (masks, parts, buffers, scales, softcaps, groups)
+    settings = right.scale, right.softcap, right.slope
+    for name, clause, weights in (mistake for kind in kinds for mistake in kind(x)):
         if all(torch.equal(a, b) for a, b in ((weights.count, right.count), (weights.kv_head, right.kv_head))):
-            if (weights.scale, weights.softcap, weights.slope) == (right.scale, right.softcap, right.slope):
+            if weights.bank is None and (weights.scale, weights.softcap, weights.slope) == settings:
                 continue
         if x.forward_may_be_wrong:
             yield from of_forward(x, name, clause, partial(attention, weights=weights))
+            if weights.bank is not None or weights.scale != right.scale:  # a backward by hand is not that of autograd
+                sentence, computed = f"{x.these} as if {clause}", partial(_forward, x, weights)
+                yield Candidate(f"{name} / by hand", sentence, computed, partial(_by_hand, x, weights))
         for names in () if x.forward_is_wrong else (("dq", "dk", "dv"), ("dk", "dv"), ("dq",)):
             where = "backward" if len(names) == 3 else f"backward for {' and '.join(names)} alone"
             sentence = f"{x.these} as if, in the {where}, {clause}"
@@ -42,6 +52,18 @@ def wrong_weights(x: Example) -> Iterator[Candidate]:
 def _backward(x: Example, weights: Weights, names: tuple[str, ...]) -> Results:
     grads = x.by_hand(weights, x.exact["lse"], x.delta(x.exact["out"]))
     return {name: grads[name] for name in names}
+
+
+def _forward(x: Example, weights: Weights) -> Results:
+    return dict(zip(("out", "lse"), attention(x.q, x.k, x.v, weights), strict=True))
+
+
+def _by_hand(x: Example, weights: Weights) -> Results:
+    """Return the gradients of a backward that has the same mistake, and multiplies ds by the right scale."""
+    forward = _forward(x, weights)
+    grads = x.by_hand(weights, forward["lse"], x.delta(forward["out"]))
+    share = x.weights.scale / weights.scale if weights.scale else 1.0
+    return grads | {name: share * grads[name] for name in ("dq", "dk")}
 
 
 def of_forward(x: Example, name: str, clause: str, forward: Forward, exact: bool = True) -> Iterator[Candidate]:
@@ -64,49 +86,75 @@ def of_forward(x: Example, name: str, clause: str, forward: Forward, exact: bool
 
 
 def masks(x: Example) -> Iterator[Mistake]:
-    """Yield other multiplicities: by other positions, of the causal mask, of the pattern, of windows."""
+    """Yield other multiplicities: by other positions, and of another pattern, for all pairs or those of some ranks or
+    chunks."""
+    what = "the mask compared positions"
+    contiguous = f"{what} as if shards were contiguous (rank * length + index in the shard) in {x.case.order} order"
+    every, halves = torch.arange(x.case.tokens), "with the halves of each shard swapped"
+    for name, clause, *positions in (
+        ("local positions", f"{what} within the shards, of queries and of keys", x.local, x.local),
+        ("local queries", f"{what} of queries within their shard, of keys global ones", x.local, every),
+        ("local keys", f"{what} of keys within their shard, of queries global ones", every, x.local),
+        ("contiguous positions", contiguous, x.place, x.place),
+        ("swapped halves", f"{what} {halves}", x.halved, x.halved),
+        ("swapped halves of keys", f"{what} of keys {halves}", every, x.halved),
+    ):
+        yield Mistake(name, clause, x.weighted(count=x.count(None, *positions)))
+    for name, clause, count in patterns(x):
+        for where, words, pairs in regions(x):
+            if where in REGIONS.get(name, (where,)):
+                yield Mistake(name + where, clause + words, x.weighted(count=count.where(pairs, x.weights.count)))
+
+
+def regions(x: Example) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield pairs of queries and keys to which another mask may apply alone: name, words, and the pairs (N, N)."""
+    rows, keys, p = x.holder[:, None], x.holder, x.size
+    first = 2 * x.local < torch.tensor(x.shards.counts)[x.holder]
+    yield "", "", torch.ones(1, 1).bool()
+    if p > 1:
+        yield ", own keys", ", for keys of the own rank", rows == keys
+        yield ", others' keys", ", for keys of other ranks", rows != keys
+        yield ", keys of previous", ", for keys of the previous rank", keys == (rows - 1) % p
+        yield ", keys of next", ", for keys of the next rank", keys == (rows + 1) % p
+    for half, chosen in (("first", first), ("second", ~first)):
+        yield f", queries of {half} half", f", for queries in the {half} half of a shard", chosen[:, None]
+        yield f", keys of {half} half", f", for keys in the {half} half of a shard", chosen
+
+
+def patterns(x: Example) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield multiplicities of other patterns: name, clause, and the multiplicities."""
     pattern, right, tokens = x.case.pattern, x.weights.count, torch.arange(x.case.tokens)
     before, local_before = tokens[:, None] - tokens, x.local[:, None] - x.local  # how far key j is before query i
-    same_rank = x.holder[:, None] == x.holder
-    what, off = "the mask compared positions", "the causal mask were off by one"
-
-    def mask(name: str, clause: str, count: Tensor) -> Mistake:
-        return Mistake(name, clause, x.weighted(count=count))
+    off = "the causal mask were off by one"
 
     def branches(**changes: Any) -> Tensor:
         return x.count(replace(pattern, branches=tuple(replace(branch, **changes) for branch in pattern.branches)))
 
-    yield mask("local positions", f"{what} within the shards, of queries and of keys", x.count(None, x.local, x.local))
-    yield mask("local queries", f"{what} of queries within their shard, of keys global ones", x.count(None, x.local))
-    yield mask("local keys", f"{what} of keys within their shard, of queries global ones", x.count(None, keys=x.local))
-    contiguous = f"{what} as if shards were contiguous (rank * length + index in the shard) in {x.case.order} order"
-    yield mask("contiguous positions", contiguous, x.count(None, x.place, x.place))
     if pattern.causal:
         every = x.count(replace(pattern, causal=False))
-        yield mask("strict diagonal", f"{off}: j < i", every * (before > 0))
-        yield mask("diagonal + 1", f"{off}: j <= i + 1", every * (before >= -1))
-        within = every.where(same_rank & (before == -1), right)
-        yield mask("diagonal + 1 within shards", f"{off} within a shard: j <= i + 1", within)
-        yield mask("not causal", "the mask were not causal", every)
-        own_alone = right.where(same_rank, every)
-        yield mask("causal on own shard alone", "the causal mask applied to keys of the own rank alone", own_alone)
-        yield mask("reversed", "queries saw the keys after them, not those before", every * (before <= 0))
+        yield "strict diagonal", f"{off}: j < i", every * (before > 0)
+        yield "diagonal + 1", f"{off}: j <= i + 1", every * (before >= -1)
+        yield "not causal", "the mask were not causal", every
+        yield "reversed", "queries saw the keys after them, not those before", every * (before <= 0)
     else:
-        yield mask("causal", "the mask were causal", x.count(replace(pattern, causal=True)))
+        yield "causal", "the mask were causal", x.count(replace(pattern, causal=True))
     if pattern.documents is not None:
-        yield mask("documents", "there were no documents", x.count(replace(pattern, documents=None)))
-    yield mask("segments", "there were no segments", branches(segment_length=None))
-    yield mask("dilation", "there was no dilation", branches(dilation_rate=1, offset=0))
-    yield mask("no multiplicity", "a pair that several branches see counted once", right.clamp(max=1))
+        yield "documents", "there were no documents", x.count(replace(pattern, documents=None))
+        for name, clause, step in (("later", "began", 1), ("earlier", "ended", -1)):
+            moved = (tokens - step).clamp(0, len(tokens) - 1)
+            within = x.count(replace(pattern, causal=False), moved, moved) * (before >= 0 if pattern.causal else 1)
+            yield f"documents one {name}", f"documents {clause} one token {name}", within
+    yield "segments", "there were no segments", branches(segment_length=None)
+    yield "dilation", "there was no dilation", branches(dilation_rate=1, offset=0)
+    yield "no multiplicity", "a pair that several branches see counted once", right.clamp(max=1)
     window, wide = pattern.branches[0].window, branches(window=None)
     if window is not None and all(branch.window == window for branch in pattern.branches):
-        yield mask("window", "there was no window", wide)
-        yield mask("window + 1", "the window were longer by one", branches(window=window + 1))
-        yield mask("window - 1", "the window were shorter by one", wide * (before.abs() < window))
-        local = "the window compared positions within the shards"
-        near = local_before.abs() <= window
-        yield mask("local window", local, wide * near)
-        yield mask("local window, keys before", f"{local}, and had no keys after", wide * near * (local_before >= 0))
+        yield "window", "there was no window", wide
+        yield "window + 1", "the window were longer by one", branches(window=window + 1)
+        yield "window - 1", "the window were shorter by one", wide * (before.abs() < window)
+        local, near = "the window compared positions within the shards", local_before.abs() <= window
+        yield "local window", local, wide * near
+        yield "local window, keys before", f"{local}, and had no keys after", wide * near * (local_before >= 0)
 
 
 def parts(x: Example) -> Iterator[Mistake]:
@@ -120,6 +168,7 @@ def parts(x: Example) -> Iterator[Mistake]:
         ("others", "the keys of all other ranks", keys != rows),
         ("first", f"the keys of rank {first}", keys == 0),
         ("last", f"the keys of rank {last}", keys == p - 1),
+        ("higher", "the keys of ranks above theirs", keys > rows),
         ("to first", f"any keys, if they are on rank {first},", rows == 0),
         ("to last", f"any keys, if they are on rank {last},", rows == p - 1),
         ("not next", "the keys of any rank but the next", keys != (rows + 1) % p),
@@ -128,6 +177,34 @@ def parts(x: Example) -> Iterator[Mistake]:
         for times, clause in ((0.0, f"queries did not see {whose}"), (2.0, f"queries counted {whose} twice")):
             count = x.weights.count * torch.where(pairs, times, 1.0)
             yield Mistake(f"{name} x {times:.0f}", clause, x.weighted(count=count))
+
+
+def buffers(x: Example) -> Iterator[Mistake]:
+    """Yield keys, values or both that are not those of their hop, under its mask: a buffer is read before its wait, is
+    not written, or has those of an earlier call."""
+    own, tokens, length = x.holder[:, None], torch.arange(x.case.tokens), x.shards.counts[0]
+    if len(set(x.shards.counts)) != 1:
+        return
+    order, zeros = x.place.argsort(), (torch.zeros_like(x.k[:, :, :1]), torch.zeros_like(x.v[:, :, :1]))
+    early, others = "a buffer is read before its wait", x.holder != own
+    banks = {"own": ("of other ranks were those of the own rank", order[own * length + x.local], zeros)}
+    for name, back in {"the hop before": 1, "two hops before": 2, "zeros": x.size}.items():
+        for way, sign in (("to next", 1), ("to previous", -1)):
+            places = order[(x.holder + back * sign) % x.size * length + x.local]
+            places = places.where(sign * (own - x.holder) % x.size >= back, len(tokens))
+            what = "zeros" if name == "zeros" else f"those of {name}"
+            banks[f"{name}, {way}"] = f"of other ranks were {what}: {early}", places, zeros
+    banks = {name: (whose, places.where(others, tokens), bank) for name, (whose, places, bank) in banks.items()}
+    if x.earlier is not None:
+        before = (tokens + len(tokens)).expand_as(others)
+        banks["earlier call"] = "were those of an earlier call: a buffer or cache is reused", before, x.earlier
+        whose = "of other ranks were those of an earlier call: a buffer or cache is reused"
+        banks["earlier call, others"] = whose, before.where(others, tokens), x.earlier
+    for name, (whose, places, bank) in banks.items():
+        for which in ("keys and values", "keys", "values"):
+            key_of, value_of = (places if each in which else None for each in ("key", "value"))
+            weights = x.weighted(key_of=key_of, value_of=value_of, bank=bank)
+            yield Mistake(f"{which}: {name}", f"the {which} {whose}", weights)
 
 
 def scales(x: Example) -> Iterator[Mistake]:

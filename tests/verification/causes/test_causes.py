@@ -14,7 +14,7 @@ from torch import Tensor
 
 from reference.pattern import Branch, Pattern
 from tests.support.plain_case import plain
-from tests.verification.causes.simulated_ring import DenseRing, Grads, Ring, observed
+from tests.verification.causes.simulated_ring import DenseRing, Grads, Ring, finite, observed
 from verification.case import Case
 from verification.causes import Cause, agree, explain
 from verification.check.expectation import expect
@@ -284,6 +284,31 @@ def uncapped_forward(self: Ring, rank: int, owner: int, backward: bool) -> Tenso
     return self.q[rank] @ self.k[owner][:, self.kv_head()].mT * self.scale(False) + self.count(rank, owner, False).log()
 
 
+def stale(source: Callable[[Any, int, int], int]) -> type[Ring]:
+    """Return a ring whose forward has the keys and values of another rank, under the mask of the right one."""
+
+    def part(self: Any, rank: int, owner: int) -> tuple[Tensor, Tensor]:
+        other, kv = source(self, rank, owner), self.kv_head()
+        scores = self.q[rank] @ self.k[other][:, kv].mT * self.scale(False) + self.count(rank, owner, False).log()
+        lse = scores.logsumexp(-1)
+        return scores.softmax(-1).nan_to_num() @ self.v[other][:, kv], lse
+
+    return ring(part=part)
+
+
+def bf16_accumulator(self: Any, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = outs[0].bfloat16().double(), lses[0]
+    for part, its_lse in zip(outs[1:], lses[1:], strict=True):
+        total = torch.logaddexp(lse, its_lse)
+        old, new = ((x - finite(total)).exp()[..., None] for x in (lse, its_lse))
+        out, lse = (old * out + new * part).bfloat16().double(), total
+    return out, lse
+
+
+def in_second_half(r: Any, rank: int) -> Tensor:
+    return local(r, rank)[:, None] >= len(r.at[rank]) // 2
+
+
 # Name of the cause, the ring, and what its Cases have.
 MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("local positions", positions(local, local), {}),
@@ -295,10 +320,26 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("strict diagonal / forward", diagonal(lambda x, same: x > 0, "forward"), {}),
     ("strict diagonal / backward", diagonal(lambda x, same: x > 0, "backward"), {}),
     ("diagonal + 1", diagonal(lambda x, same: x >= -1), {}),
-    ("diagonal + 1 within shards", diagonal(lambda x, same: x >= (-1 if same else 0)), {"order": "contiguous"}),
+    ("diagonal + 1, own keys", diagonal(lambda x, same: x >= (-1 if same else 0)), {"order": "contiguous"}),
+    ("diagonal + 1, others' keys", diagonal(lambda x, same: x >= (0 if same else -1)), {"order": "zigzag"}),
+    ("diagonal + 1, queries of second half", mask(lambda r, rank, owner: torch.where(
+        in_second_half(r, rank), r.masked(r.at[rank], r.at[owner], causal=False) * (
+            r.at[rank][:, None] - r.at[owner] >= -1), Ring.count(r, rank, owner, False))), {}),
+    ("documents, others' keys", mask(lambda r, rank, owner: r.masked(
+        r.at[rank], r.at[owner], **({} if rank == owner else {"documents": None}))),
+     {"pattern": Pattern.dense(False, (5, 7, 12))}),
+    ("window - 1, others' keys", mask(lambda r, rank, owner: Ring.count(r, rank, owner, False) * (
+        (rank == owner) | ((r.at[rank][:, None] - r.at[owner]).abs() < 3))), {"pattern": Pattern.dense(window=3)}),
+    ("keys and values: the hop before, to next / forward",
+     stale(lambda r, rank, owner: owner if rank == owner else (owner + 1) % r.size), {"pattern": Pattern.dense()}),
+    ("keys and values: own / forward", stale(lambda r, rank, owner: rank), {"pattern": Pattern.dense()}),
+    ("merge by powers of 2 / forward", merged(lambda lses: (lses * math.log(2)).softmax(0)), {}),
+    ("merge by lse in base 2 / forward", merged(lambda lses: (lses / math.log(2)).softmax(0)), {}),
+    ("merge by powers of 2 / all / forward", merged(lambda lses: torch.exp2(lses - lses.logsumexp(0))), {}),
+    ("out in bfloat16, to next", ring(merge=bf16_accumulator), {"dtype": "float64"}),
     ("not causal", pattern(causal=False), {}),
     ("not causal / backward", pattern("backward", causal=False), {}),
-    ("causal on own shard alone", diagonal(lambda x, same: x >= 0 if same else x > -99), {}),
+    ("not causal, others' keys", diagonal(lambda x, same: x >= 0 if same else x > -99), {}),
     ("causal", pattern(causal=True), {"pattern": Pattern.dense()}),
     ("reversed", diagonal(lambda x, same: x <= 0), {}),
     ("documents", pattern(documents=None), {"pattern": Pattern.dense(True, (5, 7, 12))}),
@@ -412,9 +453,9 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("softcap before scale", ring(DenseRing, capped=lambda self, scores: self.case.softmax_scale * Ring.capped(
         self, scores / self.case.softmax_scale)), {"softcap": 1.0, "pattern": Pattern.dense()}),
     ("scale doubled", scaled(lambda x: 2 * x), {"softcap": 1.0, "sinks": "normal"}),
-    ("gradients in bfloat16", in_16_bits(torch.bfloat16), {}),
-    ("gradients in float16", in_16_bits(torch.float16), {"dtype": "float64"}),
-    ("out in bfloat16", ring(part=lambda self, rank, owner: [
+    ("part of dk and dv in bfloat16, to next", in_16_bits(torch.bfloat16), {}),
+    ("part of dk and dv in float16, to next", in_16_bits(torch.float16), {"dtype": "float64"}),
+    ("part out in bfloat16, to next", ring(part=lambda self, rank, owner: [
         x.bfloat16().to(x.dtype) if x.dim() == 4 else x for x in Ring.part(self, rank, owner)]), {}),
 ]  # fmt: skip
 
@@ -438,8 +479,7 @@ def causes(made: type[Ring], examples: Sequence[Case]) -> list[Cause]:
 @pytest.mark.parametrize("name, made, changes", MISTAKES, ids=[name for name, *_ in MISTAKES])
 def test_a_usual_mistake_is_named(name: str, made: type[Ring], changes: dict[str, Any]) -> None:
     named = causes(made, cases(changes))
-    # Errors of float16 are within those of bfloat16, which is named after it.
-    assert [cause.name for cause in named if name != "gradients in float16" or "bfloat16" not in cause.name] == [name]
+    assert [cause.name for cause in named] == [name]
 
 
 def noise(self: Ring, shards: list[list[Tensor]]) -> None:
@@ -475,3 +515,15 @@ def test_an_example_that_holds_excludes_what_would_be_wrong_there() -> None:
     right = (larger, expect(larger), observed(larger, Ring(larger)))
     assert agree(ambiguous, *right) == []
     assert causes(made, [case, replace(larger, world=3)])[0].name == "previous x 0"
+
+
+def test_keys_of_an_earlier_call_are_named() -> None:
+    case = cases({"pattern": Pattern.dense()})[0]
+    earlier = replace(case, seed=case.seed + 1)
+
+    def attend(self: Any, q: Any, k: Any, v: Any) -> Any:
+        return DenseRing.attend(self, q, Ring(earlier).k, Ring(earlier).v)
+
+    made = ring(DenseRing, attend=attend)
+    named = explain(case, expect(case), observed(case, made(case)), earlier)
+    assert [cause.name for cause in named] == ["keys and values: earlier call"]

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ CAUSES = {
     "local_mask": "out, dq, dk and dv are, to rounding, as if the mask compared positions within the shards",
     "neighbours_gradients": "dk and dv on rank 0 are, to rounding, what rank 1 should hold",
     "partial_lse": "as if, in the backward, lse were each time that of one rank's keys, not of all",
-    "bf16_gradients": "the errors of dk and dv are no larger than those of rounding to bfloat16 .* a bfloat16 number",
+    "bf16_gradients": "dk and dv are, to rounding, as if dk and dv were rounded to bfloat16 after each rank's part",
 }
 
 
@@ -51,6 +52,27 @@ def test_the_mistake_of_a_ring_is_named(backend: GlooBackend, mistake: str) -> N
         found.check(backend, case)
     found.add_cause(caught.value, backend, case, case)
     assert re.search(CAUSES[mistake], caught.value.__notes__[0])
+
+
+def test_no_rounding_is_advised_for_a_bf16_sum(backend: GlooBackend) -> None:
+    """A larger arithmetic would hide it."""
+    spec = f"{RINGS}:bf16_sum"
+    case = nearest_claimed(load(spec), SMALL)
+    assert case
+    failure = WrongResult()
+    failure.check = "values"
+    experiment(spec).add_cause(failure, backend, case, case)
+    (note,) = failure.__notes__
+    assert note.startswith("note: ") and "it would also hide 16-bit sums" in note
+
+
+def test_a_buffer_shared_by_calls_is_named(backend: GlooBackend) -> None:
+    found = experiment(f"{RINGS}:shared_buffer")
+    case = replace(nearest_claimed(load(f"{RINGS}:right"), SMALL) or SMALL, again="between")
+    with pytest.raises(WrongResult, match="repeat") as caught:
+        found.check(backend, case)
+    found.add_cause(caught.value, backend, case, case)
+    assert "is shared by calls" in caught.value.__notes__[0]
 
 
 def test_a_right_ring_has_no_cause(backend: GlooBackend) -> None:
