@@ -79,8 +79,10 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
         signature = setting.signature if call.sinks is None else _with_values(setting.signature, call.sinks)
         if transport.world_size > 1:
             where = numbered.forward
+            numbered.calls.enter(where)
     except Exception as exception:  # of any type: the other ranks must learn of it
         if not check:
+            numbered.calls.leave()
             raise
         error = exception
     if check and (transport.world_size > 1 or error is not None):
@@ -144,10 +146,13 @@ def _with_exchange(call: Call, transport: Transport, hosts: tuple[int, ...]) -> 
 def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) -> None:
     """Raise ValueError, with `check` on every rank, unless all ranks are in the same backward of the same call."""
     error: Exception | None = None
+    if transport.world_size > 1:
+        numbered.calls.enter(numbered.backward)
     try:
         numbered.calls.check_backward(numbered)
     except ValueError as exception:
         if not check:
+            numbered.calls.leave()
             raise
         error = exception
     if check and (transport.world_size > 1 or error is not None):
@@ -172,6 +177,7 @@ def agreed_result(
     with ranks.calls.lock():
         try:
             if ranks.world_size > 1:
+                ranks.calls.enter(str(call))
                 ranks.calls.check_thread(call)
             signature, result = compute()
             results.append(result)
@@ -179,10 +185,12 @@ def agreed_result(
             raise
         except Exception as wrong:  # of any type: the other ranks must raise it too
             if not check:
+                ranks.calls.leave()
                 raise
             error = wrong
         if check:
             compare(str(call), signature, error, ranks)
+        ranks.calls.leave()
     return results[0]
 
 
@@ -194,7 +202,9 @@ def compare(where: str, signature: Mapping[str, object], error: Exception | None
     """
     with transport.calls.lock():
         if transport.world_size > 1 or error is not None:
+            transport.calls.enter(where)
             _compare(where, Signature(signature, json.dumps(signature).encode()), error, transport)
+            transport.calls.leave()
 
 
 def _compare(where: str, signature: Signature, error: Exception | None, transport: Consensus) -> None:
@@ -210,6 +220,7 @@ def _compare(where: str, signature: Signature, error: Exception | None, transpor
     # The cost of two more collectives does not matter: an error follows.
     gathered = all_gather_json([report, transport.calls.number], transport)
     transport.calls.advance_to(max(number for _, number in gathered))
+    transport.calls.leave()
     raise _joint_error([(str(kind), text) for (kind, text), _ in gathered])
 
 
