@@ -123,5 +123,11 @@ def test_a_rank_that_comes_and_then_ends_is_not_missed(monkeypatch: pytest.Monke
     assert own.all_equal(answer(7), 1)
 
 
+def test_a_page_has_no_name_that_could_outlive_its_ranks() -> None:
+    file = shared_page._new_file(page_size(2))
+    assert file is not None and os.fstat(file).st_nlink == 0
+    os.close(file)
+
+
 def test_a_machine_is_told_by_its_boot_and_its_processes() -> None:
     assert machine() == machine() and len(machine().split()) == 2
