@@ -82,7 +82,7 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
             numbered.calls.enter(where)
     except Exception as exception:  # of any type: the other ranks must learn of it
         if not check:
-            numbered.calls.leave()
+            numbered.calls.enter("")
             raise
         error = exception
     if check and (transport.world_size > 1 or error is not None):
@@ -152,7 +152,7 @@ def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) ->
         numbered.calls.check_backward(numbered)
     except ValueError as exception:
         if not check:
-            numbered.calls.leave()
+            numbered.calls.enter("")
             raise
         error = exception
     if check and (transport.world_size > 1 or error is not None):
@@ -177,7 +177,6 @@ def agreed_result(
     with ranks.calls.lock():
         try:
             if ranks.world_size > 1:
-                ranks.calls.enter(str(call))
                 ranks.calls.check_thread(call)
             signature, result = compute()
             results.append(result)
@@ -185,12 +184,10 @@ def agreed_result(
             raise
         except Exception as wrong:  # of any type: the other ranks must raise it too
             if not check:
-                ranks.calls.leave()
                 raise
             error = wrong
         if check:
             compare(str(call), signature, error, ranks)
-        ranks.calls.leave()
     return results[0]
 
 
@@ -204,7 +201,7 @@ def compare(where: str, signature: Mapping[str, object], error: Exception | None
         if transport.world_size > 1 or error is not None:
             transport.calls.enter(where)
             _compare(where, Signature(signature, json.dumps(signature).encode()), error, transport)
-            transport.calls.leave()
+            transport.calls.enter("")
 
 
 def _compare(where: str, signature: Signature, error: Exception | None, transport: Consensus) -> None:
@@ -220,7 +217,7 @@ def _compare(where: str, signature: Signature, error: Exception | None, transpor
     # The cost of two more collectives does not matter: an error follows.
     gathered = all_gather_json([report, transport.calls.number], transport)
     transport.calls.advance_to(max(number for _, number in gathered))
-    transport.calls.leave()
+    transport.calls.enter("")
     raise _joint_error([(str(kind), text) for (kind, text), _ in gathered])
 
 

@@ -51,10 +51,11 @@ class NumberedCall:
 class Calls:
     """The calls of one rank on one group, or on one transport that has no group.
 
-    tell: tells the other ranks how a call was interrupted, and by which error.
+    tell: tells the other ranks how a call was interrupted, and by which error. under_way: see `enter`.
     """
 
     tell: Callable[[str, BaseException], None] | None = None
+    under_way: str = ""
     _number: int = 0  # of the latest call
     _thread: threading.Thread | None = None  # the only one that may call on this group
     _first: str = ""  # of that thread
@@ -62,7 +63,6 @@ class Calls:
     _refusal: str = ""  # the error of that call
     _rounds: int = 0  # of consensus, over all ranks of the group
     _broken: str = ""  # how a call was interrupted
-    _under_way: str = ""  # the call in which other ranks wait for this one, or will
     _depth: int = 0  # times that the thread holds the lock
     _by_number: dict[int, NumberedCall] = field(default_factory=dict)  # calls that `get` returned, oldest first
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -84,21 +84,19 @@ class Calls:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            if error is not None and self._under_way and not isinstance(error, _StopRecomputationError):
-                self.mark_broken(self._under_way, error)
+            if error is not None and self.under_way and not isinstance(error, _StopRecomputationError):
+                self.mark_broken(self.under_way, error)
         finally:
             self._depth -= 1
             if not self._depth:
-                self._under_way = ""
+                self.under_way = ""
             self._lock.release()
 
     def enter(self, where: str) -> None:
-        """Note the call and its direction: until `leave`, or the end of the lock, any error marks the group broken."""
-        self._under_way = where
-
-    def leave(self) -> None:
-        """Note that no rank waits for this one: what is raised now is raised on all ranks, or nothing is in flight."""
-        self._under_way = ""
+        """Have any error mark the group broken until the lock ends. where: the call and its direction; "" if no rank
+        waits for this one.
+        """
+        self.under_way = where
 
     def mark_broken(self, where: str, error: BaseException) -> None:
         """Refuse all later calls, and tell the other ranks once."""
@@ -158,11 +156,6 @@ class Calls:
     def is_of_another_thread(self) -> bool:
         """True if another thread that still runs calls on this group."""
         return self._thread not in (None, threading.current_thread()) and self._thread.is_alive()
-
-    @property
-    def under_way(self) -> str:
-        """The call that is under way, and its direction."""
-        return self._under_way
 
     @property
     def rounds(self) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, lru_cache, partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -24,13 +23,14 @@ from ring.comm.shared_page import ENDED, FIRST, Meeting, SharedPage, StoreNote, 
 from ring.comm.transport import LocalBuffers, Message, MissingRanks, Pending
 
 T = TypeVar("T")
+Works = Sequence[dist.Work]
+Explain = Callable[[Callable[[Message], str], Message, Callable[[], Any]], Any]
 _ALLREDUCE_MAX = dist.AllreduceOptions()
 _ALLREDUCE_MAX.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 _group_infos: WeakKeyDictionary[dist.ProcessGroup, _GroupInfo] = WeakKeyDictionary()
 _meetings: WeakKeyDictionary[dist.ProcessGroup, Meeting] = WeakKeyDictionary()
 _notes: WeakKeyDictionary[dist.ProcessGroup, StoreNote | SharedPage] = WeakKeyDictionary()  # since the meeting began
 _PROBE = 2**30  # tag of messages that nobody sends
-_LAST_NOTE, _PAUSE = 0.2, 0.01  # seconds in which a rank that ends a connection can have told why; between looks
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
@@ -46,24 +46,21 @@ class _PendingWorks:
     once, since gloo hangs in a second wait.
     """
 
-    def __init__(
-        self, transport: ProcessGroupTransport, sends: Sequence[dist.Work], receives: Sequence[dist.Work],
-        messages: Sequence[Message],
-    ) -> None:  # fmt: skip
+    def __init__(self, explain: Explain, sends: Works, receives: Works, messages: Sequence[Message]) -> None:
         """messages: received ones first."""
-        self._transport, self._sends, self._receives, self._messages = transport, sends, receives, messages
+        self._explain, self._sends, self._receives, self._messages = explain, sends, receives, messages
 
     def arrive(self) -> None:
         # NCCL may return one work for a whole batch.
         for work, message in zip(self._receives, self._messages, strict=False):
-            self._transport.explain_failure(_receive_failure, message, work.wait)
+            self._explain(_receive_failure, message, work.wait)
         self._receives = ()
 
     def wait(self) -> None:
         received = len(self._messages) - len(self._sends)
         self.arrive()
         for work, message in zip(self._sends, self._messages[received:], strict=True):
-            self._transport.explain_failure(_send_failure, message, work.wait)
+            self._explain(_send_failure, message, work.wait)
         self._sends, self._messages = (), ()
 
 
@@ -102,35 +99,25 @@ def _tell(of: ref[dist.ProcessGroup], text: str, error: BaseException) -> None:
         missing = cause if not isinstance(cause.__cause__, MissingRanks) else MissingRanks((), str(error))
     with suppress(RuntimeError):
         note_of(group).leave(missing)
-    if _connected_by_gloo(group):
-        for rank in {*range(dist.get_world_size(group))} - {dist.get_rank(group)}:
-            with suppress(RuntimeError):  # gloo ends all connections of a group when the time of a wait is over
-                _probe(group, rank).wait(timedelta(milliseconds=1))
+    for rank in {*range(dist.get_world_size(group))} - {dist.get_rank(group)}:
+        _has_ended(group, rank, end=True)
 
 
 def note_of(group: dist.ProcessGroup) -> StoreNote | SharedPage:
-    """Return the place of the note by which one rank tells the others that no call on the group can be completed."""
+    """Return the place where a rank tells the others that no call on the group can be completed."""
     if group not in _notes:
         _notes[group] = StoreNote(_new_meeting(group), dist.get_rank(group))
     return _notes[group]
 
 
-def _connected_by_gloo(group: dist.ProcessGroup) -> bool:
-    return backends_of(group).get("cpu") == "gloo" and "TORCH_GLOO_LAZY_INIT" not in os.environ
-
-
-def _probe(group: dist.ProcessGroup, rank: int) -> dist.Work:
-    """Post a receive that no message matches. Raises RuntimeError if the connection has ended."""
-    work = dist.irecv(torch.empty(1), group=group, group_src=rank, tag=_PROBE)
-    assert work is not None
-    return work
-
-
-def _has_ended(group: dist.ProcessGroup, rank: int) -> bool:
-    """Return True if gloo has found that the connection to a rank has ended: it is one from the group's creation on."""
+def _has_ended(group: dist.ProcessGroup, rank: int, end: bool = False) -> bool:
+    """Return True if gloo's connection to a rank has ended. end: end all of the group, as gloo does after a timeout."""
+    if backends_of(group).get("cpu") != "gloo" or "TORCH_GLOO_LAZY_INIT" in os.environ:
+        return False
     try:
-        if _connected_by_gloo(group):
-            _probe(group, rank)
+        work = dist.irecv(torch.empty(1), group=group, group_src=rank, tag=_PROBE)
+        if end and work is not None:
+            work.wait(timedelta(milliseconds=1))
     except RuntimeError:
         return True
     return False
@@ -186,49 +173,35 @@ class ProcessGroupTransport(LocalBuffers):
         if any(message.tensor.is_cuda for message in (*sends, *receives)):
             operations = [dist.P2POp(dist.isend, m.tensor, group=self.group, group_peer=m.peer) for m in sends]
             operations += [dist.P2POp(dist.irecv, m.tensor, group=self.group, group_peer=m.peer) for m in receives]
-            return _PendingWorks(self, (), dist.batch_isend_irecv(operations), (*receives, *sends))
+            return _PendingWorks(self._explained, (), dist.batch_isend_irecv(operations), (*receives, *sends))
         posted = [self._receive(m) for m in receives]
         posted += [self._send(m) for m in sends]
         works = [work for work in posted if work is not None]
         assert len(works) == len(sends) + len(receives)
-        return _PendingWorks(self, works[len(receives) :], works[: len(receives)], (*receives, *sends))
+        return _PendingWorks(self._explained, works[len(receives) :], works[: len(receives)], (*receives, *sends))
 
     def _receive(self, m: Message) -> dist.Work | None:
         """Post a receive. A broken connection may fail here, not in the wait."""
-        return self.explain_failure(
-            _receive_failure, m, lambda: dist.irecv(m.tensor, group=self.group, group_src=m.peer)
-        )
+        return self._explained(_receive_failure, m, lambda: dist.irecv(m.tensor, group=self.group, group_src=m.peer))
 
     def _send(self, m: Message) -> dist.Work | None:
         """Post a send; see `_receive`."""
-        return self.explain_failure(_send_failure, m, lambda: dist.isend(m.tensor, group=self.group, group_dst=m.peer))
+        return self._explained(_send_failure, m, lambda: dist.isend(m.tensor, group=self.group, group_dst=m.peer))
 
-    def explain_failure(self, failure: Callable[[Message], str], message: Message, act: Callable[[], T]) -> T:
+    def _explained(self, failure: Callable[[Message], str], message: Message, act: Callable[[], T]) -> T:
         """Return act(). Its RuntimeError names a connection: name the rank that ended first, or else the message."""
         try:
             return act()
         except RuntimeError as error:
-            text = f"{failure(message)}: {error}".partition("\n")[0]
-            missing = self._first_ended(message.peer)
+            text, note = f"{failure(message)}: {error}".partition("\n")[0], note_of(self.group)
+            missing = note.read()  # ranks that end their connections leave a note before
+            if missing is None and isinstance(note, SharedPage):
+                ended = [rank for rank in (message.peer, *range(self.world_size)) if note.has_ended(rank)]
+                missing = note.read() or (MissingRanks(ended[:1], ENDED) if ended else None)
             if missing is not None:
                 raise RuntimeError(missing.message(f"the end of {self.calls.under_way}")) from missing
             late = "timeout" in text or "Timed out" in text  # the peer may itself wait for another
             raise RuntimeError(text) from MissingRanks(() if late else (message.peer,), text)
-
-    def _first_ended(self, peer: int) -> MissingRanks | None:
-        """Return what ended this rank's connection to a peer: ranks that end theirs leave a note before."""
-        note, end = note_of(self.group), time.monotonic() + _LAST_NOTE
-        while True:
-            if said := note.read():
-                return said
-            if isinstance(note, SharedPage):
-                others = (rank for rank in range(self.world_size) if rank not in (self.rank, peer))
-                ended = [peer] if note.has_ended(peer) else [rank for rank in others if note.has_ended(rank)]
-                if ended:
-                    return note.read() or MissingRanks(ended, ENDED)
-            if time.monotonic() > end:
-                return None
-            time.sleep(_PAUSE)
 
     def all_equal(self, payload: bytes) -> bool:
         if self.world_size == 1:

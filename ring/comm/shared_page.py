@@ -110,10 +110,7 @@ def _new_file(size: int) -> int | None:
 
 @dataclass(frozen=True)
 class StoreNote:
-    """The note of the first rank of a group that gives up, or is interrupted, in a store.
-
-    Errors of the store, which one of the ranks may have served, are ignored.
-    """
+    """The note of the first rank that gives up, or is interrupted. A store that has ended is no error."""
 
     store: dist.Store
     rank: int
@@ -250,10 +247,8 @@ class SharedPage:
 
     def _give_up(self, missing: list[int], reason: str) -> None:
         """Tell the other ranks, and raise MissingRanks, or what another one has told before."""
-        said = self.read()
-        if said is None:
-            said = MissingRanks(missing, reason)
-            self.leave(said)
+        said = self.read() or MissingRanks(missing, reason)
+        self.leave(said)
         raise said
 
     def leave(self, missing: MissingRanks) -> None:
@@ -271,7 +266,9 @@ class SharedPage:
         return MissingRanks.of_note(note[:_NOTE].rstrip() if whole else b" another rank has given up", self._rank)
 
     def has_ended(self, rank: int) -> bool:
-        """Return True if the process of a rank has ended."""
+        """Return True if the process of another rank has ended."""
+        if rank == self._rank:
+            return False
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:  # the process still holds its lock

@@ -72,10 +72,6 @@ class _SharedCallNumber(Calls):
         for calls in self._axis_calls:
             calls.enter(where)
 
-    def leave(self) -> None:
-        for calls in self._axis_calls:
-            calls.leave()
-
     def check_thread(self, call: NumberedCall | str) -> None:
         for calls in self._axis_calls:
             calls.check_thread(call)

@@ -21,17 +21,7 @@ from verification.check.checks import CHECKS, costs
 from verification.check.expectation import expect
 from verification.experiments import check_case
 from verification.failures import RankError, RankFailure, VerificationFailure, name_ranks
-from verification.faults.inject import (
-    BY_NAME,
-    ERRORS,
-    KINDS,
-    PLACES,
-    WORDS_SEPARATOR,
-    Fault,
-    FaultKind,
-    LateRank,
-    observe_with_fault,
-)
+from verification.faults.inject import BY_NAME, KINDS, WORDS_SEPARATOR, Fault, FaultKind, LateRank, observe_with_fault
 from verification.run.backends import CASES_PER_CROSS_HOST, Backend, PoolBackend, SimBackend
 from verification.run.processes.process_tree import descendants
 from verification.search.diagnose import cause_in
@@ -98,8 +88,8 @@ def fault_of(how: How, posts: Sequence[Sequence[int]]) -> Fault:
     """Return the fault that these numbers choose. posts: number of sends of each post, by index of the group."""
     senders = [index for index, sends in enumerate(posts) if any(sends)]
     index = senders[how["rank"] % len(senders)]
-    if BY_NAME[how["kind"]].at_consensus or how["kind"] in ERRORS:
-        return Fault(how["kind"], index, how["post"] % CONSENSUS_ROUNDS, how["send"] % len(PLACES))
+    if BY_NAME[how["kind"]].at_consensus:
+        return Fault(how["kind"], index, how["post"] % CONSENSUS_ROUNDS, how["send"] // 2)
     fitting = [n for n, sends in enumerate(posts[index]) if sends or BY_NAME[how["kind"]].outcome is not None]
     post = fitting[how["post"] % len(fitting)]
     return Fault(how["kind"], index, post, how["send"] % max(1, posts[index][post]))

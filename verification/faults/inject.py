@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from ring.comm import process_group
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import Message, Outgoing, Pending, RecordingTransport, Transport
-from ring.compute import kernels
 from verification.case import Case
 from verification.failures import MismatchedMessages, RankCrash, RankError, RankHang, RankOutcome, VerificationFailure
 from verification.run.observation import Observation
@@ -73,11 +72,16 @@ KINDS = (
     FaultKind("in flight", "kill -9, messages sent", RankCrash, "died"),
     FaultKind("late", "comes after the timeout", RankError, "raised", at_consensus=True),
     FaultKind("host", "kill -9 of a host", RankCrash, "died"),
-    FaultKind("interrupt", "Ctrl-C", RankError, "raised"),
-    FaultKind("memory", "out of memory", RankError, "raised"),
+    FaultKind("interrupt", "Ctrl-C", RankError, "raised", at_consensus=True),
+    FaultKind("memory", "out of memory", RankError, "raised", at_consensus=True),
 )
 ERRORS: dict[str, type[BaseException]] = {"interrupt": KeyboardInterrupt, "memory": torch.OutOfMemoryError}
-PLACES = ("consensus", "prepare", "empty", "kernel", "post")  # of an error, forward or backward
+# Functions that raise an error from a consensus on; a rank that needs none of them raises it at the end.
+PLACES = (
+    "ring.comm.shared_page.SharedPage.has_come", "ring.consensus.agree_backward", "ring.execute.accumulator_for",
+    "ring.execute.sum_class_for", "ring.comm.transport.LocalBuffers.empty", "ring.compute.kernels.forward",
+    "ring.compute.kernels.backward", "ring.comm.process_group._PendingWorks.arrive",
+)  # fmt: skip
 BY_NAME = {kind.name: kind for kind in KINDS}
 
 
@@ -87,8 +91,8 @@ class Fault:
 
     kind: str  # name in KINDS
     index: int  # of the rank in the group
-    post: int  # number of the post, or consensus, at which it strikes; of an error 0 for forward, 1 for backward
-    send: int = 0  # index of the post's send that gets another shape; of an error its place
+    post: int  # number of the post, or consensus, at which it strikes
+    send: int = 0  # index of the post's send that gets another shape; of an error the number of its place
 
     def struck(self, ranks: int) -> range:
         """Return the indices that it strikes in a group of so many ranks: one, or a host, half of the group."""
@@ -114,9 +118,6 @@ class FaultyTransport(RecordingTransport):
         self.posts: list[int] = []
         self._rounds = 0
         self._fault = fault if fault is not None and fault.index == self.rank else None
-        self._error_round, self._error_place = 0, ""
-        if self._fault is not None and self._fault.kind in ERRORS:
-            self._error_round, self._error_place = self._fault.post, PLACES[self._fault.send]
         self._pids: list[bytes] = []
         if fault is not None and fault.kind == "host":
             self._pids = inner.all_gather(os.getpid().to_bytes(8, "little"))
@@ -126,24 +127,8 @@ class FaultyTransport(RecordingTransport):
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
         """Announce nothing (gloo does not need it): the receiver must find a wrong message, not a comparison."""
-        self._pass("prepare")
-
-    def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self._pass("empty")
-        return super().empty(name, shape, dtype, device)
-
-    def _pass(self, place: str, *_: object) -> None:
-        """Raise the error of a fault that strikes at this place."""
-        if self._rounds > self._error_round and place == self._error_place:
-            self.raise_error()
-
-    def raise_error(self) -> None:
-        """Raise the error of a fault that has not struck yet, if there is one."""
-        if self._fault is not None and self._fault.kind in ERRORS:
-            raise ERRORS[self._fault.kind](f"at {self._error_place} {self._error_round}")
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        self._pass("post")
         self.posts.append(len(sends))
         if self._strikes("post", len(self.posts) - 1):
             assert self._fault is not None
@@ -164,18 +149,15 @@ class FaultyTransport(RecordingTransport):
             assert self._fault is not None
             if self._fault.kind == "absent":
                 os.kill(os.getpid(), signal.SIGKILL)
-            await_words(self.inner, [index for index in range(self.world_size) if index != self.rank])
-        equal = super().all_equal(payload)
-        self._pass("consensus")
-        if self._rounds > self._error_round and self._error_place == "kernel":  # new ranks take the place of these
-            vars(kernels).update(forward=partial(self._pass, "kernel"), backward=partial(self._pass, "kernel"))
-        return equal
+            elif self._fault.kind in ERRORS:  # new ranks take the place of this one
+                patch(PLACES[self._fault.send % len(PLACES)], side_effect=ERRORS[self._fault.kind]).start()
+            else:
+                await_words(self.inner, [index for index in range(self.world_size) if index != self.rank])
+        return super().all_equal(payload)
 
     def _strikes(self, trigger: str, number: int) -> bool:
         fault = self._fault
-        if fault is None or fault.kind in ERRORS:
-            return False
-        return BY_NAME[fault.kind].trigger == trigger and fault.post == number
+        return fault is not None and BY_NAME[fault.kind].trigger == trigger and fault.post == number
 
 
 def inject(fault: Fault, sends: Sequence[Message]) -> list[Message]:
@@ -214,7 +196,8 @@ def observe_with_fault(transport: Transport, case: Case, fault: Fault | None) ->
     try:
         with pretending(case, transport.rank) if late else nullcontext():  # the ranks meet again
             observation = observe(transport, case, repeat=False, record=record)
-        transports[0].raise_error()  # of a kernel that this rank does not need
+        if fault is not None and fault.kind in ERRORS and fault.index == transport.rank:
+            raise ERRORS[fault.kind]
     except (RuntimeError, ValueError) as error:
         if late:
             raise LateRank(exchange_words(transport, f"{type(error).__name__}: {error}")) from None
