@@ -106,15 +106,16 @@ def ring_attention(
             remains usable. Double backward also raises NotImplementedError.
         RuntimeError: a rank, which the error names, did not come within the timeout. The group is then unusable.
     """
-    q, k, v = in_autocast_type(q, k, v)
     if torch.compiler.is_compiling() and not unknown:
+        q, k, v = in_autocast_type(q, k, v)
         return traced(
             q, k, v, pattern, layout, key_layout=key_layout, group=group, return_lse=return_lse, exchange=exchange,
             bucket=bucket, kernel=kernel, scale=scale, softcap=softcap, sinks=sinks, check=check, name=name,
         )  # fmt: skip
     transport = transport_over(group, layout.world_size if isinstance(layout, Layout) else 1)
     with _on_device_of(q), transport.calls.lock():
-        numbered = transport.calls.begin(name)
+        numbered = transport.calls.begin(name, transport.world_size)
+        q, k, v = in_autocast_type(q, k, v)
         call = Call(
             q, k, v, pattern, layout, layout if key_layout is None else key_layout, exchange, bucket, kernel, scale,
             softcap, sinks, return_lse, wants_gradients(q, k, v, sinks),

@@ -81,8 +81,10 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
         signature = setting.signature if call.sinks is None else _with_values(setting.signature, call.sinks)
         if transport.world_size > 1:
             where = numbered.forward
+            numbered.calls.enter(where)
     except Exception as exception:  # of any type: the other ranks must learn of it
         if not check:
+            numbered.calls.enter("")
             raise
         error = exception
     if check and (transport.world_size > 1 or error is not None):
@@ -146,10 +148,13 @@ def _with_exchange(call: Call, transport: Transport, hosts: tuple[int, ...]) -> 
 def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) -> None:
     """Raise ValueError, with `check` on every rank, unless all ranks are in the same backward of the same call."""
     error: Exception | None = None
+    if transport.world_size > 1:
+        numbered.calls.enter(numbered.backward)
     try:
         numbered.calls.check_backward(numbered)
     except ValueError as exception:
         if not check:
+            numbered.calls.enter("")
             raise
         error = exception
     if check and (transport.world_size > 1 or error is not None):
@@ -196,7 +201,9 @@ def compare(where: str, signature: Mapping[str, object], error: Exception | None
     """
     with transport.calls.lock():
         if transport.world_size > 1 or error is not None:
+            transport.calls.enter(where)
             _compare(where, Signature(signature, json.dumps(signature).encode()), error, transport)
+            transport.calls.enter("")
 
 
 def _compare(where: str, signature: Signature, error: Exception | None, transport: Consensus) -> None:
@@ -212,6 +219,7 @@ def _compare(where: str, signature: Signature, error: Exception | None, transpor
     # The cost of two more collectives does not matter: an error follows.
     gathered = all_gather_json([report, transport.calls.number], transport)
     transport.calls.advance_to(max(number for _, number in gathered))
+    transport.calls.enter("")
     raise _joint_error([(str(kind), text) for (kind, text), _ in gathered])
 
 

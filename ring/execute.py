@@ -11,7 +11,6 @@ accumulator per query row. The backward of a partial uses its own q, k, v and th
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -40,7 +39,6 @@ from ring.precision import accumulator_dtype
 from ring.strided_view import StridedView
 from ring.validation import Call
 
-_NO_GUARD = nullcontext()
 # Limit on query rows times heads: `ring.compute.gpu.merge_kernel` counts them in 32 bits.
 _MAX_COUNTED = 2**30
 # Products of dout and out in memory at a time: as a whole, in fp32, they would be the largest tensors of a backward.
@@ -85,22 +83,19 @@ def forward(
     """Return (out, lse): out like q with the head dim of v, lse (B, H, N) in the accumulator's dtype."""
     batch, tokens, heads, _ = q.shape
     programs, transport = run.programs, run.transport
-    guard = _NO_GUARD if transport.world_size == 1 else run.numbered.calls.guard(run.numbered.forward)
     compute: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _forward_by_head if programs.by_head else _forward
     if not (q.is_cuda and _is_replayed(transport, programs.forward, q)):
-        return compute(programs, transport, guard, q, k, v, sinks)
+        return compute(programs, transport, q, k, v, sinks)
     results = (((batch, tokens, heads, v.shape[3]), q.dtype), ((batch, heads, tokens), accumulator_dtype(q.dtype)))
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     key = _graph_key(transport, programs.forward, inputs)
-    with guard:
-        out, lse = graph_replay.replayed(key, inputs, results, partial(compute, programs, transport, _NO_GUARD))
+    out, lse = graph_replay.replayed(key, inputs, results, partial(compute, programs, transport))
     return out, lse
 
 
 def _forward(
     programs: Programs,
     transport: Transport,
-    guard: AbstractContextManager[object],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -108,28 +103,26 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     like = q if q.shape[3] == v.shape[3] else _output_like(q, v)
     accumulator, queries, scoring = accumulator_for(like, sinks), StridedView(q), programs.scoring
-    with guard:
-        exchange = Exchange(programs.plan, transport, k, v)
-        for arrival, calls in zip(exchange.arrivals(), programs.forward.arrivals, strict=True):
-            for call in calls:
-                tile, view = call.tile, StridedView.batched if call.batched else StridedView.view
-                query = view(queries, tile.query_rows, tile.query_heads)
-                key = view(arrival.key, tile.key_rows, tile.key_heads)
-                value = view(arrival.value, tile.key_rows, tile.key_heads)
-                out, lse = kernels.forward(call.kernel, query, key, value, tile, scoring)
-                accumulator.merge(tile.query_rows, tile.query_heads, out, lse)
+    exchange = Exchange(programs.plan, transport, k, v)
+    for arrival, calls in zip(exchange.arrivals(), programs.forward.arrivals, strict=True):
+        for call in calls:
+            tile, view = call.tile, StridedView.batched if call.batched else StridedView.view
+            query = view(queries, tile.query_rows, tile.query_heads)
+            key = view(arrival.key, tile.key_rows, tile.key_heads)
+            value = view(arrival.value, tile.key_rows, tile.key_heads)
+            out, lse = kernels.forward(call.kernel, query, key, value, tile, scoring)
+            accumulator.merge(tile.query_rows, tile.query_heads, out, lse)
     return accumulator.result(q.dtype)
 
 
 def _forward_by_head(
-    programs: HeadPrograms, transport: Transport, guard: AbstractContextManager[object],
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None,
+    programs: HeadPrograms, transport: Transport, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     def compute(stage: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _forward(*programs.block(transport, stage), _NO_GUARD, *tensors)
+        return _forward(*programs.block(transport, stage), *tensors)
 
-    with guard:
-        return all_to_all.forward(programs, transport, compute, q, k, v, sinks)
+    return all_to_all.forward(programs, transport, compute, q, k, v, sinks)
 
 
 def backward(
@@ -145,7 +138,6 @@ def backward(
 ) -> Sequence[torch.Tensor]:
     """Return (dq, dk, dv), like q, k, v, and with sinks their gradient: the sum over the own rows."""
     programs, transport = run.programs, run.transport
-    guard = _NO_GUARD if transport.world_size == 1 else run.numbered.calls.guard(run.numbered.current_backward)
     compute: Callable[..., list[torch.Tensor]] = _backward_by_head if programs.by_head else _backward
     if programs.by_head is True and programs.returns_lse and dlse is None:
         dlse = torch.zeros_like(lse)  # other ranks may have one, so all send it
@@ -153,19 +145,16 @@ def backward(
     tensors = (q, k, v, out, lse, dout, *(() if dlse is None else (dlse,)), *given_sinks)
     program = programs.backward(q, through_lse)
     if not (q.is_cuda and _is_replayed(transport, program, q)):
-        return compute(programs, transport, program, guard, through_lse, *tensors)
+        return compute(programs, transport, program, through_lse, *tensors)
     results = tuple((x.shape, x.dtype) for x in (q, k, v, *given_sinks))
     key = _graph_key(transport, program, tensors)
-    compute = partial(compute, programs, transport, program, _NO_GUARD, through_lse)
-    with guard:
-        return graph_replay.replayed(key, tensors, results, compute)
+    return graph_replay.replayed(key, tensors, results, partial(compute, programs, transport, program, through_lse))
 
 
 def _backward(
     programs: Programs,
     transport: Transport,
     program: Program,
-    guard: AbstractContextManager[object],
     through_lse: bool,
     *tensors: torch.Tensor,
     wide: bool = False,
@@ -178,32 +167,29 @@ def _backward(
     sums = sum_class_for(q)
     dq, dk, dv = sums(q), sums(k), sums(v)
     rows = _QueryRows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq, (dk, dv))
-    with guard:
-        exchange = Exchange(programs.plan, transport, k, v)
-        for arrival, calls in zip(exchange.round_trips(dk, dv), program.arrivals, strict=True):
-            for call in calls:
-                _add_gradients(programs.scoring, call, arrival, rows)
-        grads = sums.results([dq], q.dtype)  # while the last gradients of keys are in flight
-        dsinks = [_sink_gradient(sinks[0], lse, rows.delta)] if sinks else []
-        exchange.last_returned(dk, dv)
-        grads += sums.results([dk, dv], accumulator_dtype(q.dtype) if wide else q.dtype)
-        exchange.finish()
+    exchange = Exchange(programs.plan, transport, k, v)
+    for arrival, calls in zip(exchange.round_trips(dk, dv), program.arrivals, strict=True):
+        for call in calls:
+            _add_gradients(programs.scoring, call, arrival, rows)
+    grads = sums.results([dq], q.dtype)  # while the last gradients of keys are in flight
+    dsinks = [_sink_gradient(sinks[0], lse, rows.delta)] if sinks else []
+    exchange.last_returned(dk, dv)
+    grads += sums.results([dk, dv], accumulator_dtype(q.dtype) if wide else q.dtype)
+    exchange.finish()
     return grads + dsinks
 
 
 def _backward_by_head(
-    programs: HeadPrograms, transport: Transport, program: HeadProgram, guard: AbstractContextManager[object],
-    through_lse: bool, *tensors: torch.Tensor,
+    programs: HeadPrograms, transport: Transport, program: HeadProgram, through_lse: bool, *tensors: torch.Tensor,
 ) -> list[torch.Tensor]:  # fmt: skip
     (*shards, out, lse, dout), sinks = tensors[:6], [*tensors[6:]]
     dlse = sinks.pop(0) if through_lse else None
 
     def compute(stage: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
         block = *programs.block(transport, stage), program.stages[stage]
-        return _backward(*block, _NO_GUARD, through_lse, *tensors, wide=programs.sums_keys)
+        return _backward(*block, through_lse, *tensors, wide=programs.sums_keys)
 
-    with guard:
-        grads = all_to_all.backward(programs, transport, compute, (*shards, out, lse, dout), dlse)
+    grads = all_to_all.backward(programs, transport, compute, (*shards, out, lse, dout), dlse)
     return grads + [_sink_gradient(x, lse, _delta(dout, out, dlse)) for x in sinks]
 
 

@@ -108,7 +108,7 @@ def attention_forward(
     """
     transport = named_transport(group)
     with torch.cuda.device_of(q), transport.calls.lock(), torch.autocast(q.device.type, enabled=False):
-        numbered = transport.calls.begin(name)
+        numbered = transport.calls.begin(name, transport.world_size)
         call = Call(
             q, k, v, _pattern(pattern, packed), numbered_layout(layout), numbered_layout(key_layout), exchange,
             bucket, kernel_name, scale, softcap, sinks, return_lse, differentiated, sinks_differentiated,
@@ -116,7 +116,7 @@ def attention_forward(
         setting = agree(call, numbered, transport, check)
         execution = execution_of(call, setting, numbered, select_transport(q, transport), check)
         out, lse = forward(execution, q, k, v, sinks)
-    return out.contiguous(), lse, torch.tensor([numbered.number], device="cpu")
+        return out.contiguous(), lse, torch.tensor([numbered.number], device="cpu")
 
 
 @attention_forward.register_fake
@@ -144,12 +144,12 @@ def attention_backward(
             bucket, kernel_name, scale, softcap, sinks, return_lse, differentiated=True,
             sinks_differentiated=sinks_differentiated,
         )  # fmt: skip
+        agree_backward(numbered, transport, check)
         hosts = hosts_of(numbered, transport) if call.exchange in OF_HOSTS else ()
         setting = setting_of(call, transport, hosts)
         execution = execution_of(call, setting, numbered, select_transport(q, transport), check)
-        agree_backward(numbered, execution.transport, check)
         grads = backward(execution, q, k, v, out, lse, dout, dlse, sinks if sinks_differentiated else None)
-    dq, dk, dv, *dsinks = (grad.contiguous() for grad in grads)
+        dq, dk, dv, *dsinks = (grad.contiguous() for grad in grads)
     return dq, dk, dv, dsinks[0] if dsinks else q.new_empty(0)
 
 

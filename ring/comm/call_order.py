@@ -7,17 +7,20 @@ backwards share. The ranks compare call and direction before a tensor moves (`ri
 Only one thread may call on a group, because nothing orders the calls of two threads alike on every rank. If two race,
 messages of the first thread's calls may have matched the second's on another rank: those calls cannot run backward.
 
-A call that is interrupted, or runs out of memory, leaves messages in flight: the group refuses all later calls. So do
-the groups of its parent in a forked process, whose messages would be taken for the parent's.
+A call that is interrupted, or runs out of memory, leaves messages in flight, and other ranks that wait for this one:
+the group refuses all later calls, and the others are told. So do the groups of its parent in a forked process, whose
+messages would be taken for the parent's.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils.checkpoint import _StopRecomputationError
 
 MAX_CALLS = 256
 
@@ -38,15 +41,7 @@ class NumberedCall:
     @property
     def backward(self) -> str:
         """The next backward of this call; there are several with `retain_graph=True`."""
-        return self._backward(self.backwards + 1)
-
-    @property
-    def current_backward(self) -> str:
-        """The backward that the ranks began last."""
-        return self._backward(self.backwards)
-
-    def _backward(self, number: int) -> str:
-        return f"the backward of {self}" if number == 1 else f"backward {number} of {self}"
+        return f"backward {self.backwards + 1} of {self}" if self.backwards else f"the backward of {self}"
 
     def __str__(self) -> str:
         return f"call {self.number}" + ("" if self.name is None else f" ({self.name!r})")
@@ -54,8 +49,13 @@ class NumberedCall:
 
 @dataclass(eq=False)
 class Calls:
-    """The calls of one rank on one group, or on one transport that has no group."""
+    """The calls of one rank on one group, or on one transport that has no group.
 
+    tell: tells the other ranks how a call was interrupted, and by which error. under_way: see `enter`.
+    """
+
+    tell: Callable[[str, BaseException], None] | None = None
+    under_way: str = ""
     _number: int = 0  # of the latest call
     _thread: threading.Thread | None = None  # the only one that may call on this group
     _first: str = ""  # of that thread
@@ -63,6 +63,7 @@ class Calls:
     _refusal: str = ""  # the error of that call
     _rounds: int = 0  # of consensus, over all ranks of the group
     _broken: str = ""  # how a call was interrupted
+    _depth: int = 0  # times that the thread holds the lock
     _by_number: dict[int, NumberedCall] = field(default_factory=dict)  # calls that `get` returned, oldest first
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -79,24 +80,41 @@ class Calls:
         if self._broken:
             self._lock.release()
             raise RuntimeError(f"nothing can be called on this group any more, since on this rank {self._broken}")
+        self._depth += 1
 
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None and self.under_way and not isinstance(error, _StopRecomputationError):
+                self.mark_broken(self.under_way, error)
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.under_way = ""
+            self._lock.release()
 
-    def guard(self, where: str) -> _Guard:
-        """A context for code that posts messages. where: the call and its direction."""
-        return _Guard(self, where)
+    def enter(self, where: str) -> None:
+        """Have any error mark the group broken until the lock ends. where: the call and its direction; "" if no rank
+        waits for this one.
+        """
+        self.under_way = where
 
     def mark_broken(self, where: str, error: BaseException) -> None:
-        self._broken = f"{where} ended in the middle: {type(error).__name__}: {error}".partition("\n")[0]
+        """Refuse all later calls, and tell the other ranks once."""
+        if not self._broken:
+            text = f"{where} ended in the middle: {type(error).__name__}: {error}"
+            self._broken = text.partition("\n")[0].removesuffix(": ")
+            if self.tell is not None:
+                self.tell(self._broken, error)
 
     def forbid(self, reason: str) -> None:
         """Refuse all later calls. A thread of another process may hold the lock: a new one takes its place."""
         self._lock, self._broken = threading.RLock(), reason
 
-    def begin(self, name: str | None) -> NumberedCall:
-        """Number the next call. Refused calls are numbered too."""
+    def begin(self, name: str | None, world_size: int = 1) -> NumberedCall:
+        """Number the next call, and enter it if several ranks make it. Refused calls are numbered too."""
         self._number += 1
+        if world_size > 1:
+            self.enter(f"the forward of call {self._number}")
         return NumberedCall(self, self._number, name)
 
     def get(self, number: int, name: str | None) -> NumberedCall:
@@ -152,21 +170,6 @@ class Calls:
     def advance_to(self, number: int) -> None:
         """Continue after this number, on which the ranks agreed after they had diverged."""
         self._number = max(self._number, number)
-
-
-@dataclass(eq=False)
-class _Guard:
-    """A context in which messages are in flight."""
-
-    calls: Calls
-    where: str
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self.calls.mark_broken(self.where, error)
 
 
 def within_backward() -> bool:

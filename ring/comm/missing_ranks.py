@@ -19,11 +19,14 @@ from ring.comm.transport import MissingRanks
 SLOW = 1.0  # seconds before a rank leaves its mark
 GRACE = 1.5  # seconds in which ranks that came at the last moment leave theirs
 
-Done = Callable[[float | None], bool]  # True if done within this many seconds; None: within the group's timeout
+Done = Callable[[float], bool]  # True if done within this many seconds; raises RuntimeError after the group's timeout
 
 
-def wait_for_all(done: Done, group: dist.ProcessGroup, number: int) -> None:
-    """Return once the operation is done. number: of the operation on this group, the same on every rank.
+def wait_for_all(
+    done: Done, group: dist.ProcessGroup, number: int, note: Callable[[], MissingRanks | None] = lambda: None
+) -> None:
+    """Return once the operation is done. number: of the operation on this group, the same on every rank. note: reads
+    the note of a rank that has given up.
 
     Raises MissingRanks after the group's timeout, or when a connection fails.
     """
@@ -32,12 +35,13 @@ def wait_for_all(done: Done, group: dist.ProcessGroup, number: int) -> None:
             return
         marks = Marks(group, number)
         marks.leave()
-        if done(None):
-            marks.remove()
-            return
-        raise RuntimeError(f"the group's timeout of {timeout_of(group)} is over")
+        while (said := note()) is None:
+            if done(SLOW):
+                marks.remove()
+                return
     except RuntimeError as error:
-        raise MissingRanks(_missing(group, number), str(error).partition("\n")[0]) from error
+        said = note() or MissingRanks(_missing(group, number), str(error).partition("\n")[0])
+    raise said
 
 
 def _missing(group: dist.ProcessGroup, number: int) -> list[int] | None:
@@ -80,12 +84,9 @@ class Marks:
 
 
 def done_by_work(work: dist.Work) -> Done:
-    """Done for gloo, which itself raises RuntimeError after the group's timeout."""
+    """Done for gloo, whose work itself fails after the group's timeout."""
 
-    def done(seconds: float | None) -> bool:
-        if seconds is None:
-            work.wait()
-            return True
+    def done(seconds: float) -> bool:
         try:
             return bool(work.wait(timedelta(seconds=seconds)))
         except RuntimeError:
@@ -97,11 +98,16 @@ def done_by_work(work: dist.Work) -> Done:
 def done_by_event(event: torch.cuda.Event, timeout: timedelta) -> Done:
     """Done for NCCL. Poll: if a rank does not come, `event.synchronize` would never return."""
 
-    def done(seconds: float | None) -> bool:
-        # End before NCCL's watchdog, which would end the process.
-        end = time.monotonic() + (0.9 * timeout.total_seconds() if seconds is None else seconds)
+    # End before NCCL's watchdog, which would end the process.
+    last = time.monotonic() + 0.9 * timeout.total_seconds()
+
+    def done(seconds: float) -> bool:
+        end = time.monotonic() + seconds
         while not event.query():
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now > last:
+                raise RuntimeError(f"the group's timeout of {timeout} is over")
+            if now > end:
                 return False
             time.sleep(0.0)
         return True

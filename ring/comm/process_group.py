@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from functools import cached_property, lru_cache, partial
-from typing import NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -17,14 +19,18 @@ import torch.distributed.nn.functional
 
 from ring.comm.call_order import Calls
 from ring.comm.missing_ranks import Marks, done_by_event, done_by_work, timeout_of, wait_for_all
-from ring.comm.shared_page import FIRST, Meeting, key_of, meet
-from ring.comm.transport import LocalBuffers, Message, Pending
+from ring.comm.shared_page import ENDED, FIRST, Meeting, SharedPage, StoreNote, key_of, meet
+from ring.comm.transport import LocalBuffers, Message, MissingRanks, Pending
 
 T = TypeVar("T")
+Works = Sequence[dist.Work]
+Explain = Callable[[Callable[[Message], str], Message, Callable[[], Any]], Any]
 _ALLREDUCE_MAX = dist.AllreduceOptions()
 _ALLREDUCE_MAX.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 _group_infos: WeakKeyDictionary[dist.ProcessGroup, _GroupInfo] = WeakKeyDictionary()
 _meetings: WeakKeyDictionary[dist.ProcessGroup, Meeting] = WeakKeyDictionary()
+_notes: WeakKeyDictionary[dist.ProcessGroup, StoreNote | SharedPage] = WeakKeyDictionary()  # since the meeting began
+_PROBE = 2**30  # tag of messages that nobody sends
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
@@ -40,21 +46,21 @@ class _PendingWorks:
     once, since gloo hangs in a second wait.
     """
 
-    def __init__(self, sends: Sequence[dist.Work], receives: Sequence[dist.Work], messages: Sequence[Message]) -> None:
+    def __init__(self, explain: Explain, sends: Works, receives: Works, messages: Sequence[Message]) -> None:
         """messages: received ones first."""
-        self._sends, self._receives, self._messages = sends, receives, messages
+        self._explain, self._sends, self._receives, self._messages = explain, sends, receives, messages
 
     def arrive(self) -> None:
         # NCCL may return one work for a whole batch.
         for work, message in zip(self._receives, self._messages, strict=False):
-            _explain_failure(_receive_failure(message), work.wait)
+            self._explain(_receive_failure, message, work.wait)
         self._receives = ()
 
     def wait(self) -> None:
         received = len(self._messages) - len(self._sends)
         self.arrive()
         for work, message in zip(self._sends, self._messages[received:], strict=True):
-            _explain_failure(_send_failure(message), work.wait)
+            self._explain(_send_failure, message, work.wait)
         self._sends, self._messages = (), ()
 
 
@@ -64,14 +70,6 @@ def _receive_failure(message: Message) -> str:
 
 def _send_failure(message: Message) -> str:
     return f"rank {message.peer} did not take the message {message.label!r}"
-
-
-def _explain_failure(failure: str, act: Callable[[], T]) -> T:
-    """Return act(), and prefix its RuntimeError with `failure`: torch names a connection, not a rank of the group."""
-    try:
-        return act()
-    except RuntimeError as error:
-        raise RuntimeError(f"{failure}: {error}".partition("\n")[0]) from error
 
 
 class _GroupInfo(NamedTuple):
@@ -87,7 +85,56 @@ def _info_of(group: dist.ProcessGroup) -> _GroupInfo:
     if info is None:
         info = _GroupInfo(dist.get_world_size(group), Calls(), "cpu" not in backends_of(group))
         info = _group_infos.setdefault(group, info)
+        info.calls.tell = partial(_tell, ref(group))
     return info
+
+
+def _tell(of: ref[dist.ProcessGroup], text: str, error: BaseException) -> None:
+    """Tell the other ranks how a call ended, and end gloo's connections, so that they do not wait for its messages."""
+    group, cause = of(), error.__cause__
+    if group is None:
+        return
+    missing = MissingRanks([dist.get_rank(group)], f"there {text}")
+    if isinstance(cause, MissingRanks):  # of several groups of a mesh, whose numbers are others, not this one
+        missing = cause if not isinstance(cause.__cause__, MissingRanks) else MissingRanks((), str(error))
+    with suppress(RuntimeError):
+        note_of(group).leave(missing)
+    for rank in {*range(dist.get_world_size(group))} - {dist.get_rank(group)}:
+        _has_ended(group, rank, end=True)
+
+
+def note_of(group: dist.ProcessGroup) -> StoreNote | SharedPage:
+    """Return the place where a rank tells the others that no call on the group can be completed."""
+    if group not in _notes:
+        _notes[group] = StoreNote(_new_meeting(group), dist.get_rank(group))
+    return _notes[group]
+
+
+def _has_ended(group: dist.ProcessGroup, rank: int, end: bool = False) -> bool:
+    """Return True if gloo's connection to a rank has ended. end: end all of the group, as gloo does after a timeout."""
+    if backends_of(group).get("cpu") != "gloo" or "TORCH_GLOO_LAZY_INIT" in os.environ:
+        return False
+    try:
+        work = dist.irecv(torch.empty(1), group=group, group_src=rank, tag=_PROBE)
+        if end and work is not None:
+            work.wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return True
+    return False
+
+
+def _meeting_count(rank: int) -> str:
+    """Key in a group's store of the number of this rank's meetings."""
+    return f"ring/machines/rank {rank}"
+
+
+def _new_meeting(group: dist.ProcessGroup) -> dist.Store:
+    """Return the store of a new meeting. A destroyed group of the same name may have left keys in the group's store."""
+    return _meeting(group, group.get_group_store().add(_meeting_count(dist.get_rank(group)), 1))
+
+
+def _meeting(group: dist.ProcessGroup, number: int) -> dist.Store:
+    return dist.PrefixStore(f"ring/machines/{number}", group.get_group_store())
 
 
 def _forbid_inherited_groups() -> None:
@@ -126,20 +173,35 @@ class ProcessGroupTransport(LocalBuffers):
         if any(message.tensor.is_cuda for message in (*sends, *receives)):
             operations = [dist.P2POp(dist.isend, m.tensor, group=self.group, group_peer=m.peer) for m in sends]
             operations += [dist.P2POp(dist.irecv, m.tensor, group=self.group, group_peer=m.peer) for m in receives]
-            return _PendingWorks((), dist.batch_isend_irecv(operations), (*receives, *sends))
+            return _PendingWorks(self._explained, (), dist.batch_isend_irecv(operations), (*receives, *sends))
         posted = [self._receive(m) for m in receives]
         posted += [self._send(m) for m in sends]
         works = [work for work in posted if work is not None]
         assert len(works) == len(sends) + len(receives)
-        return _PendingWorks(works[len(receives) :], works[: len(receives)], (*receives, *sends))
+        return _PendingWorks(self._explained, works[len(receives) :], works[: len(receives)], (*receives, *sends))
 
     def _receive(self, m: Message) -> dist.Work | None:
         """Post a receive. A broken connection may fail here, not in the wait."""
-        return _explain_failure(_receive_failure(m), lambda: dist.irecv(m.tensor, group=self.group, group_src=m.peer))
+        return self._explained(_receive_failure, m, lambda: dist.irecv(m.tensor, group=self.group, group_src=m.peer))
 
     def _send(self, m: Message) -> dist.Work | None:
         """Post a send; see `_receive`."""
-        return _explain_failure(_send_failure(m), lambda: dist.isend(m.tensor, group=self.group, group_dst=m.peer))
+        return self._explained(_send_failure, m, lambda: dist.isend(m.tensor, group=self.group, group_dst=m.peer))
+
+    def _explained(self, failure: Callable[[Message], str], message: Message, act: Callable[[], T]) -> T:
+        """Return act(). Its RuntimeError names a connection: name the rank that ended first, or else the message."""
+        try:
+            return act()
+        except RuntimeError as error:
+            text, note = f"{failure(message)}: {error}".partition("\n")[0], note_of(self.group)
+            missing = note.read()  # ranks that end their connections leave a note before
+            if missing is None and isinstance(note, SharedPage):
+                ended = [rank for rank in (message.peer, *range(self.world_size)) if note.has_ended(rank)]
+                missing = note.read() or (MissingRanks(ended[:1], ENDED) if ended else None)
+            if missing is not None:
+                raise RuntimeError(missing.message(f"the end of {self.calls.under_way}")) from missing
+            late = "timeout" in text or "Timed out" in text  # the peer may itself wait for another
+            raise RuntimeError(text) from MissingRanks(() if late else (message.peer,), text)
 
     def all_equal(self, payload: bytes) -> bool:
         if self.world_size == 1:
@@ -158,7 +220,9 @@ class ProcessGroupTransport(LocalBuffers):
         if self._on_gpu:
             return self._all_equal_on_gpus(both, number)
         maximum = both.clone()  # the second half is the complement of the minimum
-        wait_for_all(done_by_work(self.group.allreduce([maximum], _ALLREDUCE_MAX)), self.group, number)
+        wait_for_all(
+            done_by_work(self.group.allreduce([maximum], _ALLREDUCE_MAX)), self.group, number, note_of(self.group).read
+        )
         return torch.equal(maximum, both)
 
     @cached_property
@@ -172,18 +236,13 @@ class ProcessGroupTransport(LocalBuffers):
         the group's backend the two would match, and exchange their numbers.
         """
         if self.group not in _meetings:
-            # A destroyed group of the same name may have left keys in the store.
-            fresh = self._meeting(self.group.get_group_store().add(self._meeting_count, 1))
-            _meetings[self.group] = meet(fresh, self.rank, self.world_size, timeout_of(self.group))
+            fresh, has_ended = _new_meeting(self.group), partial(_has_ended, self.group)
+            _notes[self.group] = StoreNote(fresh, self.rank)
+            met = meet(fresh, self.rank, self.world_size, timeout_of(self.group), has_ended)
+            if met.page is not None:
+                _notes[self.group] = met.page
+            _meetings[self.group] = met
         return _meetings[self.group]
-
-    @property
-    def _meeting_count(self) -> str:
-        """Key in the group's store of the number of this rank's meetings."""
-        return f"ring/machines/rank {self.rank}"
-
-    def _meeting(self, number: int) -> dist.Store:
-        return dist.PrefixStore(f"ring/machines/{number}", self.group.get_group_store())
 
     def waiting(self) -> list[int]:
         """Return the ranks that have come to the next round of consensus, where they wait for this one. Does not wait.
@@ -192,7 +251,8 @@ class ProcessGroupTransport(LocalBuffers):
         """
         number = self.calls.rounds + 1
         if self.group not in _meetings:
-            meeting = self._meeting(self.group.get_group_store().add(self._meeting_count, 0) + 1)
+            met = self.group.get_group_store().add(_meeting_count(self.rank), 0)
+            meeting = _meeting(self.group, met + 1)
             return [rank for rank in range(self.world_size) if meeting.check([key_of(FIRST, rank)])]
         page = _meetings[self.group].page
         came = Marks(self.group, number).has if page is None else partial(page.has_come, number=number)
@@ -205,7 +265,7 @@ class ProcessGroupTransport(LocalBuffers):
             maximum = both.to(torch.device("cuda", device))
             self.group.allreduce([maximum], _ALLREDUCE_MAX).wait()  # the stream waits, not the host
             done = done_by_event(torch.cuda.current_stream().record_event(), timeout_of(self.group))
-            wait_for_all(done, self.group, number)
+            wait_for_all(done, self.group, number, note_of(self.group).read)
             return torch.equal(maximum.cpu(), both)
 
     def all_gather(self, payload: bytes) -> list[bytes]:

@@ -4,8 +4,8 @@ With NCCL a round of consensus is a kernel that queues behind others while the h
 gloo, threads and sockets take longer than the rest of a call of few tokens.
 
 A page has two sets of slots, one slot per rank in each, and rounds alternate between them. A rank that writes round
-n + 2 has seen all payloads of round n + 1, so no rank still reads those of n. A rank that gives up writes so into its
-slot. A rank whose process ends loses its lock on a byte of the file.
+n + 2 has seen all payloads of round n + 1, so no rank still reads those of n. The first rank that gives up, or is
+interrupted, leaves a note, after which no round begins. A rank whose process ends loses its lock on a byte of the file.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import hashlib
 import mmap
 import os
 import time
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,17 +27,19 @@ import torch.distributed as dist
 from ring.comm.transport import MissingRanks
 
 _NO_FILE = "/no file"  # cannot be opened
-_GIVEN_UP = "given up at"  # key in the store: name of the gather that a rank gave up
+_NOTE_KEY = "note"  # in the store
 FIRST = "machine"  # name of the first gather of `meet`
 PAYLOAD = 16  # bytes
 _NUMBER, _CHECK = 8, 8  # bytes of a round's number, and of the checksum that shows a half-written slot
 _SLOT = _NUMBER + PAYLOAD + _CHECK
-_GAVE_UP = b"gave up".ljust(PAYLOAD)
+_NOTE = 512  # bytes of the note of a rank that has given up
 _SPINS = 300  # reads before the first pause: about 0.1 ms
 # Seconds. A rank only yields during the first: the kernel makes the shortest pause 0.06 ms, after which this rank would
 # come late to the others, which would pause in turn, for every call.
 _SOON, _PAUSE = 0.002, 1e-3
-_LOOK = 0.2  # seconds between checks that the other processes are alive, or have not given up
+# Seconds between checks that the other processes are alive, or have not given up: first, and at most.
+_LOOK, _MOST_LOOK = 0.2, 0.8
+ENDED = "its process has ended"
 _STORE_PAUSES, _STORE_SHARE = (2e-4, 0.25), 0.05  # seconds, first and longest; share of the time waited so far
 
 
@@ -48,12 +52,16 @@ class Meeting(NamedTuple):
     hosts: tuple[int, ...]
 
 
-def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Meeting:
+def meet(
+    store: dist.Store, rank: int, world_size: int, timeout: timedelta,
+    has_ended: Callable[[int], bool] = lambda rank: False,
+) -> Meeting:  # fmt: skip
     """Return the meeting of a group's ranks, the same on each. Collective.
 
-    store: used by this group only. timeout: of this call, and of a round. Raises MissingRanks if a rank does not come.
+    store: used by this group only. timeout: of this call, and of a round. has_ended: True for a rank that cannot come
+    any more. Raises MissingRanks if a rank does not come.
     """
-    ranks = _StoreGather(store, rank, world_size, timeout)
+    ranks = _StoreGather(store, rank, world_size, timeout, has_ended)
     gathered = ranks.gather(FIRST, f"{host()}\n{machine()} {os.getpid()}")
     hosts, _, places = zip(*(entry.rpartition("\n") for entry in gathered), strict=True)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(hosts))}
@@ -64,7 +72,7 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> M
 
 def _shared_page(ranks: _StoreGather, rank: int, world_size: int, timeout: timedelta) -> SharedPage | None:
     """Return the page of ranks on one machine; None on every rank if one of them cannot open it."""
-    size = 2 * world_size * _SLOT
+    size = page_size(world_size)
     file, page = _new_file(size) if rank == 0 else None, None
     try:
         name = ranks.gather("file", _NO_FILE if file is None else f"/proc/{os.getpid()}/fd/{file}")[0]
@@ -76,6 +84,11 @@ def _shared_page(ranks: _StoreGather, rank: int, world_size: int, timeout: timed
         if page is None and file is not None:
             os.close(file)
     return None if "no" in answers else page
+
+
+def page_size(world_size: int) -> int:
+    """Bytes of a page: two sets of slots, the flag that a note is there, and the note."""
+    return 2 * world_size * _SLOT + 1 + _NOTE + _CHECK
 
 
 def key_of(name: str, rank: int) -> str:
@@ -96,52 +109,72 @@ def _new_file(size: int) -> int | None:
 
 
 @dataclass(frozen=True)
+class StoreNote:
+    """The note of the first rank that gives up, or is interrupted. A store that has ended is no error."""
+
+    store: dist.Store
+    rank: int
+
+    def leave(self, missing: MissingRanks) -> None:
+        """Tell the other ranks, unless one of them has left a note."""
+        with suppress(RuntimeError):
+            if not self.store.check([_NOTE_KEY]):
+                self.store.set(_NOTE_KEY, missing.note.decode())
+
+    def read(self) -> MissingRanks | None:
+        with suppress(RuntimeError):
+            if self.store.check([_NOTE_KEY]):
+                return MissingRanks.of_note(self.store.get(_NOTE_KEY), self.rank)
+        return None
+
+
+@dataclass(frozen=True)
 class _StoreGather:
     """Gathers strings of all ranks through a store. timeout: of one `gather`. A rank that comes when others have given
-    up raises, too, and blames none of them.
+    up raises, too, and blames none of them. has_ended: see `meet`.
     """
 
     store: dist.Store
     rank: int
     world_size: int
     timeout: timedelta
+    has_ended: Callable[[int], bool] = lambda rank: False
 
     def gather(self, name: str, value: str) -> list[str]:
         """Return the values of all ranks. Raises MissingRanks."""
         keys = [key_of(name, rank) for rank in range(self.world_size)]
+        note = StoreNote(self.store, self.rank)
         try:
             self.store.set(keys[self.rank], value)
-            self._wait(keys)
-            late, values = self.store.check([_GIVEN_UP]), self.store.multi_get(keys)
+            missing = self._wait(keys, note)
+            values = [] if missing else self.store.multi_get(keys)
         except RuntimeError as error:
-            raise MissingRanks(self._give_up(name, keys), str(error).partition("\n")[0]) from error
-        if late:
-            raise MissingRanks((), "another rank has given up")
+            raise MissingRanks(None, str(error).partition("\n")[0]) from error
+        if missing:
+            note.leave(missing)
+            raise missing
         return [value.decode() for value in values]
 
-    def _wait(self, keys: list[str]) -> None:
-        """Return once all keys are there. Polls: `store.wait` keeps Ctrl-C, and other threads' use of the store, out,
-        and TCPStore's prints warnings. Raises RuntimeError after the timeout, or soon after another rank has given up.
+    def _wait(self, keys: list[str], note: StoreNote) -> MissingRanks | None:
+        """Return None once all keys are there, or else which ranks do not come. Polls: `store.wait` keeps Ctrl-C, and
+        other threads' use of the store, out, and TCPStore's prints warnings. Raises RuntimeError without a store.
         """
-        began = time.monotonic()
+        began, look = time.monotonic(), _LOOK
         while not self.store.check(keys):
             waited = time.monotonic() - began
+            if waited > look:
+                look = waited + min(_MOST_LOOK, max(_LOOK, _STORE_SHARE * waited))
+                if said := note.read():
+                    return said
+                if ended := [rank for rank in self._missing(keys) if self.has_ended(rank)]:
+                    return note.read() or MissingRanks(ended, ENDED)
             if waited > self.timeout.total_seconds():
-                raise RuntimeError(f"the group's timeout of {self.timeout} is over")
-            if waited > _LOOK and self.store.check([_GIVEN_UP]):
-                raise RuntimeError("another rank has given up")
+                return MissingRanks(self._missing(keys), f"the group's timeout of {self.timeout} is over")
             time.sleep(min(_STORE_PAUSES[1], max(_STORE_PAUSES[0], _STORE_SHARE * waited)))
+        return note.read()
 
-    def _give_up(self, name: str, keys: list[str]) -> list[int] | None:
-        """Tell ranks that come later. Return those that have not come here; none if others gave up before this rank
-        came; None if the store, which one of the ranks may have served, cannot be reached.
-        """
-        with suppress(RuntimeError):
-            if self.store.check([_GIVEN_UP]) and self.store.get(_GIVEN_UP) != name.encode():
-                return []
-            self.store.set(_GIVEN_UP, name)
-            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-        return None
+    def _missing(self, keys: list[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
 
 class SharedPage:
@@ -152,9 +185,9 @@ class SharedPage:
 
     def __init__(self, file: int, size: int, rank: int, world_size: int, timeout: timedelta) -> None:
         self._rank, self._world_size, self._timeout = rank, world_size, timeout
-        self._page = mmap.mmap(file, size)
-        self._file = os.fdopen(file, "r+b", buffering=0)
-        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        self._page, self._file, self._flag = mmap.mmap(file, size), file, 2 * world_size * _SLOT
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        self.close = weakref.finalize(self, os.close, file)
 
     def all_equal(self, payload: bytes, number: int) -> bool:
         """Return True if all ranks passed the same PAYLOAD bytes. Collective.
@@ -162,6 +195,8 @@ class SharedPage:
         number: of the round, the same on every rank, one more than in the last round. Raises MissingRanks if a rank
         does not come within the timeout, or its process has ended.
         """
+        if said := self.read():
+            raise said
         slot = _slot_of(number, payload)
         begin = self._begin(self._rank, number)
         self._page[begin : begin + _SLOT] = slot
@@ -184,26 +219,25 @@ class SharedPage:
         last_look = began
         while not self.has_come(rank, number):
             now = time.monotonic()
+            if said := self.read():
+                raise said
             if now - began > self._timeout.total_seconds():
-                self._give_up(number, self._missing(number), f"the group's timeout of {self._timeout} is over")
+                self._give_up(self._missing(number), f"the group's timeout of {self._timeout} is over")
             if now - last_look > _LOOK:
                 last_look = now
-                if self._process_has_ended(rank):
+                if self.has_ended(rank):
                     # Others may just be late, and this one may have come before it ended.
-                    ended = [other for other in self._missing(number) if self._process_has_ended(other)]
+                    ended = [other for other in self._missing(number) if self.has_ended(other)]
                     if ended:
-                        self._give_up(number, ended, "its process has ended")
+                        self._give_up(ended, ENDED)
             if now - began < _SOON:
                 os.sched_yield()
             else:
                 time.sleep(_PAUSE)
-        theirs = self._page[begin : begin + _SLOT]
-        if theirs[_NUMBER : _NUMBER + PAYLOAD] == _GAVE_UP:
-            raise MissingRanks((), "another rank has given up")
-        return theirs == slot
+        return self._page[begin : begin + _SLOT] == slot
 
     def has_come(self, rank: int, number: int) -> bool:
-        """Return True if a rank has come to a round, or has given it up. Does not wait."""
+        """Return True if a rank has come to a round. Does not wait."""
         begin = self._begin(rank, number)
         slot = self._page[begin : begin + _SLOT]
         return slot == _slot_of(number, slot[_NUMBER : _NUMBER + PAYLOAD])
@@ -211,13 +245,30 @@ class SharedPage:
     def _missing(self, number: int) -> list[int]:
         return [rank for rank in range(self._world_size) if not self.has_come(rank, number)]
 
-    def _give_up(self, number: int, missing: list[int], reason: str) -> None:
-        """Tell the other ranks, and raise MissingRanks."""
-        begin = self._begin(self._rank, number)
-        self._page[begin : begin + _SLOT] = _slot_of(number, _GAVE_UP)
-        raise MissingRanks(missing, reason)
+    def _give_up(self, missing: list[int], reason: str) -> None:
+        """Tell the other ranks, and raise MissingRanks, or what another one has told before."""
+        said = self.read() or MissingRanks(missing, reason)
+        self.leave(said)
+        raise said
 
-    def _process_has_ended(self, rank: int) -> bool:
+    def leave(self, missing: MissingRanks) -> None:
+        """Tell the other ranks, unless one of them has left a note."""
+        if not self._page[self._flag]:
+            self._page[self._flag + 1 :] = _checked(missing.note[:_NOTE].ljust(_NOTE))
+            self._page[self._flag] = 1
+
+    def read(self) -> MissingRanks | None:
+        """Return the note of another rank, if there is one."""
+        if not self._page[self._flag]:
+            return None
+        note = self._page[self._flag + 1 :]
+        whole = note == _checked(note[:_NOTE])  # not so if two ranks wrote at once
+        return MissingRanks.of_note(note[:_NOTE].rstrip() if whole else b" another rank has given up", self._rank)
+
+    def has_ended(self, rank: int) -> bool:
+        """Return True if the process of another rank has ended."""
+        if rank == self._rank:
+            return False
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:  # the process still holds its lock
@@ -227,7 +278,11 @@ class SharedPage:
 
 
 def _slot_of(number: int, payload: bytes) -> bytes:
-    content = number.to_bytes(_NUMBER, "little") + payload
+    return _checked(number.to_bytes(_NUMBER, "little") + payload)
+
+
+def _checked(content: bytes) -> bytes:
+    """Return the content with its checksum."""
     return content + hashlib.blake2b(content, digest_size=_CHECK).digest()
 
 

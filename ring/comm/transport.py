@@ -28,6 +28,18 @@ class MissingRanks(RuntimeError):
         self.ranks, self.waited = ranks if ranks is None else tuple(ranks), waited
         super().__init__(self.message("where the others wait"))
 
+    @property
+    def note(self) -> bytes:
+        """The error as a note for the other ranks."""
+        return f"{','.join(map(str, self.ranks or ()))} {self.waited}".encode("ascii", "backslashreplace")
+
+    @classmethod
+    def of_note(cls, note: bytes, reader: int) -> MissingRanks:
+        """Return the error of a note, as rank `reader` raises it. A rank that it names learns only that it is late."""
+        ranks, _, waited = note.decode().partition(" ")
+        missing = [int(rank) for rank in ranks.split(",") if rank]
+        return cls((), "another rank has given up") if reader in missing else cls(missing, waited)
+
     def message(self, where: str) -> str:
         """Text of the error. where: the operation that they missed."""
         if self.ranks is None:

@@ -68,6 +68,10 @@ class _SharedCallNumber(Calls):
                 locks.enter_context(calls.lock())
             yield
 
+    def enter(self, where: str) -> None:
+        for calls in self._axis_calls:
+            calls.enter(where)
+
     def check_thread(self, call: NumberedCall | str) -> None:
         for calls in self._axis_calls:
             calls.check_thread(call)

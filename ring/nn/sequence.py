@@ -163,24 +163,26 @@ class _Gather(torch.autograd.Function):
         context, call, layout, dim = ctx.arguments
         with call.calls.lock():
             agree_backward(call, context.transport, context.check)
-            return _sum_of_shards(context, call, layout, grad, dim), None, None, None, None
+            return _sum_of_shards(context, layout, grad, dim), None, None, None, None
 
 
 def _whole(context: ContextParallel, call: NumberedCall, layout: Layout, x: Tensor, dim: int) -> Tensor:
+    if context.world_size > 1:
+        call.calls.enter(call.forward)
     shapes = [[count if i == dim else size for i, size in enumerate(x.shape)] for count in layout.counts]
     kind = ("gather", layout, dim, x.dtype, *(rows for i, rows in enumerate(x.shape) if i != dim))
     same = [(0, x.numel())] * context.world_size
-    return layout.unshard(_exchanged(context, kind, call.forward, x.reshape(-1), same, shapes), dim)
+    return layout.unshard(_exchanged(context, kind, x.reshape(-1), same, shapes), dim)
 
 
-def _sum_of_shards(context: ContextParallel, call: NumberedCall, layout: Layout, grad: Tensor, dim: int) -> Tensor:
+def _sum_of_shards(context: ContextParallel, layout: Layout, grad: Tensor, dim: int) -> Tensor:
     """Sum the ranks' gradients of the whole, and return this rank's rows."""
     shards = [layout.shard(grad, rank, dim) for rank in range(context.world_size)]
     own = shards[context.rank].shape
     kind = ("gather, backward", layout, dim, grad.dtype, *(rows for i, rows in enumerate(own) if i != dim))
     spans = list(pairwise(accumulate((shard.numel() for shard in shards), initial=0)))
     flat = torch.cat([shard.reshape(-1) for shard in shards])
-    summands = _exchanged(context, kind, call.current_backward, flat, spans, [own] * context.world_size)
+    summands = _exchanged(context, kind, flat, spans, [own] * context.world_size)
     sum_dtype = grad.dtype if grad.is_complex() else accumulator_dtype(grad.dtype)
     return torch.stack(summands).sum(0, dtype=sum_dtype).to(grad.dtype)
 
@@ -188,7 +190,6 @@ def _sum_of_shards(context: ContextParallel, call: NumberedCall, layout: Layout,
 def _exchanged(
     context: ContextParallel,
     kind: Hashable,
-    where: str,
     flat: Tensor,
     spans: Sequence[tuple[int, int]],
     shapes: Sequence[Sequence[int]],
@@ -205,8 +206,7 @@ def _exchanged(
     ]
     sends = [Message(peer, _bytes(buffer), "rows", start, stop) for peer, start, stop in outgoing]
     receives = [Message(peer, _bytes(x), "rows") for peer, x in enumerate(received) if peer != rank and x.numel()]
-    with transport.calls.guard(where):
-        transport.post(sends, receives).wait()
+    transport.post(sends, receives).wait()
     return received
 
 

@@ -25,9 +25,9 @@ ABOUT = """\
 Injects faults, and checks that the error names each, that nothing is lost, and
 that nothing is left over. No GPU is needed.
 attention: kill -9, SIGSTOP, an exception, a message that is too short or too
-long, at a random post of a random rank over gloo; or a rank that comes after
-the others' timeout. Afterwards all ranks must run again, and the next example
-must be right.
+long, at a random post of a random rank over gloo; Ctrl-C or a lack of memory at
+any place of a call; or a rank that comes after the others' timeout. Afterwards
+all ranks must run again, and the next example must be right.
 training: damaged and foreign checkpoints, full disks and folders of others; and
 kills, stops and second trainings of scripts/train.py, one fault in 32.
 files: mutated records and what is no regular file, read as a replay does, one

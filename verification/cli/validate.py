@@ -168,14 +168,15 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
             _replay(options, report, backend)
         else:
             _run(options, report, backend, shrink_backend)
-    except AgentLost as lost:
-        _record_loss(lost, report, backend, options.failures)
+    except (AgentLost, KeyboardInterrupt) as ended:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would lose the report, which takes no time
+        if isinstance(ended, AgentLost) and ended.ranks:
+            _record_loss(ended, report, backend, options.failures)
+        else:  # by the user, or by torchrun, which was told to end
+            report.interrupt()
+        report.summary()
     except (Unavailable, Refused, OSError) as error:
         return _refuse(str(error))
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would lose the report, which takes no time
-        report.interrupt()
-        report.summary()
     except (Exception, ToolError):
         print(printable(traceback.format_exc()), end="", file=sys.stderr)
         return _refuse("the test harness itself failed, see above")
@@ -208,7 +209,6 @@ def _record_loss(lost: AgentLost, report: Report, backend: TorchrunBackend, fold
     )
     world = backend.agents.address.world_size
     report.failed(save_record(failure, "every process stays", world, record, folder, backend.name))
-    report.summary()
 
 
 def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, shrink_backend: ShrinkBackend) -> None:

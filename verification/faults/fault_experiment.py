@@ -89,7 +89,7 @@ def fault_of(how: How, posts: Sequence[Sequence[int]]) -> Fault:
     senders = [index for index, sends in enumerate(posts) if any(sends)]
     index = senders[how["rank"] % len(senders)]
     if BY_NAME[how["kind"]].at_consensus:
-        return Fault(how["kind"], index, how["post"] % CONSENSUS_ROUNDS)
+        return Fault(how["kind"], index, how["post"] % CONSENSUS_ROUNDS, how["send"] // 2)
     fitting = [n for n, sends in enumerate(posts[index]) if sends or BY_NAME[how["kind"]].outcome is not None]
     post = fitting[how["post"] % len(fitting)]
     return Fault(how["kind"], index, post, how["send"] % max(1, posts[index][post]))
@@ -174,7 +174,10 @@ def judge(kind: FaultKind, fault: Fault, case: Case, failure: VerificationFailur
         return
     if type(failure) is not kind.failure or not isinstance(failure, RankFailure):
         raise MishandledFault(f"{fault_text} must be a {kind.failure.kind}; got a {failure.kind}: {failure}")
-    named = failure.ranks(kind.outcome)
+    # Ranks that raise since another one did must name it alone.
+    told = rf"{_ABSENT}{fault.index} did not"
+    told_ranks = {state.rank for state in failure.states if re.search(told, state.detail)} - {rank}
+    named = [other for other in failure.ranks(kind.outcome) if kind.outcome != "raised" or other not in told_ranks]
     expected = [other for other in struck if other == rank or other not in failure.ranks("answered")]
     if [*named] != expected or any(name_ranks([other]) not in failure.headline for other in named):
         must, names = name_ranks(expected), name_ranks(named)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,16 @@ KINDS = (
     FaultKind("in flight", "kill -9, messages sent", RankCrash, "died"),
     FaultKind("late", "comes after the timeout", RankError, "raised", at_consensus=True),
     FaultKind("host", "kill -9 of a host", RankCrash, "died"),
+    FaultKind("interrupt", "Ctrl-C", RankError, "raised", at_consensus=True),
+    FaultKind("memory", "out of memory", RankError, "raised", at_consensus=True),
 )
+ERRORS: dict[str, type[BaseException]] = {"interrupt": KeyboardInterrupt, "memory": torch.OutOfMemoryError}
+# Functions that raise an error from a consensus on; a rank that needs none of them raises it at the end.
+PLACES = (
+    "ring.comm.shared_page.SharedPage.has_come", "ring.consensus.agree_backward", "ring.execute.accumulator_for",
+    "ring.execute.sum_class_for", "ring.comm.transport.LocalBuffers.empty", "ring.compute.kernels.forward",
+    "ring.compute.kernels.backward", "ring.comm.process_group._PendingWorks.arrive",
+)  # fmt: skip
 BY_NAME = {kind.name: kind for kind in KINDS}
 
 
@@ -82,7 +92,7 @@ class Fault:
     kind: str  # name in KINDS
     index: int  # of the rank in the group
     post: int  # number of the post, or consensus, at which it strikes
-    send: int = 0  # index of the post's send that gets another shape
+    send: int = 0  # index of the post's send that gets another shape; of an error the number of its place
 
     def struck(self, ranks: int) -> range:
         """Return the indices that it strikes in a group of so many ranks: one, or a host, half of the group."""
@@ -139,7 +149,10 @@ class FaultyTransport(RecordingTransport):
             assert self._fault is not None
             if self._fault.kind == "absent":
                 os.kill(os.getpid(), signal.SIGKILL)
-            await_words(self.inner, [index for index in range(self.world_size) if index != self.rank])
+            elif self._fault.kind in ERRORS:  # new ranks take the place of this one
+                patch(PLACES[self._fault.send % len(PLACES)], side_effect=ERRORS[self._fault.kind]).start()
+            else:
+                await_words(self.inner, [index for index in range(self.world_size) if index != self.rank])
         return super().all_equal(payload)
 
     def _strikes(self, trigger: str, number: int) -> bool:
@@ -183,6 +196,8 @@ def observe_with_fault(transport: Transport, case: Case, fault: Fault | None) ->
     try:
         with pretending(case, transport.rank) if late else nullcontext():  # the ranks meet again
             observation = observe(transport, case, repeat=False, record=record)
+        if fault is not None and fault.kind in ERRORS and fault.index == transport.rank:
+            raise ERRORS[fault.kind]
     except (RuntimeError, ValueError) as error:
         if late:
             raise LateRank(exchange_words(transport, f"{type(error).__name__}: {error}")) from None

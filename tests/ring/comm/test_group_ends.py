@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -98,8 +99,11 @@ def _left_of_a_group(way: str) -> list[str]:
         WAYS[way](group)
         dist.destroy_process_group(group)
         seen = weakref.ref(group)
-        del group
-        gc.collect()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", ResourceWarning)
+            del group
+            gc.collect()
+        assert not warned, warned[0].message
         kept = [] if seen() is None else [f"{type(seen()).__name__} in memory"]
         left = [*kept, *_left_since(before)]
         dist.barrier()

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from ring.comm import shared_page
-from ring.comm.shared_page import PAYLOAD, SharedPage, machine, meet
+from ring.comm.shared_page import PAYLOAD, SharedPage, machine, meet, page_size
 from ring.comm.transport import MissingRanks
 from tests.support.ranks import Ranks
 
@@ -93,7 +93,7 @@ def _one_ends_and_one_is_slow(name: str) -> tuple[int, ...] | None:
     assert page is not None
     dist.barrier()
     if dist.get_rank() == 1:
-        page._file.close()
+        page.close()
         return None
     if dist.get_rank() == 2:
         time.sleep(1.0)
@@ -103,11 +103,11 @@ def _one_ends_and_one_is_slow(name: str) -> tuple[int, ...] | None:
 
 
 def test_a_rank_whose_process_has_ended_is_named_without_the_slow_ones(ranks: Ranks) -> None:
-    assert ranks(3).run(_one_ends_and_one_is_slow, "ended") == [(1,), None, ()], "rank 2 learns it from rank 0"
+    assert ranks(3).run(_one_ends_and_one_is_slow, "ended") == [(1,), None, (1,)], "rank 2 learns it from rank 0"
 
 
 def test_a_rank_that_comes_and_then_ends_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 2 * 2 * shared_page._SLOT
+    size = page_size(2)
     file = shared_page._new_file(size)
     assert file is not None
     own, other = (SharedPage(os.dup(file), size, rank, 2, timedelta(seconds=60)) for rank in range(2))
@@ -118,9 +118,15 @@ def test_a_rank_that_comes_and_then_ends_is_not_missed(monkeypatch: pytest.Monke
         other._page[begin : begin + shared_page._SLOT] = shared_page._slot_of(1, answer(7))
         return True
 
-    monkeypatch.setattr(own, "_process_has_ended", comes_and_ends)
+    monkeypatch.setattr(own, "has_ended", comes_and_ends)
     monkeypatch.setattr(shared_page, "_LOOK", 0.0)
     assert own.all_equal(answer(7), 1)
+
+
+def test_a_page_has_no_name_that_could_outlive_its_ranks() -> None:
+    file = shared_page._new_file(page_size(2))
+    assert file is not None and os.fstat(file).st_nlink == 0
+    os.close(file)
 
 
 def test_a_machine_is_told_by_its_boot_and_its_processes() -> None:

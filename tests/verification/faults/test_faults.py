@@ -52,6 +52,11 @@ def killed(detail: str, outcome: RankOutcome = "raised", rank: int = 1) -> RankC
     return RankCrash(f"rank {rank} was killed", states)
 
 
+def struck(*said: str) -> RankError:
+    """Describe ranks that raised these errors."""
+    return RankError("ranks 0, 1, 2 raised", [RankState(i, "raised", f"raised {text}") for i, text in enumerate(said)])
+
+
 def late(*words: str) -> RankError:
     """Describe ranks that said these words, by index of the group, about a late one."""
     said = WORDS_SEPARATOR.join(f"{index}: {text}" for index, text in enumerate(words))
@@ -83,6 +88,7 @@ MISSED = "rank 0 must say that it missed index 1 of the group; it raised"
         ("absent", killed("", "blocked"), "no rank said that it missed index 1 of the group"),
         ("kill", killed(f"{absent(1, 2)}: its process has ended"), MISSED),
         ("host", killed(""), "kill -9 of a host at post 0 of rank 1 must be named with ranks 1, 2; it names rank 1"),
+        ("interrupt", struck(absent(1), "KeyboardInterrupt: ", absent(1, 2)), "with rank 1; it names ranks 1, 2"),
         ("late", late(absent(1), absent(0, 2), absent(1)), "index 1 of the group must say 'RuntimeError: not all"),
         ("late", late(absent(1), IN_VAIN, absent(1, 2)), "index 2 of the group must say .*: RuntimeError: ranks 1, 2"),
         ("late", late(absent(1), IN_VAIN), "index 2 of the group must say .*: nothing"),

@@ -41,6 +41,7 @@ T = TypeVar("T")
 
 START_TIMEOUT = 180.0  # seconds for all ranks to start, even on a loaded machine
 GRACE = 0.3  # seconds after a rank raised, in which the others may raise or answer before they count as left waiting
+_TOLD = ": there the "  # in the error of a rank that learned how a call ended on another
 LISTEN = 0.02  # seconds to poll each of the other ranks when one has died
 BUSY = 10.0  # the timeout is extended at most to this multiple while a rank computes, or waits for a processor
 
@@ -318,7 +319,8 @@ def _diagnose(ranks: RankSet, ticket: Ticket, call: _PoolCall, timeout: float) -
         before = f" (it was dead before the call: {name_ranks(ticket.dead)})" if ticket.dead else ""
         return RankCrash(f"{died} {where}{before}", states)
     if call.raised:
-        failed = sorted(call.raised)
+        told = {rank for rank, raised in call.raised.items() if _TOLD in raised.headline}  # since another one failed
+        failed = sorted(set(call.raised) - told or told)
         headline = f"{name_ranks(failed)} raised {where}: {call.raised[failed[0]].headline}"
         mismatched = any(raised.mismatched for raised in call.raised.values())
         return MismatchedMessages(headline, states) if mismatched else RankError(headline, states)

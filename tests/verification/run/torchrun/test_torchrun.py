@@ -263,22 +263,12 @@ def test_a_process_of_torchrun_that_stops_is_named_rank_0_too(tmp_path: Path, de
         assert ended(run, tmp_path).status == 1
 
 
-def test_torchrun_told_to_end_saves_what_was_under_way(tmp_path: Path) -> None:
-    with started(tmp_path, "--examples", "100000", "--long", "0") as process:
-        said = read(process, until=r"world 2: \d+/")  # examples are under way
-        process.terminate()
-        run = ended(process, tmp_path, said)
-    assert run.status != 0 and "torchrun ends all its processes" in run.text and "test harness" not in run.text, (
-        run.text
-    )
-    assert len(list((tmp_path / "failures").iterdir())) == 1
-
-
-def test_an_interrupt_reports_what_held_until_then(tmp_path: Path) -> None:
+@pytest.mark.parametrize("word", (signal.SIGINT, signal.SIGTERM))
+def test_an_interrupt_reports_what_held_until_then(tmp_path: Path, word: signal.Signals) -> None:
     """To torchrun alone, as from a keyboard: each process that it starts has a session of its own, and it tells all."""
     with started(tmp_path, "--examples", "100000", "--long", "0") as process:
         said = read(process, until=r"world 2: [1-9]\d*/")  # examples have held
-        process.send_signal(signal.SIGINT)
+        process.send_signal(word)
         run = ended(process, tmp_path, said)
     assert run.status != 0 and "error: interrupted" in run.text and "all held, then interrupted" in run.text, run.text
     assert "test harness" not in run.text, run.text
