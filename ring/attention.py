@@ -104,7 +104,8 @@ def ring_attention(
         ValueError, NotImplementedError: an argument is wrong on some rank, the ranks' arguments differ, or the ranks
             are in different calls or directions; the error names both. Every rank raises the same error, and the group
             remains usable. Double backward also raises NotImplementedError.
-        RuntimeError: a rank, which the error names, did not come within the timeout. The group is then unusable.
+        RuntimeError: a rank, which the error names, did not come within the timeout, or its call was interrupted. The
+            group is then unusable.
     """
     if torch.compiler.is_compiling() and not unknown:
         q, k, v = in_autocast_type(q, k, v)
