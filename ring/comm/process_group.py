@@ -106,7 +106,10 @@ def _tell(of: ref[dist.ProcessGroup], text: str, error: BaseException) -> None:
 def note_of(group: dist.ProcessGroup) -> StoreNote | SharedPage:
     """Return the place where a rank tells the others that no call on the group can be completed."""
     if group not in _notes:
-        _notes[group] = StoreNote(_new_meeting(group), dist.get_rank(group))
+        try:
+            _notes[group] = StoreNote(_new_meeting(group), dist.get_rank(group))
+        except RuntimeError:  # a store that has ended holds no notes
+            return StoreNote(group.get_group_store(), dist.get_rank(group))
     return _notes[group]
 
 
