@@ -109,6 +109,7 @@ def test_the_operators_are_as_torch_wants_them(pattern: Pattern) -> None:
 
 def test_one_function_is_compiled_for_several_patterns() -> None:
     """Patterns that differ in a number, which torch would make a symbol of the graph."""
+    torch._dynamo.reset()
     graph, (q, k, v, *_) = torch.compile(ring_attention, fullgraph=True, backend="aot_eager"), inputs()
     for pattern in (*(Pattern.dense(window=w) for w in (2, 3, 4)), *(Pattern.longnet([w], [2], 4) for w in (4, 8, 9))):
         torch.testing.assert_close(graph(q, k, v, pattern, ALONE), ring_attention(q, k, v, pattern, ALONE))

@@ -42,8 +42,7 @@ KERNELS = {
 }  # fmt: skip
 OTHERS = {
     "rotary": Edit("ring/nn/rotary.py", "positions[...", "(positions - 1).clamp(min=0)[...", "_angles"),
-    "positions": Edit("ring/nn/context.py", "self.layout.positions(self.rank)", "torch.arange(self.tokens)",
-                      "ContextParallel.positions"),
+    "positions": Edit("ring/nn/context.py", "layout.positions(rank)", "torch.arange(layout.counts[rank])", "_positions"),
     "mean": Edit("ring/nn/sequence.py", "context.layout.n)", "context.tokens)", "sequence_mean"),
     "loss": Edit("ring/nn/loss.py", "ignored).view_as", "ignored).mul(2).view_as", "cross_entropy"),
 }  # fmt: skip

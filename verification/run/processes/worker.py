@@ -289,11 +289,12 @@ def _server_environment() -> Iterator[None]:
 @contextmanager
 def ending_children() -> Iterator[None]:
     """End what the block starts: children of a user's module and of ranks, also where their parents have ended."""
-    before = descendants(os.getpid())
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    before, prctl = descendants(os.getpid()), ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
     finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
         servers: list[Any] = [resource_tracker._resource_tracker, *_servers.values()]  # these end with this process
         spared = {getattr(x, "_forkserver_pid", getattr(x, "_pid", None)) for x in servers}
         for pid in descendants(os.getpid()) - before - spared:
