@@ -49,7 +49,7 @@ from tests.support.ranks import Ranks
 
 EXACT = 1e-12
 DOCUMENTS = (5, 0, 1, 7)
-DIM, EXPERTS, MICRO_BATCHES = 8, 3, 2
+DIM, EXPERTS, MICRO_BATCHES, PADDING = 8, 3, 2, 1
 
 
 class Layer(nn.Module):
@@ -80,6 +80,8 @@ class Model(nn.Module):
             x = gather(context, x).square().mean(1)
         if about == "pooled":
             x = sequence_mean(context, x.square())
+        if about == "pooled, padded":
+            x = sequence_mean(context, x.square(), mask=tokens > PADDING)
         if about == "tokens beside their mean":
             x = x + sequence_mean(context, x.square())[:, None]
         return self.head(x), torch.stack(routed, -1)
@@ -122,7 +124,7 @@ def chosen(probabilities: Tensor) -> Tensor:
 
 def loss_of(logits: Tensor, probabilities: Tensor, x: Whole, loss: str) -> Tensor:
     """The loss of the whole batch in one process, by torch's own functions."""
-    if loss in ("gathered", "pooled"):
+    if loss in ("gathered", "pooled", "pooled, padded"):
         return functional.cross_entropy(logits, x.classes)
     if loss == "balancing":
         return balancing(*(y.mean((0, 1)) for y in (chosen(probabilities), probabilities)))
@@ -182,7 +184,7 @@ def _on_ranks(loss: str, mesh_name: str, shards: str, wrapper: str) -> tuple[Ten
             model.set_requires_gradient_sync(last)
         with nullcontext() if last or wrapper != "ddp" else model.no_sync():
             logits, probabilities = model(batch.tokens, batch.context, loss)
-            if loss in ("gathered", "pooled"):
+            if loss in ("gathered", "pooled", "pooled, padded"):
                 each = functional.cross_entropy(logits, x.classes, reduction="none")
                 part = batch_mean(each, context, mesh, counted=2 * data_ranks * MICRO_BATCHES)
             elif loss == "balancing":
@@ -206,7 +208,7 @@ def labels_of(batch: Any) -> Tensor:
     return labels
 
 
-LOSSES = ("gathered", "pooled", "tokens beside their mean", "balancing", "logprobs", "documents")
+LOSSES = ("gathered", "pooled", "pooled, padded", "tokens beside their mean", "balancing", "logprobs", "documents")
 
 
 SETTINGS = (
@@ -249,6 +251,16 @@ def _sums() -> None:
             for handle, mean in ((context, exact / TOKENS), (packed, split / lengths)):
                 found = sequence_mean(handle, context.shard(x, dim), dim)
                 assert found.dtype == dtype and far([found.double()], [mean]) <= 128 * rounding(dtype)
+            mask = drawn(2, *shape[: dim % 3 + 1]) > 0
+            mask[(0,) * (dim % 3)] = False  # a row, or a whole sequence, without tokens that count
+            wide = mask.view(*mask.shape, *[1] * (2 - dim % 3))
+            padded, local = x.masked_fill(~wide, math.nan), context.shard(mask, dim)
+            summed, counts = x.masked_fill(~wide, 0).double(), wide.sum(dim).clamp(min=1)
+            found = sequence_mean(context, context.shard(padded, dim), dim, mask=local.long())
+            assert far([found.double()], [summed.sum(dim) / counts]) <= 128 * rounding(dtype)
+            found = sequence_sum(packed, context.shard(padded, dim), dim, mask=local)
+            split = torch.stack([part.sum(dim) for part in summed.split(DOCUMENTS, dim)], dim)
+            assert far([found.double()], [split]) <= 128 * rounding(dtype)
     for dtype in (torch.float64, torch.bfloat16):
         whole, factors = drawn(2, 2, TOKENS, 3).to(dtype), [drawn(3 + r, 2, TOKENS, 3).to(dtype) for r in range(4)]
         x = context.shard(whole).requires_grad_()
