@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import nullcontext
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+import ring.nn
 from reference import Pattern
 from ring import Layout
 from ring.nn import (
@@ -270,6 +273,29 @@ def _sums() -> None:
         (grad,) = torch.autograd.grad((sequence_sum(context, x) * factors[rank][:, 0]).sum(), x)
         asked = torch.stack(factors).double().sum(0)[:, :1].expand_as(x)
         assert grad.dtype == dtype and far([grad.double()], [asked]) <= 16 * rounding(dtype)
+
+
+def _draws_of_the_page() -> tuple[int, list[float]]:
+    (code,) = re.findall(
+        r"```python\n(draw = .*?)```", (Path(ring.nn.__file__).parent / "README.md").read_text(), re.DOTALL
+    )
+    mesh = mesh_of_ranks(MESHES["2x2"])
+    context = context_of("uneven", mesh["context"])
+    names: dict[str, Any] = vars(ring.nn) | {
+        "torch": torch, "mesh": mesh, "context": context, "dim": 3, "tokens": drawn(1, 2, TOKENS).long(),
+        "hidden": context.shard(drawn(data_index("2x2"), 2, TOKENS, 3)),
+    }  # fmt: skip
+    exec(code, names)
+    assert torch.equal(gather(context, names["batch"].others["noise"]), names["noise"])
+    whole = torch.stack([drawn(rank, 2, TOKENS, 3) for rank in range(2)])
+    assert far([names["mean"]], [whole.square().mean((0, 1, 2))]) < EXACT
+    return data_index("2x2"), names["timesteps"].tolist()
+
+
+@pytest.mark.ranks
+def test_draws_are_those_of_the_data_rank(ranks: Ranks) -> None:
+    times = ranks(4).run(_draws_of_the_page)
+    assert len({(rank, *drawn_times) for rank, drawn_times in times}) == len({str(x) for _, x in times}) == 2
 
 
 def rounding(dtype: torch.dtype) -> float:
