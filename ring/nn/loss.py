@@ -134,7 +134,7 @@ def token_mean(
     Args:
         losses: (B, N, ...) of this rank's tokens, real. Those of `ignored` labels do not count, not even if infinite
             or NaN.
-        labels: (B, N) int64 or int32, `ignored` for no label; None: every token counts.
+        labels: (B, N) int64 or int32, `ignored` for no label, as at padding; None: every token counts.
         over: ranks of the batch, data x context: a process group, a `DeviceMesh`, or None: the default group, if any.
         labelled: number of labelled tokens of the whole step if it has several micro-batches; None: of this call.
         averaged_over: divisor of the sum of all ranks' gradients, by the wrapper; None: the number of ranks.

@@ -35,6 +35,8 @@ from ring.nn.context import ContextParallel
 from ring.precision import accumulator_dtype
 from ring.validation import wants_gradients
 
+MASKS = (torch.bool, torch.uint8, torch.int32, torch.int64)
+
 
 def gather(context: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
     """Return the whole tensor on every rank. Call it, and its backward, on every rank of the context group.
@@ -55,13 +57,15 @@ def gather(context: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
         return _gathered(context, call, context.layout, x, dim % x.dim())
 
 
-def sequence_sum(context: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
+def sequence_sum(context: ContextParallel, x: Tensor, dim: int = 1, *, mask: Tensor | None = None) -> Tensor:
     """Return sums over all tokens of a sequence, with the same bits and gradient on every rank of the context group.
 
     Args:
         context: handle of the sharded sequence. If it has documents, each of them is a sequence.
         x: any shape, with this rank's tokens along `dim`; real, integers or bool.
         dim: dimension of the tokens.
+        mask: this rank's shard of the tokens that count, of x's shape up to `dim`, as (B, N); bool, or integers 0 and
+            1. Others do not count, not even if infinite or NaN. None: every token counts, padding too.
 
     Returns:
         x without `dim`; with documents `dim` has one entry a document. In x's dtype, and int64 for integers and bool;
@@ -70,32 +74,38 @@ def sequence_sum(context: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
     Raises:
         ValueError, NotImplementedError: as `gather`.
     """
-    return _sums(context, "sequence_sum", x, dim).to(x.dtype if x.is_floating_point() else torch.int64)
+    return _sums(context, "sequence_sum", x, dim, mask).to(x.dtype if x.is_floating_point() else torch.int64)
 
 
-def sequence_mean(context: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
-    """Return means over all tokens of a sequence, as `sequence_sum` returns sums. An empty document has mean 0.
+def sequence_mean(context: ContextParallel, x: Tensor, dim: int = 1, *, mask: Tensor | None = None) -> Tensor:
+    """Return means over all tokens of a sequence, as `sequence_sum` returns sums. Without tokens that count they are 0.
 
     Args:
         context: handle of the sharded sequence. If it has documents, each of them is a sequence.
         x: any shape, with this rank's tokens along `dim`; real.
         dim: dimension of the tokens.
+        mask: of `sequence_sum`: the attention mask of padded rows, which are counted as tokens without it.
 
     Raises:
         ValueError, NotImplementedError: as `gather`, and for x that is not real.
     """
-    sums = _sums(context, "sequence_mean", x, dim)
+    sums = _sums(context, "sequence_mean", x, dim, mask)
+    if mask is not None:
+        counts = sequence_sum(context, mask.bool(), dim).clamp(min=1).to(sums.dtype)
+        return (sums / counts.view(*counts.shape, *[1] * (sums.dim() - counts.dim()))).to(x.dtype)
     if context.documents is None:
         return (sums / max(1, context.layout.n)).to(x.dtype)
     lengths = torch.tensor(context.documents, dtype=sums.dtype, device=x.device).clamp(min=1)
     return (sums / lengths.view(-1, *[1] * (x.dim() - 1 - dim % x.dim()))).to(x.dtype)
 
 
-def _sums(context: ContextParallel, operation: str, x: Tensor, dim: int) -> Tensor:
+def _sums(context: ContextParallel, operation: str, x: Tensor, dim: int, mask: Tensor | None) -> Tensor:
     """Sums in the dtype of accumulators. The ranks exchange one row of sums each."""
     with context.transport.calls.lock():
-        call = _agree(context, operation, x, dim)
+        call = _agree(context, operation, x, dim, mask)
         dim %= x.dim()
+        if mask is not None:
+            x = x.masked_fill(~mask.bool().view(*mask.shape, *[1] * (x.dim() - mask.dim())), 0)
         wide = x.to(accumulator_dtype(x.dtype) if x.is_floating_point() else torch.int64)
         local = wide.sum(dim) if context.documents is None else _by_document(context, wide, dim)
         rows = Layout.contiguous(context.world_size, context.world_size)  # one a rank
@@ -111,15 +121,18 @@ def _by_document(context: ContextParallel, x: Tensor, dim: int) -> Tensor:
     return sums.index_add(dim, numbers, x)
 
 
-def _agree(context: ContextParallel, operation: str, x: Tensor, dim: int) -> NumberedCall:
+def _agree(context: ContextParallel, operation: str, x: Tensor, dim: int, mask: Tensor | None = None) -> NumberedCall:
     """Validate a call on every rank, and return its number for the backward."""
 
     def check() -> tuple[dict[str, object], None]:
         _check(context, operation, x, dim)
+        if mask is not None:
+            _check_mask(mask, x, tuple(x.shape[: dim % x.dim() + 1]))
         other = [size for i, size in enumerate(x.shape) if i != dim % x.dim()]
         return {
             "dim": dim % x.dim(), "other dimensions": other, "dtype": str(x.dtype), "device type": x.device.type,
-            "requires_grad": wants_gradients(x), "documents": None if operation == "gather" else context.documents,
+            "requires_grad": wants_gradients(x), "mask": mask is not None,
+            "documents": None if operation == "gather" else context.documents,
         }, None  # fmt: skip
 
     context.agree(operation, check)
@@ -137,6 +150,14 @@ def _check(context: ContextParallel, operation: str, x: Tensor, dim: int) -> Non
         raise ValueError(f"x must be real, got {x.dtype}; write x.float()")
     if operation == "sequence_sum" and x.is_complex():
         raise ValueError(f"x must be real, integer or bool, got {x.dtype}")
+
+
+def _check_mask(mask: object, x: Tensor, shape: tuple[int, ...]) -> None:
+    if not isinstance(mask, Tensor) or mask.shape != shape or mask.dtype not in MASKS or mask.device != x.device:
+        got = f"{mask.dtype} of shape {tuple(mask.shape)} on {mask.device}" if isinstance(mask, Tensor) else type(mask)
+        raise ValueError(f"mask must be None, or bool or integers of shape {shape} on x's device {x.device}, got {got}")
+    if bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError("mask must be 1 for tokens that count, and 0 for others, got other values")
 
 
 # --- the exchange -----------------------------------------------------------------------------------------------------

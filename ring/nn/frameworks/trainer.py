@@ -15,6 +15,7 @@ TRAINERS.md in this folder has the limits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -28,9 +29,9 @@ from transformers import PreTrainedModel, Trainer
 from ring.layout import Layout
 from ring.nn.batch import IGNORED
 from ring.nn.context import ContextParallel
-from ring.nn.frameworks.trainer_accelerator import DataAccelerator, check_dataset
+from ring.nn.frameworks.trainer_accelerator import DataAccelerator, check_dataset, check_loader
 from ring.nn.frameworks.trainer_call import ShardedCall
-from ring.nn.frameworks.trainer_refusals import check_adapters, check_head, check_settings, check_world
+from ring.nn.frameworks.trainer_refusals import check_adapters, check_head, check_settings, check_trainer, check_world
 from ring.nn.frameworks.transformers import prepare
 from ring.nn.frameworks.transformers_call import prepared_call
 
@@ -50,9 +51,18 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
 
     mesh: DeviceMesh
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        sharded = [issubclass(base, ContextParallelTrainer) for base in cls.__bases__]
+        first = sharded.index(True)
+        if any(issubclass(base, Trainer) for base in cls.__bases__[:first]):
+            bases = ", ".join(base.__name__ for base in (cls.__bases__[first], *cls.__bases__[:first]))
+            raise TypeError(f"ContextParallelTrainer must precede other trainers: write class {cls.__name__}({bases})")
+
     def __init__(self, *args: Any, context_size: int, **options: Any) -> None:
         self.context_size = context_size
         self._evaluates = False
+        self._draws: torch.Generator | None = None
         super().__init__(*args, **options)
         self._check()
         group = self.mesh["context"]
@@ -71,6 +81,7 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
         elif self.model_init is not None or not isinstance(self.model, PreTrainedModel):
             got = "model_init" if self.model_init is not None else f"a {type(self.model).__name__}"
             raise NotImplementedError(f"model must be given as a PreTrainedModel, got {got}")
+        check_trainer(self)
         check_head(self._inner(), self._loss_shifts_labels)
         if self.model.config.output_hidden_states:
             raise NotImplementedError("config.output_hidden_states must be False: predictions are logits alone")
@@ -115,6 +126,22 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
 
     # --- the loss -----------------------------------------------------------------------------------------------------
 
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Tensor:
+        """Return the loss of a micro-batch, after its backward.
+
+        Args:
+            model: wrapped. Every `compute_loss`, also one of a subclass, gets a call of it that takes whole batches.
+            inputs: the whole batch.
+            args, options: of the Trainer.
+        """
+        check_loader("get_train_dataloader", self.callback_handler.train_dataloader)
+        loss: Tensor = super().training_step(self._sharded(model, self._own_loss()), inputs, *args, **options)
+        return loss
+
+    def _own_loss(self) -> bool:
+        """True for a `compute_loss` of a subclass, which may read logits."""
+        return type(self).compute_loss is not ContextParallelTrainer.compute_loss
+
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **options: Any) -> Any:
         """Return the loss of the data rank, on every rank of its context group, as `Trainer` does.
 
@@ -124,7 +151,9 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
             return_outputs: True: with the outputs, whose logits are whole.
             options: of the Trainer.
         """
-        return super().compute_loss(self._sharded(model, return_outputs), inputs, return_outputs, **options)
+        call = self._sharded(model, return_outputs)
+        call = replace(call, whole=call.whole and return_outputs)
+        return super().compute_loss(call, inputs, return_outputs, **options)
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -142,7 +171,9 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
         """
         self._evaluates = True
         try:
-            call, inputs = self._sharded(model, not prediction_loss_only), self._without_repeated(inputs)
+            check_loader("get_eval_dataloader", self.callback_handler.eval_dataloader)
+            whole = not prediction_loss_only or self._own_loss()
+            call, inputs = self._sharded(model, whole), self._without_repeated(inputs)
             return super().prediction_step(call, inputs, prediction_loss_only, ignore_keys)
         finally:
             self._evaluates = False
@@ -150,7 +181,9 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
     def _sharded(self, model: Any, whole: bool) -> ShardedCall:
         if isinstance(model, ShardedCall):
             return model
-        return ShardedCall(model, self.mesh, self._handle, self._loss_shifts_labels, whole)
+        if self._draws is None:
+            self._draws = torch.Generator().manual_seed((torch.initial_seed() + self.state.global_step) % 2**63)
+        return ShardedCall(model, self.mesh, self._handle, self._loss_shifts_labels, whole, self.model, self._draws)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Count labels over the data ranks; in evaluation as if all had as many, since each batch has its own mean."""
@@ -164,6 +197,8 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
         """Ignore the labels of sequences that fill the last batches of data ranks: the gathered results end before."""
         state, ranks = self.accelerator.gradient_state, self.accelerator.num_processes
         if ranks == 1 or not state.end_of_dataloader or state.remainder == 0 or "labels" not in inputs:
+            return inputs
+        if getattr(state.active_dataloader, "_drop_last", False):
             return inputs
         size = self.args.eval_batch_size
         if state.remainder < 0 or len(inputs["labels"]) != size:

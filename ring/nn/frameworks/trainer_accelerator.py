@@ -8,6 +8,7 @@ counted once. Gradients are averaged over all processes, as accelerate's DDP and
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
 
 from ring.nn.frameworks.trainer_call import ShardedCall
+
+OF_DATA_RANKS: WeakSet[Any] = WeakSet()  # loaders that deal batches to data ranks
 
 
 class DataAccelerator(Accelerator):  # type: ignore[misc]
@@ -52,8 +55,11 @@ class DataAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             ValueError: process 0 alone would read a dataset without a length, and hand out its parts.
         """
+        check_loader("data_loader", data_loader)
         check_dataset("dataset", data_loader.dataset, self.dispatch_batches)
-        return super().prepare_data_loader(data_loader, *args, **options)
+        prepared = super().prepare_data_loader(data_loader, *args, **options)
+        OF_DATA_RANKS.add(prepared)
+        return prepared
 
     def unwrap_model(self, model: Any, *args: Any, **options: Any) -> Any:
         """Return the model itself.
@@ -91,4 +97,21 @@ def check_dataset(name: str, dataset: object, dispatch: bool | None) -> None:
         raise ValueError(
             f"{name} must have a length, or be read by every rank, since batches that rank 0 hands out differ within a "
             f"context group: write accelerator_config={{'dispatch_batches': False}}, got an IterableDataset"
+        )
+
+
+def check_loader(name: str, loader: Any) -> None:
+    """Raise for a loader that another accelerator prepared.
+
+    Args:
+        name: of the loader's source, in the message.
+        loader: of batches; None: none.
+
+    Raises:
+        ValueError: the loader deals batches to all ranks, others within a context group.
+    """
+    if getattr(loader, "_is_accelerate_prepared", False) and loader not in OF_DATA_RANKS:
+        raise ValueError(
+            f"{name} must give a loader of whole batches that no other Accelerator prepared, which would deal them to "
+            f"all ranks: write trainer.accelerator.prepare(loader), got a {type(loader).__name__} of another one"
         )

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -30,7 +31,17 @@ from ring.nn.sequence import gather
 TENSORS = ("input_ids", "labels", "attention_mask", "position_ids")
 MORE = {True: "shift_labels", False: "token_type_ids"}  # where labels are those of the next tokens, or are not
 ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # of packed documents, as position_ids say them as well
-OTHERS = ("max_length_q", "max_length_k", "seq_idx", "num_items_in_batch", "use_cache", "fused_lm_head")
+OTHERS = ("max_length_q", "max_length_k", "seq_idx", "num_items_in_batch", "use_cache", "fused_lm_head", "return_dict")
+# Arguments that a trainer or `compute_loss` adds, each with what to write instead; a collator adds others.
+ADDED = {
+    "output_hidden_states": "a rank has those of its shard: take logits, or gather them in a loop of your own",
+    "output_attentions": "ring attention does not compute weights",
+    "output_router_logits": "the auxiliary loss would be over the tokens of a rank; write router_aux_loss_coef=0.0 in "
+    "the arguments of TRL's trainer, or add that loss by token_mean in a loop of your own",
+    "logits_to_keep": "the call returns all logits: slice these",
+    "past_key_values": "a cache holds the keys of one shard",
+    "inputs_embeds": "give input_ids: noise and changes of embeddings belong into the model's embedding layer",
+}
 
 
 @dataclass(frozen=True)
@@ -53,28 +64,49 @@ class ShardedCall:
     """The model's call in `Trainer.compute_loss`, on every rank.
 
     model: prepared, maybe wrapped. mesh: ("data", "context"). handle: returns the context of so many tokens. shifts:
-    True if a token's label is for the one before it. whole: True for logits of the whole sequence.
+    True if a token's label is for the one before it. whole: True for logits of the whole sequence. inner: the model
+    without wrapper. draws: the stream of the model's random numbers on CPUs. Shards of unequal length draw unequally,
+    so that a collator on the common stream would then draw other batches on each rank.
     """
 
-    model: Callable[..., Any]
+    model: nn.Module
     mesh: DeviceMesh
     handle: Callable[[int], ContextParallel]
     shifts: bool
     whole: bool
+    inner: nn.Module
+    draws: torch.Generator
 
-    def __call__(self, **inputs: Any) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        """Return the model's attribute."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.model if hasattr(self.model, name) else self.inner, name)
+
+    def train(self, mode: bool = True) -> ShardedCall:
+        """Set the model's mode, and return this call, as modules do."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> ShardedCall:
+        """Set the model's mode to that of evaluation."""
+        return self.train(False)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
         """Return the data rank's loss, if there are labels, and the logits (B, n, V), if they are wanted.
 
         The loss is the sum over the tokens of the data rank, divided by `num_items_in_batch`, or by their number. With
         `fused_lm_head`, TRL's keyword, return TRL's output of a value for each label, (B, n - 1) as without shards.
         """
+        named = signature(type(self.inner).forward).bind_partial(self.inner, *args).arguments
+        inputs = dict(**dict(list(named.items())[1:]), **options)
         ranks = BatchRanks(None)
         given = ranks.agree("the Trainer's batch", lambda: ({}, whole_batch(inputs, self.shifts)))
         batch = ranks.agree("the Trainer's batch", lambda: ({}, self._shard(given)))
         others = dict(batch.others)
         labels = batch.labels if self.shifts else others.pop("targets", None)
         call = partial(
-            self.model, input_ids=batch.tokens, position_ids=batch.positions[None], context=batch.context, **others
+            self._called, input_ids=batch.tokens, position_ids=batch.positions[None], context=batch.context, **others
         )
         shape = inputs["input_ids"].shape
         if inputs.get("fused_lm_head"):
@@ -85,9 +117,16 @@ class ShardedCall:
             items = inputs.get("num_items_in_batch")
             labelled = None if items is None else int(items)
             loss = cross_entropy(logits, labels, self.mesh["context"], labelled=labelled)
-        if self.whole or loss is None:
-            return CausalLMOutput(loss=loss, logits=gather(batch.context, logits).view(*shape, -1))
-        return CausalLMOutput(loss=loss)
+        gathered = gather(batch.context, logits).view(*shape, -1) if self.whole or loss is None else None
+        output = CausalLMOutput(loss=loss, logits=gathered)
+        return output.to_tuple() if inputs.get("return_dict") is False else output
+
+    def _called(self, **inputs: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.draws.get_state())
+            output = self.model(**inputs)
+            self.draws.set_state(torch.get_rng_state())
+        return output
 
     def _shard(self, given: Whole) -> Batch:
         labels, targets = (given.targets, None) if self.shifts else (None, given.targets)
@@ -118,8 +157,11 @@ def whole_batch(inputs: Mapping[str, Any], shifts: bool) -> Whole:
     allowed = (*TENSORS, MORE[shifts])
     for name, value in inputs.items():
         if name not in allowed + ENDS + OTHERS and is_given(value):
+            if name in ADDED:
+                raise NotImplementedError(f"{name} must be left out of the model's call: {ADDED[name]}")
             raise NotImplementedError(
-                f"batch must have {', '.join(allowed)} alone, got {name}: let the collator omit it"
+                f"batch must have {', '.join(allowed)} alone, got {name}: let the collator omit it, or compute_loss "
+                "take it out of the inputs"
             )
         if name in allowed and not isinstance(value, Tensor | None):
             raise ValueError(f"{name} must be a tensor, got {type(value)}")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForMaskedLMLoss, ForTokenClassification
 
@@ -22,6 +23,9 @@ LEFT_OUT = {
     "eval_use_gather_object": "it gathers the results of every rank of a context group",
     "predict_with_generate": "generate on one rank, within transformers.restored(model)",
 }
+GENERATING = (  # methods of TRL's trainers
+    "_generate_and_score_completions", "_generate_vllm", "generate_on_policy_outputs", "_generate_student_completions"
+)  # fmt: skip
 OF_TOKENS = (ForMaskedLMLoss, ForTokenClassification)  # losses whose labels are those of the tokens themselves
 STRATEGIES = ("random", "sequential")
 
@@ -62,6 +66,34 @@ def check_settings(args: Any, context_size: object) -> None:
         raise NotImplementedError(f"fsdp_config must have version 2, got {version}")
 
 
+def check_trainer(trainer: Any) -> None:
+    """Raise for a trainer, as those of TRL, that calls the model itself and not the one that `compute_loss` gets.
+
+    Args:
+        trainer: with its model.
+
+    Raises:
+        NotImplementedError: the trainer or its setting, by name.
+    """
+    if any(hasattr(trainer, method) for method in GENERATING):
+        raise NotImplementedError(
+            f"trainer must not generate with the model that it trains, got {type(trainer).__name__}: generate within "
+            "transformers.restored(model), and train in a loop of your own, with sequence_logprobs"
+        )
+    if getattr(trainer, "aux_loss_enabled", False):
+        raise NotImplementedError(
+            "router_aux_loss_coef must be 0.0 in the trainer's arguments: its auxiliary loss would be over the tokens "
+            f"of a rank, got {trainer.router_aux_loss_coef}"
+        )
+    adapters = is_peft_model(trainer.model) and getattr(trainer, "ref_model", trainer) is None
+    if adapters and not getattr(trainer, "precompute_ref_logps", False):
+        raise NotImplementedError(
+            "ref_model must be given with adapters, as a model of its own with the weights of the base model, or "
+            "precompute_ref_log_probs=True in the trainer's arguments: the trainer would call the sharded model "
+            "without its adapters, on whole sequences"
+        )
+
+
 def check_head(model: PreTrainedModel, shifts: bool) -> None:
     """Raise for a model whose loss is not a mean over tokens.
 
@@ -72,6 +104,11 @@ def check_head(model: PreTrainedModel, shifts: bool) -> None:
     Raises:
         NotImplementedError: the model's class, by name.
     """
+    if model.loss_type is None and not model.config.is_encoder_decoder and model.get_output_embeddings() is not None:
+        raise NotImplementedError(
+            f"model must have a loss type, which says if labels are shifted, got {type(model).__name__} without: write "
+            "model.loss_type = 'ForCausalLM' for a causal language model, 'ForMaskedLM' for a masked one"
+        )
     if model.config.is_encoder_decoder or not (shifts or LOSS_MAPPING.get(model.loss_type) in OF_TOKENS):
         raise NotImplementedError(
             "model must be a language model, causal or masked, or a token classifier, got "

@@ -130,7 +130,11 @@ def _tree(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 def checked_context(context: object) -> ContextParallel:
     """Return the handle; ValueError, on this rank alone, for anything else."""
     if not isinstance(context, ContextParallel):
-        raise ValueError(f"context must be given to the model's call, model(..., context=handle), got {context!r}")
+        raise ValueError(
+            f"context must be given to the model's call, model(..., context=handle), got {context!r}. Call it with "
+            "whole sequences, or generate, within restored(model). In a trainer call the model of compute_loss, and "
+            "write class MyTrainer(ContextParallelTrainer, DPOTrainer), in this order"
+        )
     return context
 
 

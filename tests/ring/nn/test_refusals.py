@@ -45,7 +45,10 @@ def _calls(mesh: str) -> dict[str, Call]:
         ),
         "shard_batch": (ring.nn.shard_batch, {"context": context, **batch}),
         "gather": (ring.nn.gather, {"context": context, "x": context.shard(drawn(1, 2, TOKENS, 3))}),
-        "sequence_mean": (ring.nn.sequence_mean, {"context": context, "x": context.shard(drawn(1, 2, TOKENS, 3))}),
+        "sequence_mean": (
+            ring.nn.sequence_mean,
+            {"context": context, "x": context.shard(drawn(1, 2, TOKENS, 3)), "mask": context.shard(tokens > TOKENS)},
+        ),
         "sequence_logprobs": (ring.nn.sequence_logprobs, {"logits": logits, "labels": labels, "context": context}),
         "batch_mean": (ring.nn.batch_mean, {"losses": drawn(data_index(mesh), 3), "context": context, "over": over}),
         "cross_entropy": (ring.nn.cross_entropy, {"logits": logits, "labels": labels, "over": over}),
@@ -182,6 +185,9 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
     "sequence_mean": [
         ("x", _to(torch.zeros(2, TOKENS, 3)), "x must be .* with the 2 tokens of this rank, got 13, the whole seq"),
         ("x", lambda x: x.long(), "x must be real, got torch.int64; write x.float()"),
+        ("mask", lambda mask: mask.float(), "mask must be None, or bool or integers of shape \\(2, 2\\)"),
+        ("mask", lambda mask: 2 * mask.long(), "mask must be 1 for tokens that count, and 0 for others"),
+        ("mask", _to(None), "mask must be the same on every rank"),
         ("x", lambda x: x.float(), "dtype must be the same on every rank: .* rank 2 torch.float32"),
         ("context", lambda context: context.with_documents((TOKENS, 0)), "documents must be the same on every rank"),
     ],

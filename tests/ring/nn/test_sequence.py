@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import nullcontext
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+import ring.nn
 from reference import Pattern
 from ring import Layout
 from ring.nn import (
@@ -49,7 +52,7 @@ from tests.support.ranks import Ranks
 
 EXACT = 1e-12
 DOCUMENTS = (5, 0, 1, 7)
-DIM, EXPERTS, MICRO_BATCHES = 8, 3, 2
+DIM, EXPERTS, MICRO_BATCHES, PADDING = 8, 3, 2, 1
 
 
 class Layer(nn.Module):
@@ -80,6 +83,8 @@ class Model(nn.Module):
             x = gather(context, x).square().mean(1)
         if about == "pooled":
             x = sequence_mean(context, x.square())
+        if about == "pooled, padded":
+            x = sequence_mean(context, x.square(), mask=tokens > PADDING)
         if about == "tokens beside their mean":
             x = x + sequence_mean(context, x.square())[:, None]
         return self.head(x), torch.stack(routed, -1)
@@ -122,7 +127,7 @@ def chosen(probabilities: Tensor) -> Tensor:
 
 def loss_of(logits: Tensor, probabilities: Tensor, x: Whole, loss: str) -> Tensor:
     """The loss of the whole batch in one process, by torch's own functions."""
-    if loss in ("gathered", "pooled"):
+    if loss in ("gathered", "pooled", "pooled, padded"):
         return functional.cross_entropy(logits, x.classes)
     if loss == "balancing":
         return balancing(*(y.mean((0, 1)) for y in (chosen(probabilities), probabilities)))
@@ -182,7 +187,7 @@ def _on_ranks(loss: str, mesh_name: str, shards: str, wrapper: str) -> tuple[Ten
             model.set_requires_gradient_sync(last)
         with nullcontext() if last or wrapper != "ddp" else model.no_sync():
             logits, probabilities = model(batch.tokens, batch.context, loss)
-            if loss in ("gathered", "pooled"):
+            if loss in ("gathered", "pooled", "pooled, padded"):
                 each = functional.cross_entropy(logits, x.classes, reduction="none")
                 part = batch_mean(each, context, mesh, counted=2 * data_ranks * MICRO_BATCHES)
             elif loss == "balancing":
@@ -206,7 +211,7 @@ def labels_of(batch: Any) -> Tensor:
     return labels
 
 
-LOSSES = ("gathered", "pooled", "tokens beside their mean", "balancing", "logprobs", "documents")
+LOSSES = ("gathered", "pooled", "pooled, padded", "tokens beside their mean", "balancing", "logprobs", "documents")
 
 
 SETTINGS = (
@@ -249,6 +254,16 @@ def _sums() -> None:
             for handle, mean in ((context, exact / TOKENS), (packed, split / lengths)):
                 found = sequence_mean(handle, context.shard(x, dim), dim)
                 assert found.dtype == dtype and far([found.double()], [mean]) <= 128 * rounding(dtype)
+            mask = drawn(2, *shape[: dim % 3 + 1]) > 0
+            mask[(0,) * (dim % 3)] = False  # a row, or a whole sequence, without tokens that count
+            wide = mask.view(*mask.shape, *[1] * (2 - dim % 3))
+            padded, local = x.masked_fill(~wide, math.nan), context.shard(mask, dim)
+            summed, counts = x.masked_fill(~wide, 0).double(), wide.sum(dim).clamp(min=1)
+            found = sequence_mean(context, context.shard(padded, dim), dim, mask=local.long())
+            assert far([found.double()], [summed.sum(dim) / counts]) <= 128 * rounding(dtype)
+            found = sequence_sum(packed, context.shard(padded, dim), dim, mask=local)
+            split = torch.stack([part.sum(dim) for part in summed.split(DOCUMENTS, dim)], dim)
+            assert far([found.double()], [split]) <= 128 * rounding(dtype)
     for dtype in (torch.float64, torch.bfloat16):
         whole, factors = drawn(2, 2, TOKENS, 3).to(dtype), [drawn(3 + r, 2, TOKENS, 3).to(dtype) for r in range(4)]
         x = context.shard(whole).requires_grad_()
@@ -258,6 +273,29 @@ def _sums() -> None:
         (grad,) = torch.autograd.grad((sequence_sum(context, x) * factors[rank][:, 0]).sum(), x)
         asked = torch.stack(factors).double().sum(0)[:, :1].expand_as(x)
         assert grad.dtype == dtype and far([grad.double()], [asked]) <= 16 * rounding(dtype)
+
+
+def _draws_of_the_page() -> tuple[int, list[float]]:
+    (code,) = re.findall(
+        r"```python\n(draw = .*?)```", (Path(ring.nn.__file__).parent / "README.md").read_text(), re.DOTALL
+    )
+    mesh = mesh_of_ranks(MESHES["2x2"])
+    context = context_of("uneven", mesh["context"])
+    names: dict[str, Any] = vars(ring.nn) | {
+        "torch": torch, "mesh": mesh, "context": context, "dim": 3, "tokens": drawn(1, 2, TOKENS).long(),
+        "hidden": context.shard(drawn(data_index("2x2"), 2, TOKENS, 3)),
+    }  # fmt: skip
+    exec(code, names)
+    assert torch.equal(gather(context, names["batch"].others["noise"]), names["noise"])
+    whole = torch.stack([drawn(rank, 2, TOKENS, 3) for rank in range(2)])
+    assert far([names["mean"]], [whole.square().mean((0, 1, 2))]) < EXACT
+    return data_index("2x2"), names["timesteps"].tolist()
+
+
+@pytest.mark.ranks
+def test_draws_are_those_of_the_data_rank(ranks: Ranks) -> None:
+    times = ranks(4).run(_draws_of_the_page)
+    assert len({(rank, *drawn_times) for rank, drawn_times in times}) == len({str(x) for _, x in times}) == 2
 
 
 def rounding(dtype: torch.dtype) -> float:

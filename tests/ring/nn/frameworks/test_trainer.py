@@ -17,10 +17,14 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import (
     BertConfig,
+    BertForMaskedLM,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    Seq2SeqTrainer,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -53,6 +57,7 @@ RUNS = {
     "the mean over a rank alone": Run(
         2, 2, "padded", settings={"average_tokens_across_devices": False, "gradient_accumulation_steps": 2}
     ),
+    "incomplete batches left out": Run(4, 2, batch=4, settings={"dataloader_drop_last": True}),
     "evaluation between steps": Run(
         2, 2, settings={"eval_strategy": "steps", "eval_steps": 5, "train_sampling_strategy": "sequential"}
     ),
@@ -118,6 +123,47 @@ def test_a_model_that_is_prepared_is_not_compared_again(ranks: Ranks, tmp_path: 
     ranks(2).run(_prepared, str(tmp_path))
 
 
+class OwnLoss(ContextParallelTrainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+        assert model.eval() is model and not self.model.training and model.train().config is self.model.config
+        logits = model(inputs["input_ids"], inputs.get("attention_mask")).logits
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
+        assert torch.equal(outputs.logits, logits) and logits.shape[:2] == inputs["input_ids"].shape
+        return (loss, outputs) if return_outputs else loss
+
+
+def masked(rows: Any) -> dict[str, Tensor]:
+    tokens = torch.tensor([row["input_ids"] for row in rows])
+    return {"input_ids": tokens, "labels": tokens.masked_fill(torch.rand(tokens.shape) < 0.5, -100)}
+
+
+def _losses(kind: type[ContextParallelTrainer], bert: bool, folder: str) -> list[Any]:
+    run = Run(2, 2, settings={"max_steps": 3})
+    begin(run)
+    data: Any = {"train_dataset": Sequences(6, 1, True), "eval_dataset": Sequences(3, 2, True)}
+    model = BertForMaskedLM(BertConfig(**SIZES, attention_probs_dropout_prob=0.0)) if bert else llama()
+    data["data_collator"] = masked if bert else None
+    trainer = kind(model, arguments(run, folder, 1), context_size=2, **data)
+    trainer.train()
+    trainer.evaluate()
+    return [log.get("loss", log.get("eval_loss")) for log in trainer.state.log_history]
+
+
+def test_a_loss_of_a_subclass_gets_a_call_like_the_model(ranks: Ranks, tmp_path: Path) -> None:
+    plain, own = (ranks(2).run(_losses, kind, False, str(tmp_path)) for kind in (ContextParallelTrainer, OwnLoss))
+    assert own == plain
+
+
+def test_collators_draw_apart_from_dropout(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2).run(_losses, ContextParallelTrainer, True, str(tmp_path))
+    assert first == second
+
+
+def test_other_trainers_come_second() -> None:
+    with pytest.raises(TypeError, match=r"write class Sharded\(ContextParallelTrainer, Seq2SeqTrainer\)"):
+        type("Sharded", (Seq2SeqTrainer, ContextParallelTrainer), {})
+
+
 class Endless(IterableDataset[dict[str, list[int]]]):
     def __iter__(self) -> Any:
         return iter(Sequences(6, 1, True).rows)
@@ -155,6 +201,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"model": lambda: LlamaForSequenceClassification(LlamaConfig(**SIZES))},
         "got LlamaForSequenceClassifi",
     ),
+    "no loss type": ({}, {"model": lambda: GPT2LMHeadModel(GPT2Config(n_layer=1))}, "loss_type = 'ForCausalLM'"),
     "another sequence": (
         {},
         {"model": lambda: T5ForConditionalGeneration(T5Config(vocab_size=19))},
@@ -218,6 +265,7 @@ TOKENS = torch.arange(46).view(2, 23) % 19
 LEFT = torch.tensor([[0] + [1] * 22, [0, 0] + [1] * 21])
 BATCHES: dict[str, tuple[dict[str, Any], int | None, str]] = {
     "another argument": ({"token_type_ids": TOKENS}, None, "got token_type_ids: let the collator omit it"),
+    "hidden states": ({"output_hidden_states": True}, None, "output_hidden_states must be left out"),
     "on one rank": ({"pixel_values": TOKENS}, 3, "got pixel_values: let the collator omit it"),
     "other batches": ({"input_ids": TOKENS}, 1, "tokens must be the same on every rank"),
     "other lengths of labels": ({"labels": TOKENS[:, 1:]}, 0, "labels must have the shape of input_ids"),

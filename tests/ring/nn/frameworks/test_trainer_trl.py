@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from ring.nn.frameworks.trainer import ContextParallelTrainer
 from tests.ring.nn.frameworks.test_trainer import assert_same
@@ -90,4 +90,46 @@ def test_a_training_is_that_of_one_process(name: str, ranks: Ranks, tmp_path: Pa
         for key in OF_BATCHES:
             log.pop(key, None)
     for got in ranks(run.world).run(_trained, run, str(tmp_path / "sharded")):
+        assert_same(got, expected, IN_FP32)
+
+
+def _preferred(trained: type[Any], settings: type[Any], adapters: bool, folder: str) -> dict[str, Any]:
+    run, sharded = Run(2, 2), dist.is_initialized()
+    begin(run)
+    words = Tokenizer(models.WordLevel({f"word{i}": i for i in range(VOCABULARY)}, unk_token="word1"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    draw = torch.Generator().manual_seed(1)
+    texts = [" ".join(f"word{int(i)}" for i in torch.randint(2, 19, (3 + n % 5,), generator=draw)) for n in range(24)]
+    rows: list[dict[str, Any]] = [
+        {
+            "prompt": f"{a} ",
+            **({"chosen": b, "rejected": c} if trained is DPOTrainer else {"completion": b, "label": bool(len(c) % 2)}),
+        }
+        for a, b, c in zip(texts[::3], texts[1::3], texts[2::3], strict=True)
+    ]
+    args = settings(
+        folder, use_cpu=True, bf16=False, report_to="none", logging_steps=1, per_device_train_batch_size=4, max_steps=2,
+        learning_rate=0.01, adam_epsilon=1e-3, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    options: dict[str, Any] = {
+        "train_dataset": Dataset.from_list(rows), "ref_model": llama(),
+        "processing_class": PreTrainedTokenizerFast(tokenizer_object=words, pad_token="word0", eos_token="word1"),
+    }  # fmt: skip
+    with torch.no_grad():
+        options["ref_model"].lm_head.weight *= 2
+    if adapters:
+        options["peft_config"] = LoraConfig(r=2, init_lora_weights=False, target_modules="all-linear")
+    kind = type("Sharded", (ContextParallelTrainer, trained), {}) if sharded else trained
+    trainer = kind(llama(), args=args, **options, **({"context_size": 2} if sharded else {}))
+    trainer.train()
+    return results(trainer)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(("trained", "settings"), [(DPOTrainer, DPOConfig), (KTOTrainer, KTOConfig)])
+def test_preferences_are_those_of_one_process(
+    trained: type[Any], settings: type[Any], adapters: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    expected = _preferred(trained, settings, adapters, str(tmp_path / "alone"))
+    for got in ranks(2).run(_preferred, trained, settings, adapters, str(tmp_path / "sharded")):
         assert_same(got, expected, IN_FP32)
