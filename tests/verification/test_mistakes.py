@@ -42,7 +42,9 @@ KERNELS = {
 }  # fmt: skip
 OTHERS = {
     "rotary": Edit("ring/nn/rotary.py", "positions[...", "(positions - 1).clamp(min=0)[...", "_angles"),
-    "positions": Edit("ring/nn/context.py", "layout.positions(rank)", "torch.arange(layout.counts[rank])", "_positions"),
+    "positions": Edit(
+        "ring/nn/context.py", "layout.positions(rank)", "torch.arange(layout.counts[rank])", "_positions"
+    ),
     "mean": Edit("ring/nn/sequence.py", "context.layout.n)", "context.tokens)", "sequence_mean"),
     "loss": Edit("ring/nn/loss.py", "ignored).view_as", "ignored).mul(2).view_as", "cross_entropy"),
 }  # fmt: skip

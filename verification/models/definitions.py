@@ -98,9 +98,17 @@ def _gather(context: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
     return x.index_select(dim, context.layout.positions(0).argsort())
 
 
-def _sum(context: ContextParallel, x: Tensor, dim: int = 1, mean: bool = False) -> Tensor:
-    parts = _gather(context, x, dim).split(_lengths(context), dim)
-    values = [part.sum(dim) / max(1, part.shape[dim]) if mean else part.sum(dim) for part in parts]
+def _sum(
+    context: ContextParallel, x: Tensor, dim: int = 1, *, mask: Tensor | None = None, mean: bool = False
+) -> Tensor:
+    counts = torch.ones_like(x) if mask is None else mask.bool().view(*mask.shape, *[1] * (x.dim() - mask.dim()))
+    counted = torch.where(counts.bool(), x, 0), counts.expand(x.shape)
+    sums, numbers = (_per_document(context, _gather(context, y, dim), dim) for y in counted)
+    return sums / numbers.clamp(min=1) if mean else sums
+
+
+def _per_document(context: ContextParallel, x: Tensor, dim: int) -> Tensor:
+    values = [part.sum(dim) for part in x.split(_lengths(context), dim)]
     return values[0] if context.documents is None else torch.stack(values, dim)
 
 
@@ -129,7 +137,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "rotary": lambda x, positions, theta=10000.0: rotated(x, positions, theta),
     "gather": _gather,
     "sequence_sum": _sum,
-    "sequence_mean": lambda context, x, dim=1: _sum(context, x, dim, mean=True),
+    "sequence_mean": lambda context, x, dim=1, mask=None: _sum(context, x, dim, mask=mask, mean=True),
     "sequence_logprobs": lambda x, labels, context, ignored=IGNORED: _sum(context, -_per_token(x, labels, ignored)),
     "cross_entropy": lambda x, labels, over=None, ignored=IGNORED, **others: _token_mean(
         _per_token(x, labels, ignored), labels, ignored=ignored, **others

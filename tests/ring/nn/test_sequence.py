@@ -256,9 +256,9 @@ def _sums() -> None:
                 assert found.dtype == dtype and far([found.double()], [mean]) <= 128 * rounding(dtype)
             mask = drawn(2, *shape[: dim % 3 + 1]) > 0
             mask[(0,) * (dim % 3)] = False  # a row, or a whole sequence, without tokens that count
-            wide = mask.view(*mask.shape, *[1] * (2 - dim % 3))
-            padded, local = x.masked_fill(~wide, math.nan), context.shard(mask, dim)
-            summed, counts = x.masked_fill(~wide, 0).double(), wide.sum(dim).clamp(min=1)
+            counted = mask.view(*mask.shape, *[1] * (2 - dim % 3))
+            padded, local = x.masked_fill(~counted, math.nan), context.shard(mask, dim)
+            summed, counts = x.masked_fill(~counted, 0).double(), counted.sum(dim).clamp(min=1)
             found = sequence_mean(context, context.shard(padded, dim), dim, mask=local.long())
             assert far([found.double()], [summed.sum(dim) / counts]) <= 128 * rounding(dtype)
             found = sequence_sum(packed, context.shard(padded, dim), dim, mask=local)
