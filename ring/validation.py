@@ -98,17 +98,18 @@ def refuse_unknown(unknown: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is no argument of ring_attention: {instead}")
 
 
-def look_heads_first(*tensors: object) -> bool:
-    """Return True if dimension 1 may be the heads: they are as many as tokens, and lie side by side in memory, as in
-    the transpose of a (batch, tokens, heads, head dim) tensor.
+def look_heads_first(q: object, k: object, v: object) -> bool:
+    """Return True if dimension 1 of each may be the heads: they are as many as tokens, and lie side by side in memory,
+    as in the transpose of a (batch, tokens, heads, head dim) tensor.
     """
-    return all(
-        isinstance(x, torch.Tensor)
-        and x.dim() == 4
-        and x.shape[1] == x.shape[2] > 1
-        and x.stride(1) == x.shape[3] < x.stride(2)
-        for x in tensors
-    )
+    return _looks_heads_first(q) and _looks_heads_first(k) and _looks_heads_first(v)
+
+
+def _looks_heads_first(x: object) -> bool:
+    if not isinstance(x, torch.Tensor) or x.dim() != 4:
+        return False
+    _, tokens, heads, dim = x.shape
+    return tokens == heads > 1 and x.stride(1) == dim < x.stride(2)
 
 
 def refuse_heads_first() -> NoReturn:
