@@ -258,11 +258,11 @@ def _sums() -> None:
             mask[(0,) * (dim % 3)] = False  # a row, or a whole sequence, without tokens that count
             wide = mask.view(*mask.shape, *[1] * (2 - dim % 3))
             padded, local = x.masked_fill(~wide, math.nan), context.shard(mask, dim)
-            summed, counts = x.masked_fill(~wide, 0).double(), wide.sum(dim).clamp(min=1)
+            counting, counts = x.masked_fill(~wide, 0).double(), wide.sum(dim).clamp(min=1)
             found = sequence_mean(context, context.shard(padded, dim), dim, mask=local.long())
-            assert far([found.double()], [summed.sum(dim) / counts]) <= 128 * rounding(dtype)
+            assert far([found.double()], [counting.sum(dim) / counts]) <= 128 * rounding(dtype)
             found = sequence_sum(packed, context.shard(padded, dim), dim, mask=local)
-            split = torch.stack([part.sum(dim) for part in summed.split(DOCUMENTS, dim)], dim)
+            split = torch.stack([part.sum(dim) for part in counting.split(DOCUMENTS, dim)], dim)
             assert far([found.double()], [split]) <= 128 * rounding(dtype)
     for dtype in (torch.float64, torch.bfloat16):
         whole, factors = drawn(2, 2, TOKENS, 3).to(dtype), [drawn(3 + r, 2, TOKENS, 3).to(dtype) for r in range(4)]
