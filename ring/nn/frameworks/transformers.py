@@ -108,7 +108,7 @@ def prepare(
     if comparison is not None:
         try:
             _check_replaced(model)
-            comparison.check()
+            comparison.check(call)
         except Exception:
             _set_back(call)
             for hook in hooks:
