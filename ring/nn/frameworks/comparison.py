@@ -92,8 +92,8 @@ class Comparison:
     def _run_whole(self, example: Mapping[str, Any] | None) -> tuple[dict[str, object], list[Passage]]:
         """Run the example in one process. Also returns the values that must be equal on all ranks."""
         _refuse_parameters(self._model)
-        self._reach = reach(self._model)
-        inputs = _drawn(self._model, self._world, self._reach.tokens) if example is None else dict(example)
+        self._reach, self._lengths = reach(self._model)
+        inputs = _drawn(self._model, self._world, self._reach) if example is None else dict(example)
         n = _length(inputs, self._world)
         self._instead = instead_of_zeros(self._model)
         short = max(1, n // 3)
@@ -109,7 +109,7 @@ class Comparison:
                     raise ValueError(f"model must compute numbers, got NaN in its output {name} of {n} tokens {_HINT}")
         self._padded = self._pad(inputs, n)
         padded = self._padded if isinstance(self._padded, str) else None
-        same = {"the example": sorted(inputs), "tokens of the example": n, "the configuration's lengths": self._reach}
+        same = {"the example": sorted(inputs), "tokens of the example": n, "the configuration's lengths": self._lengths}
         return same | {"padding of the example": padded, _PARAMETERS: _sums(self._model)}, passages
 
     def _pad(self, inputs: dict[str, Any], n: int) -> Passage | str | None:
@@ -167,10 +167,10 @@ class Comparison:
         for passage in self._passages:
             self._compare(passage)
         tokens = self._passages[0].context.layout.n
-        if tokens <= self._reach.tokens:
+        if tokens <= self._reach:
             raise NotImplementedError(
-                f"example must have more than {self._reach.tokens} tokens, since the configuration has "
-                f"{self._reach.source}, beyond which layers may mix tokens in another way, got {tokens} {_HINT}"
+                f"example must have more than {self._reach} tokens, since the configuration has "
+                f"{self._lengths}, beyond which layers may mix tokens in another way, got {tokens} {_HINT}"
             )
         call.refused = self._check_padding(call)
 
@@ -281,7 +281,7 @@ def _sums(model: nn.Module) -> list[str]:
 
 def _drawn(model: Any, world: int, longest: int) -> dict[str, Any]:
     """Draw the tokens of an example: an odd number, unlikely as another size; of those that the configuration names
-    padding, masked and final ones alone, which models may count. longest: tokens beyond which layers mix."""
+    padding and masked ones alone, which models may count. longest: tokens beyond which layers mix."""
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise NotImplementedError(f"model must take input_ids, got one that takes {model.main_input_name} {_HINT}")
     config = model.config.get_text_config()
@@ -295,7 +295,7 @@ def _drawn(model: Any, world: int, longest: int) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(0)
     n = (min(longest, LONGEST) + 6 * world + 11) | 1
     ids = torch.tensor(tokens)[torch.randint(len(tokens), (1, n), generator=draw)]
-    special = [getattr(config, name, None) for name in ("pad_token_id", "mask_token_id", "eos_token_id")]
+    special = [getattr(config, name, None) for name in ("pad_token_id", "mask_token_id")]
     special = [x for x in special if type(x) is int and 0 <= x < config.vocab_size]
     ids[0, 2 : 2 + len(special)] = torch.tensor(special, dtype=torch.int64)
     return {"input_ids": ids.to(model.device)}

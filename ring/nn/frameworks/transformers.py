@@ -103,7 +103,7 @@ def prepare(
         raise ValueError("group and example are for the comparison: leave them out with compare=False")
     register()
     comparison = Comparison(model, group, example) if compare else None
-    call, hooks = check_calls(model)
+    call, hooks = check_calls(model, register)
     model.set_attn_implementation(NAME)
     if comparison is not None:
         try:

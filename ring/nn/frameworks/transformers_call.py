@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,10 +55,11 @@ class PreparedCall:
     """The hook of a prepared model and of the models in it, which may be called too. It has no other state of its own:
     copies of a model, and pickled ones, are models of their own.
 
-    before: its configurations' attention. counts_mask: without position_ids, the model counts the ones of its mask.
-    refused: why it cannot have padding; None if it can. Both come from the comparison.
+    register: registers the attention. before: its configurations' attention. counts_mask: without position_ids, the
+    model counts the ones of its mask. refused: why it cannot have padding; None if it can. The comparison sets both.
     """
 
+    register: Callable[[], None]
     before: list[tuple[PreTrainedConfig, str]]
     axes: bool
     padding: int | None
@@ -66,10 +67,8 @@ class PreparedCall:
     refused: str | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        from ring.nn.frameworks.transformers import register  # this process may not have prepared a model
-
-        register()
         self.__dict__.update(state)
+        self.register()  # a process that loads a model may have prepared none
 
     def __call__(
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -148,7 +147,7 @@ def prepared_call(model: PreTrainedModel) -> PreparedCall | None:
     return next((hook for hook in hooks if isinstance(hook, PreparedCall)), None)
 
 
-def check_calls(model: PreTrainedModel) -> tuple[PreparedCall, list[RemovableHandle]]:
+def check_calls(model: PreTrainedModel, register: Callable[[], None]) -> tuple[PreparedCall, list[RemovableHandle]]:
     """Add hooks to a model whose attention is not replaced yet; a prepared one keeps its own. Return the hook of calls,
     and handles of those that are added."""
     before = prepared_call(model)
@@ -158,7 +157,7 @@ def check_calls(model: PreTrainedModel) -> tuple[PreparedCall, list[RemovableHan
     trees = [_tree(module.config) for module in models]
     configs = {id(config): config for tree in trees for config in tree}.values()
     before_all = [(config, config._attn_implementation) for config in configs]
-    call = PreparedCall(before_all, has_axes(model.config), padding_token(model))
+    call = PreparedCall(register, before_all, has_axes(model.config), padding_token(model))
     return call, [
         *(x.register_forward_pre_hook(call, with_kwargs=True) for x in models),
         *(x.register_forward_hook(_without_token, with_kwargs=True) for x in models),

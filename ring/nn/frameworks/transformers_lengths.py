@@ -7,9 +7,10 @@ carry are no such numbers: ring attention has them from the same masks.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 LONGEST = 512  # tokens that the drawn example has for such a layer, at most: each module's output is kept in fp64
 LENGTHS = re.compile("block|chunk|window|compress|stride|pool|rate|ratio")  # tokens of a block
@@ -17,27 +18,17 @@ COUNTS = re.compile("top_?k")  # of blocks or keys
 OTHERS = re.compile("sliding_window|attention_chunk_size|layers|expert|moe|router|group|sampl|feed_forward|multiple")
 
 
-class Reach(NamedTuple):
-    """tokens: the greatest block times the greatest number of them. source: the configuration's names."""
-
-    tokens: int
-    source: str
-
-
-def reach(model: Any) -> Reach:
-    """Return the tokens beyond which layers may mix in another way; 0 tokens if the configuration has no such integer.
+def reach(model: Any) -> tuple[int, str]:
+    """Return the greatest block times the greatest number of selected ones, 0 without any, and the names of both.
 
     Args:
         model: of transformers.
     """
-    numbers = [x for x in _integers(model.config.get_text_config().to_dict()) if not OTHERS.search(x[0])]
-    greatest = [
-        max((x for x in numbers if kind.search(x[0])), key=lambda x: x[1], default=None) for kind in (LENGTHS, COUNTS)
-    ]
-    tokens, parts = 1, [x for x in greatest if x is not None and x[1] > 1]
-    for _, size in parts:
-        tokens *= size
-    return Reach(tokens if parts else 0, " and ".join(f"{name}={size}" for name, size in parts))
+    integers = _integers(model.config.get_text_config().to_dict())
+    sizes = {name: size for name, size in integers if size > 1 and not OTHERS.search(name)}
+    kinds = ([name for name in sizes if kind.search(name)] for kind in (LENGTHS, COUNTS))
+    names = [max(kind, key=lambda name: sizes[name]) for kind in kinds if kind]
+    return math.prod(map(sizes.__getitem__, names)) if names else 0, " and ".join(f"{x}={sizes[x]}" for x in names)
 
 
 def _integers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
