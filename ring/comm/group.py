@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, TypeGuard
 
+import torch
 import torch.distributed as dist
 
-from ring.comm.process_group import ProcessGroupTransport
+from ring.comm.process_group import ProcessGroupTransport, backends_of
 from ring.comm.transport import SoloTransport, Transport
 
 if TYPE_CHECKING:
@@ -33,6 +34,13 @@ def transport_over(group: dist.ProcessGroup | DeviceMesh | Transport | None, wor
     if _is_transport(group):
         return group
     raise ValueError(f"group must be a process group, a mesh, a Transport or None, got {group!r}")
+
+
+def device_for(transport: Transport, device: torch.device) -> torch.device:
+    """Return the device of messages from `device`: the same, or the current GPU if the group has no backend for it."""
+    if isinstance(transport, ProcessGroupTransport) and device.type not in backends_of(transport.group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _is_transport(group: object) -> TypeGuard[Transport]:

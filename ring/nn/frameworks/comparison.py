@@ -11,14 +11,18 @@ Everything is computed in fp64, operation by operation, without a copy of the mo
 of the digits of fp64 must agree. Parameters of zeros (gates, adapters, biases) count as small random numbers, since
 they would hide a branch. Weights, buffers, modes and random states stay as they are.
 
-Not detected: mixing that begins beyond the tokens of the example (blocks of 128 tokens), outputs that only arguments of
-a call request, and any difference of training mode.
+The text has tokens of padding, and is run once more with padding on the left: a model that differs then is taken, but
+its calls with padding are refused. The example is longer where the configuration has blocks, rates of compression or a
+number of selected keys (`transformers_lengths`), up to a limit beyond which such a model is refused.
+
+Not detected: mixing that begins beyond the example at a length that the configuration does not name, outputs that only
+arguments of a call request, and any difference of training mode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,18 +30,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
-from ring.comm.group import is_mesh, transport_over
+from ring.comm.group import device_for, is_mesh, transport_over
 from ring.comm.transport import Transport, all_gather_json
 from ring.layout import Layout
 from ring.nn.context import ContextParallel
 from ring.nn.frameworks.double import instead_of_zeros
 from ring.nn.frameworks.first_difference import Part, first_difference
 from ring.nn.frameworks.module_calls import Call, record, settings
+from ring.nn.frameworks.transformers_lengths import LONGEST, reach
 from ring.validation import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from ring.nn.frameworks.transformers_call import PreparedCall
 
 OFF = "or give compare=False, which prepares the model unchecked"
 
@@ -78,12 +86,14 @@ class Comparison:
         self._model, self._group = model, group
         self._handle = _Probe(Layout.contiguous(self._world, self._world), group)
         self._instead: dict[int, Tensor] = {}
+        self._padded: Passage | str | None = None
         self._passages: list[Passage] = self._handle.agree("prepare", lambda: self._run_whole(example))
 
     def _run_whole(self, example: Mapping[str, Any] | None) -> tuple[dict[str, object], list[Passage]]:
         """Run the example in one process. Also returns the values that must be equal on all ranks."""
         _refuse_parameters(self._model)
-        inputs = _drawn(self._model, self._world) if example is None else dict(example)
+        self._reach, self._lengths = reach(self._model)
+        inputs = _drawn(self._model, self._world, self._reach) if example is None else dict(example)
         n = _length(inputs, self._world)
         self._instead = instead_of_zeros(self._model)
         short = max(1, n // 3)
@@ -92,12 +102,34 @@ class Comparison:
         layouts = (Layout.zigzag(n, self._world), None), (Layout.contiguous(n, self._world), documents)
         for layout, packed in layouts:
             context = _Probe(layout, self._group, documents=packed)
-            passages.append(Passage(context, self._sharded(inputs, n, context), self._parts(inputs, n, context)))
+            passages.append(self._passage(inputs, n, context))
         for call in (part.calls[-1] for passage in passages for part in passage.parts):
             for name, x in call.outputs.items():
                 if x.is_floating_point() and bool(x.isnan().any()):
                     raise ValueError(f"model must compute numbers, got NaN in its output {name} of {n} tokens {_HINT}")
-        return {"the example": sorted(inputs), "tokens of the example": n, _PARAMETERS: _sums(self._model)}, passages
+        self._padded = self._pad(inputs, n)
+        padded = self._padded if isinstance(self._padded, str) else None
+        same = {"the example": sorted(inputs), "tokens of the example": n, "the configuration's lengths": self._lengths}
+        return same | {"padding of the example": padded, _PARAMETERS: _sums(self._model)}, passages
+
+    def _pad(self, inputs: dict[str, Any], n: int) -> Passage | str | None:
+        """Run the example with padding on the left. Return why it cannot be run, None for an example with a mask."""
+        if "attention_mask" in inputs:
+            return None
+        x = next(x for x in inputs.values() if _is_along(x, n))
+        mask = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)
+        mask[:, : n // 4] = 0
+        context = _Probe(Layout.zigzag(n, self._world), self._group)
+        try:
+            padded = self._passage(inputs | {"attention_mask": mask}, n, context)
+        except NotImplementedError as error:
+            return str(error)
+        (part,) = padded.parts
+        seen = part.there >= n // 4
+        return replace(padded, parts=[replace(part, here=part.here[seen], there=part.there[seen])])
+
+    def _passage(self, inputs: dict[str, Any], n: int, context: ContextParallel) -> Passage:
+        return Passage(context, self._sharded(inputs, n, context), self._parts(inputs, n, context))
 
     def _parts(self, inputs: dict[str, Any], n: int, context: ContextParallel) -> list[Part]:
         """Run each document by itself, or the whole sequence."""
@@ -122,32 +154,59 @@ class Comparison:
         device = next(x.device for x in inputs.values() if _is_along(x, n))
         return shards | {"position_ids": context.positions_on(device)[None], "context": context}
 
-    def check(self) -> None:
+    def check(self, call: PreparedCall) -> None:
         """Run the example through the model, which is now switched to ring attention, and compare.
+
+        Args:
+            call: the model's hook, which learns whether the model can have padding.
 
         Raises:
             ValueError, NotImplementedError: an output differs from that of one process, or the model cannot run its
                 shards. Every rank raises the same error.
         """
         for passage in self._passages:
-            calls: list[Call] = []
-            error: Exception | None = None
+            self._compare(passage)
+        tokens = self._passages[0].context.layout.n
+        if tokens <= self._reach:
+            raise NotImplementedError(
+                f"example must have more than {self._reach} tokens, since the configuration has "
+                f"{self._lengths}, beyond which layers may mix tokens in another way, got {tokens} {_HINT}"
+            )
+        call.refused = self._check_padding(call)
+
+    def _check_padding(self, call: PreparedCall) -> str | None:
+        """Return why the model cannot have padding, None if it can, and let the call count positions as the model."""
+        if not isinstance(self._padded, Passage):
+            return self._padded
+        refusal = ""
+        for call.counts_mask in (False, True):
             try:
-                calls = record(self._model, self._instead, passage.inputs)
-            except _OnEveryRankError as told:
-                raise told.error from None
-            except Exception as wrong:  # on this rank alone, perhaps: the others must learn of it
-                error = NotImplementedError(
-                    "model must take position_ids= and context= in its call, and hand its keywords to the attention, "
-                    f"got {_told(wrong)}: give a model that does, {OFF}"
-                )
-            self._handle.agree("prepare", partial(_raised, error))
-            finding = first_difference(calls, passage.parts)
-            findings = all_gather_json(finding, self._handle.transport)
-            ranks = [rank for rank, other in enumerate(findings) if other is not None]
-            if ranks:
-                first = min((findings[rank] for rank in ranks), key=lambda other: other[0])
-                _refuse(first[1], [rank for rank in ranks if findings[rank] == first], passage.context, self._model)
+                self._compare(self._padded)
+            except (ValueError, NotImplementedError) as error:  # on every rank
+                refusal = refusal or str(error)
+            else:
+                return None
+        return refusal
+
+    def _compare(self, passage: Passage) -> None:
+        calls: list[Call] = []
+        error: Exception | None = None
+        try:
+            calls = record(self._model, self._instead, passage.inputs)
+        except _OnEveryRankError as told:
+            raise told.error from None
+        except Exception as wrong:  # on this rank alone, perhaps: the others must learn of it
+            error = NotImplementedError(
+                "model must take position_ids= and context= in its call, and hand its keywords to the attention, "
+                f"got {_told(wrong)}: give a model that does, {OFF}"
+            )
+        self._handle.agree("prepare", partial(_raised, error))
+        finding = first_difference(calls, passage.parts)
+        findings = all_gather_json(finding, self._handle.transport)
+        ranks = [rank for rank, other in enumerate(findings) if other is not None]
+        if ranks:
+            first = min((findings[rank] for rank in ranks), key=lambda other: other[0])
+            _refuse(first[1], [rank for rank in ranks if findings[rank] == first], passage.context, self._model)
 
 
 _PARAMETERS = "the parameters, loaded from one place or drawn after torch.manual_seed,"
@@ -183,7 +242,10 @@ class _Probe(ContextParallel):
     def attention(self, *args: Any, **kwargs: Any) -> Tensor:
         try:
             with _disable_current_modes():  # the ring has types of its own for its buffers
-                return super().attention(*args, **kwargs)
+                own = args[0].device
+                device = device_for(self.transport, own)  # a model may be compared before it is moved to the GPU
+                args, kwargs = tree_map_only(Tensor, lambda x: x.to(device), (args, kwargs))
+                return super().attention(*args, **kwargs).to(own)
         except Exception as error:
             raise _OnEveryRankError(error) from error
 
@@ -217,8 +279,9 @@ def _sums(model: nn.Module) -> list[str]:
     return [f"{name} {value:x}" for (name, _), value in zip(model.named_parameters(), values, strict=True)]
 
 
-def _drawn(model: Any, world: int) -> dict[str, Any]:
-    """Draw the tokens of an example: an odd number, unlikely as another size; none that the configuration names."""
+def _drawn(model: Any, world: int, longest: int) -> dict[str, Any]:
+    """Draw the tokens of an example: an odd number, unlikely as another size; of those that the configuration names
+    padding and masked ones alone, which models may count. longest: tokens beyond which layers mix."""
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise NotImplementedError(f"model must take input_ids, got one that takes {model.main_input_name} {_HINT}")
     config = model.config.get_text_config()
@@ -230,7 +293,11 @@ def _drawn(model: Any, world: int) -> dict[str, Any]:
     named = {x for c in (config, model.config) for x in c.to_dict().values() if type(x) is int}
     tokens = [x for x in range(min(config.vocab_size, 1000)) if x not in named] or [0]
     draw = torch.Generator().manual_seed(0)
-    ids = torch.tensor(tokens)[torch.randint(len(tokens), (1, 6 * world + 11), generator=draw)]
+    n = (min(longest, LONGEST) + 6 * world + 11) | 1
+    ids = torch.tensor(tokens)[torch.randint(len(tokens), (1, n), generator=draw)]
+    special = [getattr(config, name, None) for name in ("pad_token_id", "mask_token_id")]
+    special = [x for x in special if type(x) is int and 0 <= x < config.vocab_size]
+    ids[0, 2 : 2 + len(special)] = torch.tensor(special, dtype=torch.int64)
     return {"input_ids": ids.to(model.device)}
 
 

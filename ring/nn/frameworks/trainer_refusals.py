@@ -85,12 +85,10 @@ def check_trainer(trainer: Any) -> None:
             "router_aux_loss_coef must be 0.0 in the trainer's arguments: its auxiliary loss would be over the tokens "
             f"of a rank, got {trainer.router_aux_loss_coef}"
         )
-    adapters = is_peft_model(trainer.model) and getattr(trainer, "ref_model", trainer) is None
-    if adapters and not getattr(trainer, "precompute_ref_logps", False):
+    if is_peft_model(trainer.model) and getattr(trainer, "ref_model", trainer) is None:
         raise NotImplementedError(
-            "ref_model must be given with adapters, as a model of its own with the weights of the base model, or "
-            "precompute_ref_log_probs=True in the trainer's arguments: the trainer would call the sharded model "
-            "without its adapters, on whole sequences"
+            "ref_model must be given with adapters, as a model of its own with the weights of the base model: the "
+            "trainer would call the sharded model without its adapters, on whole sequences"
         )
 
 

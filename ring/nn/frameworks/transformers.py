@@ -52,6 +52,7 @@ from ring.nn.frameworks.transformers_call import (
 from ring.nn.frameworks.transformers_masks import ChunkMask, RefusedMask, WindowMask, placeholder
 from ring.nn.frameworks.transformers_pattern import layer_pattern
 from ring.nn.frameworks.transformers_positions import checked_positions
+from ring.nn.ring_attention import tokens_first
 from ring.precision import accumulator_dtype
 from ring.validation import refuse_dtensor
 
@@ -103,12 +104,12 @@ def prepare(
         raise ValueError("group and example are for the comparison: leave them out with compare=False")
     register()
     comparison = Comparison(model, group, example) if compare else None
-    call, hooks = check_calls(model)
+    call, hooks = check_calls(model, register)
     model.set_attn_implementation(NAME)
     if comparison is not None:
         try:
             _check_replaced(model)
-            comparison.check()
+            comparison.check(call)
         except Exception:
             _set_back(call)
             for hook in hooks:
@@ -207,7 +208,7 @@ def attention(
     except Exception as error:  # of any type: the other ranks must raise it too
         context.raise_everywhere(error, name)
     empty = checked is not None and checked.stand_in
-    q, k, v = (x.transpose(1, 2)[:, : 0 if empty else None] for x in (query, key, value))  # (B, N, H, D)
+    q, k, v = (tokens_first(x)[:, : 0 if empty else None] for x in (query, key, value))  # (B, N, H, D)
     out = context.attention(q, k, v, pattern, scale=scaling, softcap=softcap, sinks=sinks, name=name)
     return torch.cat((out, out.new_zeros((out.shape[0], 1, *out.shape[2:]))), 1) if empty else out, None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ring.nn.context import ContextParallel
-from ring.nn.frameworks.transformers_padding import check_mask, without_padding
-from ring.nn.frameworks.transformers_positions import checked_positions, count_from_padding, has_axes
+from ring.nn.frameworks.transformers_padding import check_mask, whole, without_padding
+from ring.nn.frameworks.transformers_positions import checked_positions, counted, has_axes, padding_token
 from ring.nn.frameworks.transformers_temperature import scale_by_position
 
 NAME = "ring"
@@ -41,24 +41,42 @@ class Checked(NamedTuple):
 
     causal_only: True if padding is on the right, which only causal attention does not see. stand_in: True for a rank
     without tokens. Models cannot reshape an empty tensor, so this rank's model gets one token, which no attention sees.
-    positions: the model's position_ids.
+    positions: of the layout, in the shape of the model's position_ids. outer: False for a model within the one called.
     """
 
     causal_only: bool
     stand_in: bool
     positions: Tensor
+    outer: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PreparedCall:
-    """The hook of a prepared model. before: its configurations' attention."""
+    """The hook of a prepared model and of the models in it, which may be called too. It has no other state of its own:
+    copies of a model, and pickled ones, are models of their own.
 
+    register: registers the attention. before: its configurations' attention. counts_mask: without position_ids, the
+    model counts the ones of its mask. refused: why it cannot have padding; None if it can. The comparison sets both.
+    """
+
+    register: Callable[[], None]
     before: list[tuple[PreTrainedConfig, str]]
     axes: bool
+    padding: int | None
+    counts_mask: bool = False
+    refused: str | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.register()  # a process that loads a model may have prepared none
 
     def __call__(
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        checked = kwargs.get("checked")
+        if isinstance(checked, Checked):  # from the model around this one
+            inner = Checked(checked.causal_only, checked.stand_in, checked.positions, False)
+            return args, kwargs | {"checked": inner}
         parameters = inspect.signature(model.forward).parameters
         arguments = dict(zip(parameters, args, strict=False)) | kwargs
         if len(arguments) < len(args) + len(kwargs):
@@ -75,25 +93,52 @@ class PreparedCall:
     def _changes(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the model gets in place of the caller's."""
         context, mask = checked_context(arguments.get("context")), arguments.get("attention_mask")
-        causal_only = False
         try:
             for name, reason in LEFT_OUT.items():
                 if is_given(arguments.get(name)):
                     raise NotImplementedError(f"{name} must be left out: {reason}")
-            positions = checked_positions(arguments.get("position_ids"), context, self.axes, FIRST)
             if mask is not None:
                 check_mask(mask, context)
         except Exception as error:  # of any type: the other ranks must raise it too
             context.raise_everywhere(error, FIRST)
-        if mask is not None:
-            context, causal_only = without_padding(mask, context, arguments.get("pattern") is None)
-        empty = positions.shape[-1] == 0
+        real = None if mask is None else whole(context, mask != 0)  # (B, n)
+        count = None if real is None else counted(real, context)
+        try:
+            if real is not None and self.refused and not bool(real.all()):
+                raise NotImplementedError(f"attention_mask must be None or ones for this model: {self.refused}")
+            positions = checked_positions(arguments.get("position_ids"), context, self.axes, FIRST, count)
+        except Exception as error:
+            context.raise_everywhere(error, FIRST)
+        own = self._own_positions(arguments.get("input_ids"), positions, count, context)
+        causal_only = False
+        if real is not None:
+            positions = context.positions_on(positions.device)[None]
+            context, causal_only = without_padding(real, context, arguments.get("pattern") is None)
+        empty = own.shape[-1] == 0
         changes = {name: _with_token(x) for name, x in arguments.items()} if empty else {}
-        positions = positions.new_zeros((*positions.shape[:-1], 1)) if empty else positions
+        own, positions = (x.new_zeros((*x.shape[:-1], 1)) if empty else x for x in (own, positions))
         return changes | {
-            "context": context, "use_cache": False, "checked": Checked(causal_only, empty, positions),
-            "attention_mask": None, "position_ids": positions,
+            "context": context, "use_cache": False, "checked": Checked(causal_only, empty, positions, True),
+            "attention_mask": None, "position_ids": own,
         }  # fmt: skip
+
+    def _own_positions(
+        self, ids: Tensor | None, positions: Tensor, count: Tensor | None, context: ContextParallel
+    ) -> Tensor:
+        """Return the positions that the model would count itself in one process, if it counts; else those given.
+
+        count: (B, N), of the mask's ones up to each token.
+        """
+        if self.padding is None:
+            return (count - 1).clamp(min=0) if self.counts_mask and count is not None else positions
+        if ids is None:
+            return positions + self.padding + 1
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "model must be compiled layer by layer, since it counts positions from padding tokens, which the ranks "
+                "gather: compile its layers instead"
+            )
+        return counted(whole(context, ids != self.padding), context) + self.padding
 
 
 def prepared_call(model: PreTrainedModel) -> PreparedCall | None:
@@ -102,20 +147,21 @@ def prepared_call(model: PreTrainedModel) -> PreparedCall | None:
     return next((hook for hook in hooks if isinstance(hook, PreparedCall)), None)
 
 
-def check_calls(model: PreTrainedModel) -> tuple[PreparedCall, list[RemovableHandle]]:
+def check_calls(model: PreTrainedModel, register: Callable[[], None]) -> tuple[PreparedCall, list[RemovableHandle]]:
     """Add hooks to a model whose attention is not replaced yet; a prepared one keeps its own. Return the hook of calls,
     and handles of those that are added."""
     before = prepared_call(model)
     if before is not None:
         return before, []
-    trees = [_tree(module.config) for module in model.modules() if isinstance(module, PreTrainedModel)]
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    trees = [_tree(module.config) for module in models]
     configs = {id(config): config for tree in trees for config in tree}.values()
-    call = PreparedCall([(config, config._attn_implementation) for config in configs], has_axes(model.config))
+    before_all = [(config, config._attn_implementation) for config in configs]
+    call = PreparedCall(register, before_all, has_axes(model.config), padding_token(model))
     return call, [
-        model.register_forward_pre_hook(call, with_kwargs=True),
-        model.register_forward_hook(_without_token, with_kwargs=True),
-        *count_from_padding(model, NAME),
-        *scale_by_position(model, NAME),
+        *(x.register_forward_pre_hook(call, with_kwargs=True) for x in models),
+        *(x.register_forward_hook(_without_token, with_kwargs=True) for x in models),
+        *scale_by_position(model),
     ]
 
 
@@ -161,6 +207,7 @@ def _with_token(x: Any) -> Any:
 
 def _without_token(_: PreTrainedModel, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Remove the token of a rank without tokens from the outputs, (B, 1, D); its gradients are zero."""
-    if not getattr(kwargs.get("checked"), "stand_in", False):
+    checked = kwargs.get("checked")
+    if checked is None or not checked.stand_in or not checked.outer:
         return None
     return tree_map(lambda x: x[:, :0] if isinstance(x, Tensor) and x.dim() == 3 else x, output)

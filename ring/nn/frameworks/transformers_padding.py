@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from reference.documents import Documents, documents_from_cu_seqlens
+from ring.comm.group import device_for
 from ring.nn.context import ContextParallel
 from ring.nn.sequence import gather
 
@@ -36,15 +37,19 @@ def check_values(mask: Tensor) -> None:
         raise NotImplementedError(f"{ALLOWED}, got other values: packed documents need a handle with their lengths")
 
 
-def without_padding(mask: Tensor, context: ContextParallel, is_own: bool) -> tuple[ContextParallel, bool]:
+def whole(context: ContextParallel, x: Tensor) -> Tensor:
+    """Return x (B, n) of all ranks on x's device, over a group that may have a backend for another alone."""
+    return gather(context, x.to(device_for(context.transport, x.device))).to(x.device)
+
+
+def without_padding(real: Tensor, context: ContextParallel, is_own: bool) -> tuple[ContextParallel, bool]:
     """Return a handle whose documents separate tokens from padding, and True where it does not need to.
 
-    True: padding is on the right, as causal attention alone may have it. mask: (B, N), checked; gathered from all
-    ranks, so that they decide alike. is_own: the attention is the model's, and no pattern whose segments would move.
+    True: padding is on the right, as causal attention alone may have it. real: (B, n), of the mask of all ranks, so
+    that they decide alike. is_own: the attention is the model's, and no pattern whose segments would move.
 
     Raises NotImplementedError, on every rank, for other padding.
     """
-    real = gather(context, mask != 0)  # (B, n)
     if bool(real.all()):
         return context, False
     split = separated(real, context.documents, is_own)

@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from reference.documents import begins
 from reference.pattern import numbered_pattern
 from ring.comm.process_group import ProcessGroupTransport
 from ring.layout import numbered_layout
@@ -25,19 +25,22 @@ RIGHT = "context.positions, as in a batch of shard_batch"
 AXES = 4  # of the text, then time, height and width
 
 
-def count_from_padding(model: PreTrainedModel, name: str) -> list[RemovableHandle]:
-    """Let embeddings that count as RoBERTa's, from padding_idx + 1, take positions from 0 under the attention `name`.
+def padding_token(model: PreTrainedModel) -> int | None:
+    """Return padding_idx of embeddings that count as RoBERTa's: after it, without its tokens. None without them."""
+    found = {x.padding_idx for x in model.modules() if hasattr(x, "create_position_ids_from_input_ids")}
+    return found.pop() if len(found) == 1 else None
 
-    Return the handles of the hooks.
+
+def counted(real: Tensor, context: ContextParallel) -> Tensor:
+    """Return the number of real tokens of the document up to each token of this rank, (B, N); 0 for the others.
+
+    real: (B, n) bool, whole.
     """
-
-    def shift(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if kwargs.get("position_ids") is None or model.config._attn_implementation != name:
-            return args, kwargs
-        return args, kwargs | {"position_ids": kwargs["position_ids"] + module.padding_idx + 1}
-
-    modules = [x for x in model.modules() if hasattr(x, "create_position_ids_from_input_ids")]
-    return [module.register_forward_pre_hook(shift, with_kwargs=True) for module in modules]
+    count = real.long().cumsum(1)
+    if context.documents is not None:
+        first = begins(context.documents, torch.arange(real.shape[1])).to(real.device)
+        count = count - torch.nn.functional.pad(count, (1, 0))[:, first]
+    return context.shard(count * real)
 
 
 def has_axes(config: Any) -> bool:
@@ -46,11 +49,16 @@ def has_axes(config: Any) -> bool:
 
 
 def checked_positions(
-    position_ids: object, context: ContextParallel, axes: bool = False, name: str | None = None
+    position_ids: object,
+    context: ContextParallel,
+    axes: bool = False,
+    name: str | None = None,
+    count: Tensor | None = None,
 ) -> Tensor:
     """Return position_ids, (1 or B, N) or, with `axes`, (4, B, N); raise unless they are the layout's.
 
-    name: of the call of attention that an error replaces in a graph, where values are compared when it runs.
+    name: of the call of attention that an error replaces in a graph, where values are compared when it runs. count: of
+    `counted`, of a mask. Positions may also be counted from it, with any at padding: the attention does not use them.
     """
     _check_shape(position_ids, context, axes)
     assert isinstance(position_ids, Tensor)
@@ -65,8 +73,9 @@ def checked_positions(
         )  # fmt: skip
         return compared
     if not _is_verified(position_ids, context):
-        _compare(position_ids, context)
-        _set_verified(position_ids, context)
+        if not _is_counted(position_ids, count):
+            _compare(position_ids, context)
+            _set_verified(position_ids, context)
     return position_ids
 
 
@@ -94,6 +103,11 @@ def _allowed(context: ContextParallel) -> str:
     return f"position_ids must be (1 or batch, {context.tokens}), {RIGHT}"
 
 
+def _is_counted(position_ids: Tensor, count: Tensor | None) -> bool:
+    text = position_ids[0] if position_ids.dim() == 3 else position_ids
+    return count is not None and bool(((text == count - 1) | (count == 0)).all())
+
+
 def _compare(position_ids: Tensor, context: ContextParallel) -> None:
     text = position_ids[0] if position_ids.dim() == 3 else position_ids
     expected = context.positions_on(text.device)
@@ -101,8 +115,9 @@ def _compare(position_ids: Tensor, context: ContextParallel) -> None:
         return
     raise ValueError(
         f"position_ids must be {RIGHT}, got others: without position_ids the model counts from the shard's "
-        "start, and packed documents need a handle with their lengths (with_documents). Rows of different documents "
-        "must be one row, tokens.view(1, -1), with the lengths of all documents"
+        "start; positions that are counted from a mask, cumsum(1) - 1, need that attention_mask; and packed documents "
+        "need a handle with their lengths (with_documents). Rows of different documents must be one row, "
+        "tokens.view(1, -1), with the lengths of all documents"
     )
 
 

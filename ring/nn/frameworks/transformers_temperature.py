@@ -27,18 +27,18 @@ class _Before:
         return key, value
 
 
-def scale_by_position(model: PreTrainedModel, name: str) -> list[RemovableHandle]:
-    """Let layers with a temperature count positions in the whole sequence under the attention `name`.
+def scale_by_position(model: PreTrainedModel) -> list[RemovableHandle]:
+    """Let layers with a temperature count positions in the whole sequence, in calls that have the keyword `checked`.
 
-    Return the handles of the hooks. The layers' keyword `checked` has the positions.
+    Return the handles of the hooks.
     """
-
-    def count(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if model.config._attn_implementation != name:
-            return args, kwargs
-        positions = kwargs["checked"].positions[0]
-        before = positions - torch.arange(len(positions), device=positions.device)
-        return args, kwargs | {"past_key_values": _Before(before)}
-
     layers = [x for x in model.modules() if getattr(x, "attn_temperature_tuning", False) and not x.use_rope]
-    return [layer.register_forward_pre_hook(count, with_kwargs=True) for layer in layers]
+    return [layer.register_forward_pre_hook(_count, with_kwargs=True) for layer in layers]
+
+
+def _count(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if kwargs.get("checked") is None:  # the model's own attention
+        return args, kwargs
+    positions = kwargs["checked"].positions[0]
+    before = positions - torch.arange(len(positions), device=positions.device)
+    return args, kwargs | {"past_key_values": _Before(before)}

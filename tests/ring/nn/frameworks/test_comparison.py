@@ -105,6 +105,16 @@ class Auxiliary(LlamaForCausalLM):  # type: ignore[misc]
         return out
 
 
+class MaskReader(LlamaForCausalLM):  # type: ignore[misc]
+    """Adds the number of tokens that its mask marks."""
+
+    def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(*args, attention_mask=attention_mask, **kwargs)
+        if attention_mask is not None:
+            out["logits"] = out.logits + attention_mask.sum()
+        return out
+
+
 class Beside(nn.Module):
     """Adds a module to another."""
 
@@ -198,6 +208,14 @@ REFUSED: dict[str, Refused] = {
     ),
     "images": (lambda: ViTModel(ViTConfig(hidden_size=16, num_hidden_layers=1)), "model must take input_ids"),
     "DTensor": (distributed, "lm_head.weight sharded already, as a DTensor"),
+    "blocks of the configuration": (
+        lambda: llama(Blocks(), compress_rates={"some": 4, "all": 32}),
+        f"the output of {IN_LAYER} (Blocks) differs",
+    ),
+    "more blocks than an example": (
+        lambda: llama(index_block_size=64, index_topk_blocks=16),
+        "must have more than 1024 tokens, since the configuration has index_block_size=64 and index_topk_blocks=16",
+    ),
     "meta": (on_meta, "model.embed_tokens.weight on the meta device"),
 }  # fmt: skip
 
@@ -325,3 +343,12 @@ def test_one_rank_shards_nothing_but_documents() -> None:
         NotImplementedError, match=r"packed from documents of \(5, 1, 11\) tokens, on rank 0, the output"
     ):
         prepare(llama(Shift()), SoloTransport())
+
+
+def test_a_model_that_reads_its_mask_has_no_padding() -> None:
+    model = prepare(MaskReader(LlamaConfig(**SIZES)), SoloTransport())
+    context, ids = ContextParallel(Layout.contiguous(9, 1)), torch.ones(1, 9, dtype=torch.int64)
+    given: dict[str, Any] = {"position_ids": context.positions[None], "context": context}
+    model(input_ids=ids, attention_mask=ids, **given)
+    with pytest.raises(NotImplementedError, match=r"attention_mask must be None or ones .*logits of .*MaskReader"):
+        model(input_ids=ids, attention_mask=ids.index_fill(1, torch.tensor([0]), 0), **given)

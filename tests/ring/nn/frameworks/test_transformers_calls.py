@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,13 @@ from transformers import (
     MistralForCausalLM,
     ModernBertConfig,
     ModernBertForMaskedLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedModel,
     Qwen2VLTextConfig,
     Qwen2VLTextModel,
     RobertaConfig,
+    RobertaForCausalLM,
     RobertaForMaskedLM,
 )
 
@@ -46,6 +51,8 @@ MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 2}),
     "window": (MistralConfig, MistralForCausalLM, {"num_key_value_heads": 2, "sliding_window": 5}),
     "roberta": (RobertaConfig, RobertaForMaskedLM, ABSOLUTE),
+    "roberta, causal": (RobertaConfig, RobertaForCausalLM, ABSOLUTE | {"is_decoder": True}),
+    "opt": (OPTConfig, OPTForCausalLM, {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
     "esm": (EsmConfig, EsmForMaskedLM, ABSOLUTE | {"position_embedding_type": "rotary", "mask_token_id": 2}),
     "modernbert": (ModernBertConfig, ModernBertForMaskedLM, {"layer_types": ["full_attention"] * 2}),
     "two-sided": (
@@ -55,7 +62,7 @@ MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
     "qwen": (Qwen2VLTextConfig, Qwen2VLTextModel, {"num_key_value_heads": 2, "rope_parameters": AXES}),
 }
-FIRST = {"roberta": 2}  # the first position of one process, if it is not 0
+FIRST = {"roberta": 2, "roberta, causal": 2}  # the first position of one process, if it is not 0
 
 
 def make(family: str) -> PreTrainedModel:
@@ -120,6 +127,40 @@ def test_padding_within_packed_documents(ranks: Ranks, family: str) -> None:
     parts = zip(*(whole.split(PACKED, 1) for whole in (x, positions, real)), strict=True)
     exact = torch.cat([outputs(make(family), a, position_ids=b, attention_mask=c).detach() for a, b, c in parts], 1)
     for out in ranks(4).run(_run, family, EDGES, PACKED):
+        torch.testing.assert_close(out[real > 0], exact[real > 0], rtol=EXACT, atol=EXACT)
+
+
+def _counted(
+    family: str, documents: tuple[int, ...] | None, pads: bool, mask: list[list[int]] | None, own: bool
+) -> Tensor:
+    context = ContextParallel(Layout.zigzag(N, 4))
+    others = {} if mask is None else {"attention_mask": torch.tensor(mask)}
+    batch = shard_batch(context, padded_text(pads), documents=documents, **others)
+    positions = context.shard((torch.tensor(mask).cumsum(1) - 1).clamp(min=0)) if own else batch.positions[None]
+    model = copy.deepcopy(transformers.prepare(make(family)))
+    with torch.no_grad():
+        out = model(batch.tokens, position_ids=positions, context=batch.context, **batch.others)[0]
+    return gather(batch.context, out)
+
+
+def padded_text(pads: bool) -> Tensor:
+    x = tokens(2, N)
+    x[0, 3] = x[1, 9] = x[1, 20] = 1 if pads else 4
+    return x
+
+
+@pytest.mark.parametrize("family", ["opt", "roberta", "roberta, causal"])
+@pytest.mark.parametrize(
+    ("documents", "pads", "mask", "own"),
+    [(None, True, None, False), (PACKED, True, None, False), (None, False, LEFT, False), (None, True, LEFT, True)],
+)
+def test_positions_are_counted_as_in_one_process(
+    ranks: Ranks, family: str, documents: tuple[int, ...] | None, pads: bool, mask: list[list[int]] | None, own: bool
+) -> None:
+    real = torch.ones(2, N, dtype=torch.int64) if mask is None else torch.tensor(mask)
+    parts = zip(*(x.split(documents or (N,), 1) for x in (padded_text(pads), real)), strict=True)
+    exact = torch.cat([outputs(make(family), x, attention_mask=part).detach() for x, part in parts], 1)
+    for out in ranks(4).run(_counted, family, documents, pads, mask, own):
         torch.testing.assert_close(out[real > 0], exact[real > 0], rtol=EXACT, atol=EXACT)
 
 
@@ -242,3 +283,26 @@ def test_a_prepared_model_generates_and_is_saved_as_before(tmp_path: Path) -> No
         assert model(x, position_ids=context.positions[None], context=context).past_key_values is None
     with pytest.raises(ValueError, match="model must be a prepared one"), transformers.restored(plain):
         pass
+
+
+def pickled(model: PreTrainedModel) -> PreTrainedModel:
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    loaded: PreTrainedModel = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("family", ["roberta", "opt", "llama"])
+def test_a_copy_is_a_model_of_its_own(twin_of: Any, family: str) -> None:
+    x, context = tokens(1, 7), ContextParallel(Layout.contiguous(7, 1))
+    given: dict[str, Any] = {"position_ids": context.positions[None], "context": context}
+    model, exact = transformers.prepare(make(family), SoloTransport()), outputs(make(family), x)
+    twin = twin_of(model)
+    with transformers.restored(model):
+        torch.testing.assert_close(outputs(twin, x, **given), exact, rtol=EXACT, atol=EXACT)
+    with transformers.restored(twin):
+        torch.testing.assert_close(outputs(twin, x), exact, rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(outputs(model, x, **given), exact, rtol=EXACT, atol=EXACT)
+    base, exact = twin.base_model, outputs(make(family).base_model, x)
+    torch.testing.assert_close(outputs(base, x, **given), exact, rtol=EXACT, atol=EXACT)
