@@ -126,7 +126,7 @@ class ContextParallel:
         Raises:
             ValueError: the documents do not add up to the layout's tokens.
         """
-        context = ContextParallel.__new__(ContextParallel)
+        context = type(self).__new__(type(self))
         cache: dict[Hashable, object] = {}
         context.__dict__.update(self.__dict__ | {"_packed": _pattern_over(self.layout, documents), "_cache": cache})
         return context

@@ -118,7 +118,7 @@ def measured(transport: Transport, case: Case, file: str) -> Measurement:
 
 def run(backend: Backend, report: Report, problem: RealSizeProblem, failures: Path) -> None:
     """Check every row and every gradient on the backend's ranks, and report their measurements."""
-    case, timeout, started = problem.case(), backend.timeout, time.perf_counter()
+    case, timeout, started = replace(problem.case(), device=backend.device), backend.timeout, time.perf_counter()
     about = f"{problem.tokens} tokens, {HEADS} heads of {HEAD_DIM}, {counted(problem.world, 'rank')}"
     report.start_world(problem.world, 1, TITLE)
     report.note(f"{TITLE}: {about} ...")

@@ -64,6 +64,8 @@ def test_a_handle_says_what_it_was_made_with(documents: tuple[int, ...] | None) 
         assert torch.equal(context.positions, within)
     assert torch.equal(first, torch.tensor([0, 0, 1, 2, 3, 4, 5])) and made.positions_on(first.device) is first
     assert made.with_documents(documents).transport is made.transport
+    own = type("Own", (ContextParallel,), {})
+    assert type(own(LAYOUT).with_documents(documents)) is own
 
 
 @pytest.mark.parametrize("documents", [(), (7, 1), (8, -1), (3.5, 3.5), 7])
