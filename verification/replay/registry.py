@@ -46,7 +46,6 @@ READERS = {
     "real_size": "verification.replay.records:read_problem",
     "fault": "verification.faults.fault_run:read_fault",
     "training_fault": "verification.faults.training_faults:TRAINING_FAULTS.read",
-    "file_fault": "verification.faults.files:FILE_FAULTS.read",
     "training": "verification.training.saved_training:read_training_example",
     "model": "verification.models.saved_model:read_model_example",
     "step_peer": "verification.peers.training.saved_step_peer:read_step_peer_example",
