@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from verification.cli.arguments import add_outputs, add_seed, add_world, count, seed_of, write_json
-from verification.faults import fault_run
-from verification.faults.seeded_faults import SeededFaults
-from verification.faults.training_faults import TRAINING_FAULTS
+from verification.faults import fault_run, training_faults
 from verification.report.provenance import processor_run, typed_words
 from verification.report.report import Report
 from verification.run.backends import Unavailable
@@ -44,11 +42,11 @@ def attention(report: Report, options: argparse.Namespace, seed: int) -> None:
     fault_run.run_faults(report, worlds, options.count, seed, options.failures)
 
 
-def seeded(faults: SeededFaults) -> Kind:
-    return Kind(lambda report, options, seed: faults.run(report, options.count, seed, options.failures), faults.table)
+def training(report: Report, options: argparse.Namespace, seed: int) -> None:
+    training_faults.run_faults(report, options.count, seed, options.failures)
 
 
-KINDS = {"attention": Kind(attention, fault_run.table), "training": seeded(TRAINING_FAULTS)}
+KINDS = {"attention": Kind(attention, fault_run.table), "training": Kind(training, training_faults.table)}
 MUTATED_FILES = "tests/verification/replay/test_mutated_records.py"
 
 

@@ -45,7 +45,7 @@ READERS = {
     "law": "verification.replay.records:read_law",
     "real_size": "verification.replay.records:read_problem",
     "fault": "verification.faults.fault_run:read_fault",
-    "training_fault": "verification.faults.training_faults:TRAINING_FAULTS.read",
+    "training_fault": "verification.faults.training_faults:read_fault",
     "training": "verification.training.saved_training:read_training_example",
     "model": "verification.models.saved_model:read_model_example",
     "step_peer": "verification.peers.training.saved_step_peer:read_step_peer_example",

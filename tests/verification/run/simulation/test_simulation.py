@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -98,18 +97,6 @@ def test_all_ranks_meet() -> None:
     for seed in SEEDS:
         assert Simulation(3, seed).run(step) == [(True, False, [b"\0", b"\1", b"\2"])] * 3
     assert Simulation(1, 0).run(step) == [(True, True, [b"\0"])]
-
-
-def test_who_reads_before_its_wait_gets_wrong_numbers_on_some_schedule() -> None:
-    def step(transport: SimulatedTransport) -> float:
-        y = torch.zeros(4)
-        pending = pass_on(transport, torch.ones(4), y)
-        early = float(y.sum())
-        pending.wait()
-        return early
-
-    seen = [Simulation(3, seed).run(step) for seed in SEEDS]
-    assert any(math.isnan(value) for answers in seen for value in answers), "NaN: the buffer had been scribbled over"
 
 
 def one_batch(spoil: Callable[[torch.Tensor, torch.Tensor], object] | None, arrive: bool = False) -> Step:
