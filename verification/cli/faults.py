@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from rich.console import Console
 
@@ -29,14 +27,6 @@ training: damaged and foreign checkpoints, full disks and folders of others; and
 kills, stops and second trainings of scripts/train.py, one fault in 32."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of subject to inject faults into: the run, and the lines of its table."""
-
-    run: Callable[[Report, argparse.Namespace, int], None]
-    table: Callable[[Report], list[str]]
-
-
 def attention(report: Report, options: argparse.Namespace, seed: int) -> None:
     worlds = options.world or fault_run.FAULT_WORLDS
     fault_run.run_faults(report, worlds, options.count, seed, options.failures)
@@ -46,7 +36,8 @@ def training(report: Report, options: argparse.Namespace, seed: int) -> None:
     training_faults.run_faults(report, options.count, seed, options.failures)
 
 
-KINDS = {"attention": Kind(attention, fault_run.table), "training": Kind(training, training_faults.table)}
+# Kinds of subjects to inject faults into: the run, and the lines of its table.
+KINDS = {"attention": (attention, fault_run.table), "training": (training, training_faults.table)}
 MUTATED_FILES = "tests/verification/replay/test_mutated_records.py"
 
 
@@ -87,14 +78,14 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     with report:
         try:
             for kind in kinds:
-                KINDS[kind].run(report, options, seed)
+                KINDS[kind][0](report, options, seed)
         except KeyboardInterrupt:
             report.interrupt()
             raise
     failed = counted(len(report.failures), "fault") + " mishandled"
     verdict = failed if report.failures else "all named, nothing left over"
     for kind in kinds:
-        for line in KINDS[kind].table(report):
+        for line in KINDS[kind][1](report):
             report.say(line)
     report.say(f"{counted(report.examples, 'fault')} in {report.seconds:.1f} s: {verdict}")
     write_json(options.json, report.to_dict())

@@ -100,11 +100,7 @@ def sum_of_a_copy(file: Path, real: Any = checkpoint._sum) -> Any:
 
 @pytest.mark.parametrize(
     "owner, name, broken",
-    [
-        (checkpoint, "write", Path.write_text),
-        (whole_file, "sync_folder", nothing),
-        (checkpoint, "_sum", sum_of_a_copy),
-    ],
+    [(checkpoint, "write", Path.write_text), (whole_file, "sync_folder", nothing), (checkpoint, "_sum", sum_of_a_copy)],
 )
 def test_a_saving_without_an_fsync_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, broken: object

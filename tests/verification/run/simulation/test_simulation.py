@@ -153,8 +153,7 @@ def test_a_broken_contract_is_named_whatever_the_schedule(step: Step, said: str)
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [(torch.ones(3), "k"), (torch.ones(4), "other"), (torch.ones(4, dtype=torch.int32), "k")],
+    "wrong", [(torch.ones(3), "k"), (torch.ones(4), "other"), (torch.ones(4, dtype=torch.int32), "k")]
 )
 def test_messages_and_meetings_that_do_not_fit_are_named(wrong: tuple[torch.Tensor, str]) -> None:
     def step(transport: SimulatedTransport) -> None:
