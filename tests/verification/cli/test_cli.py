@@ -100,6 +100,7 @@ def test_usage_and_errors_name_what_the_user_typed(script: str, words: list[str]
         ("peers --failures {file}", "argument --failures: cannot write to"),
         ("training --peer --backend nccl", "argument --peer: peers run on gloo, got --backend nccl"),
         ("doctor --json {new}/a.json", "there is no folder {new}"),
+        ("faults --kind files", "run python -m pytest tests/verification/replay/test_mutated_records.py"),
     ),
 )  # fmt: skip
 def test_what_cannot_be_carried_out_is_refused_in_one_line_before_anything_runs(

@@ -10,9 +10,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.drawing import draw_many
 from verification.__main__ import main
 from verification.check.laws import LAWS
 from verification.experiments import EXAMPLES, law_experiment
@@ -30,7 +31,6 @@ VALUES = (
     "9" * 5000, "1" + "0" * 4000, "[" * 10**5, "[" * 900 + "]" * 900, r'"\u001b[2J\r\u0000"', r'"\u202e\u2028\ud800"',
     '"trap"', '"trap:adapter.x"', '"os:system"', '"./trap.py:x"', '"verification.peers.adapters.trap:x"',
 )  # fmt: skip
-FIRST = settings(phases=[Phase.generate], database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @cache
@@ -40,8 +40,8 @@ def stock() -> list[dict[str, Any]]:
     experiments = [EXAMPLES, FAULTS, TRAINING, *map(law_experiment, LAWS), step_experiment("fairscale/guarded")]
     experiments += [experiment(peer), law_of(peer, LAWS_OF_ANY[0])]
     return [
-        *(x.record_of(find(x.draw(2), lambda subject: subject is not None, settings=FIRST)) for x in experiments),
-        {"model": "trap:adapter", "case": find(model_cases(2), lambda case: True, settings=FIRST).to_dict()},
+        *(x.record_of(next(filter(None, draw_many(x.draw(2), 10)))) for x in experiments),
+        {"model": "trap:adapter", "case": draw_many(model_cases(2), 1)[0].to_dict()},
         {"real_size": {"world": 2, "tokens": 512, "seed": 0}},
         {"links": {"world": 2}},
         {"long": {"world": 2, "tokens": 64, "kind": "own", "seed": 0, "line": "tokens=64 causal=true"}},
