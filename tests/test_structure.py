@@ -28,8 +28,7 @@ ROAD = (
     "verification.check", "verification.causes", "verification.search", "verification.experiments",
     "verification.report", "verification.problems", "verification.runner", "verification.whole_run",
     "verification.replay", "verification.faults", "verification.models", "verification.training",
-    "verification.mutants", "verification.peers", "verification.faults.files", "verification.testing",
-    "verification.pytest_plugin",
+    "verification.mutants", "verification.peers", "verification.testing", "verification.pytest_plugin",
     "verification.cli", "verification.__main__",
 )  # fmt: skip
 NO_BEGINNINGS = (

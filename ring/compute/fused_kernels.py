@@ -131,21 +131,7 @@ def _gpu_backward(
         )
     else:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            dout,
-            query,
-            k,
-            v,
-            out,
-            lse.squeeze(3),
-            None,
-            None,
-            rows,
-            keys,
-            0.0,
-            causal,
-            none,
-            none,
-            scale=scale,
+            dout, query, k, v, out, lse.squeeze(3), None, None, rows, keys, 0.0, causal, none, none, scale=scale
         )
     dk, dv = (x.view(tile_shape(tile.key_rows, tile.key_heads, x)) for x in (dk, dv))
     return dq.view(tile_shape(tile.query_rows, tile.query_heads, q)), dk, dv

@@ -41,9 +41,7 @@ if TYPE_CHECKING:
 
 
 def count_labels(
-    labels: Tensor | Sequence[Tensor],
-    over: dist.ProcessGroup | DeviceMesh | None = None,
-    ignored: int = IGNORED,
+    labels: Tensor | Sequence[Tensor], over: dist.ProcessGroup | DeviceMesh | None = None, ignored: int = IGNORED
 ) -> int:
     """Return the number of labels that are not `ignored`, over all ranks and, for a list, all micro-batches of a step.
 

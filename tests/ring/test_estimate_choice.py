@@ -70,15 +70,7 @@ def test_a_call_that_no_measured_kernel_takes_is_ordered_too() -> None:
     assert {row.exchange for row in rows} == set(choice.candidates(2))
 
 
-@pytest.mark.parametrize(
-    ("hosts", "expected"),
-    [
-        ((0,), None),
-        ((0, 0), None),
-        ((0, 1), 1),
-        ((0, 0, 1, 1), 2),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "expected"), [((0,), None), ((0, 0), None), ((0, 1), 1), ((0, 0, 1, 1), 2)])
 def test_ranks_per_host(hosts: tuple[int, ...], expected: int | None) -> None:
     assert choice._ranks_per_host(hosts) == expected
 
@@ -148,10 +140,7 @@ def _on_irregular(hosts: str) -> str:
     ("hosts", "said"),
     [
         ("aaab", "as many ranks of the group on every host, got hosts of 3, 1 ranks: write a number that divides 4"),
-        (
-            "abab",
-            "the ranks of a host side by side in the group, got ranks on hosts 0, 1, 0, 1: make",
-        ),
+        ("abab", "the ranks of a host side by side in the group, got ranks on hosts 0, 1, 0, 1: make"),
     ],
 )
 def test_irregular_hosts_are_refused_by_every_rank(ranks: Ranks, hosts: str, said: str) -> None:

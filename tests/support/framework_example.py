@@ -119,9 +119,9 @@ class Example:
     def handle(self) -> ContextParallel:
         return ContextParallel(self.arranged(), self.device_mesh["context"])
 
-    def batches(self, step: int, context: ContextParallel) -> list[Any]:
-        """Shard the micro-batches of a step: this rank's part of each."""
-        first = self.device_mesh["data"].get_local_rank() * self.sequences
+    def batches(self, step: int, context: ContextParallel, data: int | None = None) -> list[Any]:
+        """Shard the micro-batches of a step: this rank's part of each. data: its data rank, by default of its mesh."""
+        first = (self.device_mesh["data"].get_local_rank() if data is None else data) * self.sequences
         rows = slice(first, first + self.sequences)
         return [shard_batch(context, tokens[rows], labels[rows]) for tokens, labels in self.whole(step)]
 
@@ -172,16 +172,19 @@ def trained(
     zero_grad: Mapping[str, bool] | None = None,
     gradients: bool = True,
     steps: range | None = None,
+    place: tuple[DeviceMesh, ContextParallel, int] | None = None,
 ) -> Result:
     """Train the example on this rank, whatever wraps its model.
 
     inner: the model that is wrapped, whose parameters are looked at. micro_batch: around forward and backward of one,
     given whether it is the step's last. clip: clips, and returns the norm before. gradients: whether this rank has all.
+    place: the mesh of losses, the handle and the data rank, by default those of the example's mesh.
     """
-    mesh, context, result = example.device_mesh, example.handle(), Result()
+    mesh, context, data = place or (example.device_mesh, example.handle(), None)
+    result = Result()
     optimizer = optimizer or optimizer_for(inner)
     for step in steps or range(example.steps):
-        batches = example.batches(step, context)
+        batches = example.batches(step, context, data)
         labelled, total = count_labels([batch.labels for batch in batches], mesh), 0.0
         for number, batch in enumerate(batches, 1):
             with micro_batch(number == len(batches)):

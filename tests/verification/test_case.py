@@ -205,9 +205,6 @@ def test_a_line_writes_none(name: str) -> None:
     assert read_case_line(f"{name}=none") == read_case_line(f"{name}=null") == read_case_line("tokens=16")
     with pytest.raises(ValueError, match=rf"{name} (is '\[?x\]?'; it must be|must be) .*None"):
         read_case_line(f"{name}=x")
-
-
-def test_a_line_writes_none_only_where_a_case_has_it() -> None:
     with pytest.raises(ValueError, match="heads is 'none'; it must be an integer of at least 1"):
         read_case_line("heads=none")
 

@@ -75,7 +75,6 @@ def merges(x: Example) -> Iterator[Candidate]:
     }.items():
         for way in WAYS:
             yield from of_forward(x, f"merge, {rule}, {way}", clause, partial(merged_by_hops, x, way, rule, {}))
-    averaged, each = "averaged, without their weights", "each rank's keys"
     for rule, clause in {
         "mean": f"the outputs of {each} were {averaged}",
         "mean of seen": f"the outputs of {each} that a query sees were {averaged}",

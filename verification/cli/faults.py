@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from rich.console import Console
 
 from verification.cli.arguments import add_outputs, add_seed, add_world, count, seed_of, write_json
-from verification.faults import fault_run
-from verification.faults.files import FILE_FAULTS
-from verification.faults.seeded_faults import SeededFaults
-from verification.faults.training_faults import TRAINING_FAULTS
+from verification.faults import fault_run, training_faults
 from verification.report.provenance import processor_run, typed_words
 from verification.report.report import Report
 from verification.run.backends import Unavailable
@@ -29,17 +24,7 @@ long, at a random post of a random rank over gloo; Ctrl-C or a lack of memory at
 any place of a call; or a rank that comes after the others' timeout. Afterwards
 all ranks must run again, and the next example must be right.
 training: damaged and foreign checkpoints, full disks and folders of others; and
-kills, stops and second trainings of scripts/train.py, one fault in 32.
-files: mutated records and what is no regular file, read as a replay does, one
-in 64 by the command. Each must be refused in one line with status 2, or read."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of subject to inject faults into: the run, and the lines of its table."""
-
-    run: Callable[[Report, argparse.Namespace, int], None]
-    table: Callable[[Report], list[str]]
+kills, stops and second trainings of scripts/train.py, one fault in 32."""
 
 
 def attention(report: Report, options: argparse.Namespace, seed: int) -> None:
@@ -47,20 +32,24 @@ def attention(report: Report, options: argparse.Namespace, seed: int) -> None:
     fault_run.run_faults(report, worlds, options.count, seed, options.failures)
 
 
-def seeded(faults: SeededFaults) -> Kind:
-    return Kind(lambda report, options, seed: faults.run(report, options.count, seed, options.failures), faults.table)
+def training(report: Report, options: argparse.Namespace, seed: int) -> None:
+    training_faults.run_faults(report, options.count, seed, options.failures)
 
 
-KINDS = {
-    "attention": Kind(attention, fault_run.table),
-    "training": seeded(TRAINING_FAULTS),
-    "files": seeded(FILE_FAULTS),
-}
+# Kinds of subjects to inject faults into: the run, and the lines of its table.
+KINDS = {"attention": (attention, fault_run.table), "training": (training, training_faults.table)}
+MUTATED_FILES = "tests/verification/replay/test_mutated_records.py"
+
+
+def kind(text: str) -> str:
+    if text == "files":
+        raise argparse.ArgumentTypeError(f"'files' is now a test: run python -m pytest {MUTATED_FILES}")
+    return text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--kind", nargs="+", choices=tuple(KINDS), default=["attention"], metavar="KIND",
+        "--kind", nargs="+", type=kind, choices=tuple(KINDS), default=["attention"], metavar="KIND",
         help=f"what to inject faults into: {', '.join(KINDS)} (default: attention)",
     )  # fmt: skip
     default = ",".join(map(str, fault_run.FAULT_WORLDS))
@@ -89,14 +78,14 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     with report:
         try:
             for kind in kinds:
-                KINDS[kind].run(report, options, seed)
+                KINDS[kind][0](report, options, seed)
         except KeyboardInterrupt:
             report.interrupt()
             raise
     failed = counted(len(report.failures), "fault") + " mishandled"
     verdict = failed if report.failures else "all named, nothing left over"
     for kind in kinds:
-        for line in KINDS[kind].table(report):
+        for line in KINDS[kind][1](report):
             report.say(line)
     report.say(f"{counted(report.examples, 'fault')} in {report.seconds:.1f} s: {verdict}")
     write_json(options.json, report.to_dict())

@@ -236,18 +236,10 @@ def run_peers(kind: Kind, names: Sequence[str], plan: RunPlan, console: Console,
     name, before any output.
     """
     expected, started = expected_failures(options), time.perf_counter()
-    outcomes = [
-        PeerOutcome(
-            name,
-            reason=reason,
-            expected={
-                title: 0
-                for title in sorted(expected.get(None, set()) | expected.get(name, set()))
-                if not plan.only or title in plan.only
-            },
-        )
-        for name, reason in peer_names(names, kind.known).items()
-    ]
+    outcomes = [PeerOutcome(name, reason=reason) for name, reason in peer_names(names, kind.known).items()]
+    for outcome in outcomes:
+        titles = expected.get(None, set()) | expected.get(outcome.name, set())
+        outcome.expected = {title: 0 for title in sorted(titles) if not plan.only or title in plan.only}
     say(console, f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
     for outcome in outcomes:
         peer_started = time.perf_counter()

@@ -23,12 +23,7 @@ from verification.run.backends import BACKENDS, Unavailable
 from verification.runner import RunPlan
 from verification.search.experiment import Experiment
 from verification.training.training_coverage import TRAINING_GROUPS
-from verification.training.training_run import (
-    TRAINING_PRELOAD,
-    TRAINING_PROFILES,
-    TRAINING_WORLDS,
-    run_training,
-)
+from verification.training.training_run import TRAINING_PRELOAD, TRAINING_PROFILES, TRAINING_WORLDS, run_training
 
 HELP = "check whole training steps"
 ABOUT = """\

@@ -1,21 +1,124 @@
-"""Faults of a training: of its checkpoints in one process, and of its processes."""
+"""Faults of a training, of its checkpoints in one process and of its processes, that a kind and a seed describe: their
+drawing, their run, and the reader of saved ones: {"training_fault": {"kind": ..., "seed": ...}}."""
 
 from __future__ import annotations
 
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reference import validators
 from verification.faults import checkpoint_faults, training_process
-from verification.faults.seeded_faults import SeededFault, SeededFaults
+from verification.faults.fault_experiment import MishandledFault
+from verification.replay.registry import Saved
+from verification.report.counter_example import counter_example, save_record
+from verification.report.report import Report
+from verification.run.backends import Backend
+
+DTYPE = "float64"  # for the report's rows: these faults have no dtype of their own
+EVERY = 32  # one fault in so many is of processes, and takes seconds
+MAX_SEED = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class TrainingFault:
+    """A kind of fault. strike: injects it in an empty folder, and raises MishandledFault with a verdict."""
+
+    title: str
+    must: str
+    strike: Callable[[random.Random, Path], None]
+
 
 IN_FILES = {
-    **{name: SeededFault(title, "named with its file", checkpoint_faults.damaged_by(name))
+    **{name: TrainingFault(title, "named with its file", checkpoint_faults.damaged_by(name))
        for name, title in checkpoint_faults.DAMAGE.items()},
-    "foreign": SeededFault("a checkpoint of others", "refused by a name", checkpoint_faults.foreign),
-    "full": SeededFault("a full disk", "named, nothing left", checkpoint_faults.full_disk),
-    "killed": SeededFault("a kill within a saving", "one checkpoint whole", checkpoint_faults.killed),
-    "held": SeededFault("a folder that is held", "its holder named", checkpoint_faults.held),
-    "taken": SeededFault("a saving over another", "refused, that stays whole", checkpoint_faults.taken),
+    "foreign": TrainingFault("a checkpoint of others", "refused by a name", checkpoint_faults.foreign),
+    "full": TrainingFault("a full disk", "named, nothing left", checkpoint_faults.full_disk),
+    "killed": TrainingFault("a kill within a saving", "one checkpoint whole", checkpoint_faults.killed),
+    "held": TrainingFault("a folder that is held", "its holder named", checkpoint_faults.held),
+    "taken": TrainingFault("a saving over another", "refused, that stays whole", checkpoint_faults.taken),
 }  # fmt: skip
 IN_PROCESSES = {
-    name: SeededFault(title, "nothing lost or left behind", training_process.striking(name))
+    name: TrainingFault(title, "nothing lost or left behind", training_process.striking(name))
     for name, title in training_process.STRIKES.items()
 }
-TRAINING_FAULTS = SeededFaults("training_fault", "training", IN_FILES, IN_PROCESSES, every=32)
+KINDS = IN_FILES | IN_PROCESSES
+
+
+def drawn(seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """Yield the faults of a run: rounds of every kind in an order of their own, each with a seed of its own."""
+    seeds, left = random.Random(seed), {True: list[str](), False: list[str]()}
+    for number in range(count):
+        slow = number % EVERY == 0
+        kinds = list(IN_PROCESSES if slow else IN_FILES)
+        left[slow] = left[slow] or seeds.sample(kinds, len(kinds))
+        yield {"kind": left[slow].pop(), "seed": seeds.getrandbits(32)}
+
+
+def run_faults(report: Report, count: int, seed: int, failures: Path) -> None:
+    """Inject `count` faults, save mishandled ones in the folder `failures`, and report the first of each kind.
+    Raises Unavailable if a program that they strike cannot be started."""
+    report.start_world(1, count, "faults of trainings")
+    failed = set[str]()
+    for fault in drawn(seed, count):
+        failure = struck(report, fault)
+        if failure is None:
+            continue
+        if fault["kind"] in failed:
+            report.failed_again()
+            continue
+        failed.add(fault["kind"])
+        title = KINDS[fault["kind"]].title
+        report.failed(save_record(failure, title, 1, {"training_fault": fault}, failures, "gloo"))
+    report.end_world("faults of trainings")
+
+
+def struck(report: Report, fault: dict[str, Any]) -> MishandledFault | None:
+    """Inject a fault. Returns the failure, or counts one that was handled."""
+    kind, started = KINDS[fault["kind"]], time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="ring-fault-") as folder:
+        try:
+            kind.strike(random.Random(fault["seed"]), Path(folder))
+        except MishandledFault as failure:
+            return failure
+    report.held(DTYPE, {kind.title: 0.0}, time.perf_counter() - started)
+    return None
+
+
+def table(report: Report) -> list[str]:
+    """One line for each kind of fault: their number, what must come of them, seconds."""
+    lines = [f"{'fault of a training':<28}{'faults':>8}  {'must be':<34}{'seconds':>8}"]
+    for kind in KINDS.values():
+        row = report.rows.total(kind.title)
+        lines.append(f"{kind.title:<28}{row.examples:>8}  {kind.must:<34}{row.seconds:>8.1f}")
+    return lines
+
+
+@dataclass(frozen=True)
+class SavedTrainingFault(Saved):
+    """A mishandled fault, which starts processes of its own."""
+
+    record: dict[str, Any]
+    world = 1
+
+    def run(self, backend: Backend, report: Report, file: Path) -> None:
+        fault = self.record["training_fault"]
+        report.start_world(1, 1)
+        failure = struck(report, fault)
+        if failure is not None:
+            title = KINDS[fault["kind"]].title
+            report.failed(counter_example(failure, title, 1, self.record, file, backend.name))
+        report.end_world("replay")
+
+
+def read_fault(record: dict[str, Any]) -> Saved:
+    """Read a saved fault. Raises ValueError for a malformed record."""
+    validators.exactly("a mishandled fault of a training", record, ["training_fault"])
+    fault = validators.exactly("training_fault", record["training_fault"], ["kind", "seed"])
+    validators.choice("kind", fault["kind"], KINDS)
+    validators.integer("seed", fault["seed"], 0, MAX_SEED)
+    return SavedTrainingFault(record)

@@ -21,15 +21,9 @@ from verification.failures import Malformed
 from verification.run.processes.process_tree import descendants
 from verification.wording import counted
 
-ENVIRONMENT = [
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "CUDA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS",
-]
+ENVIRONMENT = (
+    "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
+)  # fmt: skip
 SHOWN = 80  # characters of a setting's values
 CALLS = 3  # a cache that grows at its first calls is no leak
 _smallest = sys.float_info.min

@@ -90,13 +90,7 @@ def assert_attention(
 
 
 def _check_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Tensor | None,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, dout: Tensor | None, dlse: Tensor | None, sinks: Tensor | None
 ) -> None:
     """Raise ValueError for inputs that do not fit each other, or are not finite."""
     if q.dim() != 4:

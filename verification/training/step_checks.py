@@ -12,14 +12,7 @@ import numpy as np
 
 from verification.check.properties import EVERY_RANK_ANSWERS, Property
 from verification.failures import WrongResult, name_ranks
-from verification.models.quantities import (
-    QUANTITY_CHECKS,
-    Check,
-    Ratios,
-    check_results,
-    label_of,
-    quantity_properties,
-)
+from verification.models.quantities import QUANTITY_CHECKS, Check, Ratios, check_results, label_of, quantity_properties
 from verification.models.results import Array
 from verification.training.step_expectation import StepExpectation
 from verification.training.step_observation import PartObservation, StepObservations

@@ -37,17 +37,7 @@ from ring.nn import (
 from ring.nn.frameworks import ddp, fsdp
 from tests.support.framework_example import mesh_of as mesh_of_ranks
 from tests.support.framework_example import whole as without_wrapper
-from tests.support.nn_ranks import (
-    MESHES,
-    TOKENS,
-    VOCABULARY,
-    context_of,
-    data_index,
-    drawn,
-    far,
-    in_fp64,
-    said,
-)
+from tests.support.nn_ranks import MESHES, TOKENS, VOCABULARY, context_of, data_index, drawn, far, in_fp64, said
 from tests.support.ranks import Ranks
 
 EXACT = 1e-12

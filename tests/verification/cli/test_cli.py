@@ -89,7 +89,6 @@ def test_usage_and_errors_name_what_the_user_typed(script: str, words: list[str]
         ("mutants merge-by-sigmoids", "'merge-by-sigmoids' is no defect; it must be one of the"),
         ("mutants merge-by-sigmoids", " of --list, close to it: merge-by-sigmoid"),
         ("mutants merge-by-sigmoid dance --list", "argument NAME: 'dance' is no defect"),
-        ("mutants --json {folder}", "argument --json: cannot write"),
         ("peers yunchan dance", "it must be package.module:adapter, or one of ring-attention-pytorch"),
         ("peers dance --list", "argument NAME: 'dance' is no peer; for a Peer of your own write dance:adapter"),
         ("peers zz.sane", "'zz.sane' is no peer; for a Peer of your own write zz:sane or zz.sane:"),
@@ -97,9 +96,8 @@ def test_usage_and_errors_name_what_the_user_typed(script: str, words: list[str]
         ("peers yunchang nowhere:adapter --list", "; run this in the folder that has nowhere, or install it"),
         ("peers yunchan", "argument NAME: 'yunchan' is no peer, close to it: yunchang/"),
         ("peers ./my/dance.py", "argument NAME: './my/dance.py' is no peer; for a Peer of your own write my.dance:"),
-        ("peers --failures {file}", "argument --failures: cannot write to"),
         ("training --peer --backend nccl", "argument --peer: peers run on gloo, got --backend nccl"),
-        ("doctor --json {new}/a.json", "there is no folder {new}"),
+        ("faults --kind files", "run python -m pytest tests/verification/replay/test_mutated_records.py"),
     ),
 )  # fmt: skip
 def test_what_cannot_be_carried_out_is_refused_in_one_line_before_anything_runs(

@@ -77,11 +77,7 @@ MISSED = "rank 0 must say that it missed index 1 of the group; it raised"
     [
         ("raise", None, "an exception at post 0 of rank 1 was not found: every rank answered"),
         ("raise", RankCrash("it"), "an exception at .* must be a rank error; got a rank crash: it"),
-        (
-            "kill",
-            killed("", rank=2),
-            "kill -9 at post 0 of rank 1 must be named with rank 1; it names rank 2",
-        ),
+        ("kill", killed("", rank=2), "kill -9 at post 0 of rank 1 must be named with rank 1; it names rank 2"),
         ("kill", killed("the message 'x' from rank 0 did not come"), MISSED),
         ("absent", killed("reset by peer"), MISSED),
         ("absent", killed("rank 0 did not come to the x"), MISSED),

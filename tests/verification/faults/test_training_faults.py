@@ -15,11 +15,10 @@ from rich.console import Console
 from ring import whole_file
 from ring.nn.frameworks import checkpoint
 from verification.__main__ import main
-from verification.faults import checkpoint_faults, training_process
+from verification.faults import checkpoint_faults, training_faults, training_process
 from verification.faults.fault_experiment import MishandledFault
 from verification.faults.fault_run import COUNT
-from verification.faults.seeded_faults import SeededFaults
-from verification.faults.training_faults import IN_FILES, IN_PROCESSES, TRAINING_FAULTS
+from verification.faults.training_faults import IN_FILES, IN_PROCESSES, KINDS, drawn, read_fault, run_faults
 from verification.report.report import Report
 
 pytestmark = pytest.mark.ranks
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.ranks
 
 def struck(kind: str, seed: int, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
-    TRAINING_FAULTS.kinds[kind].strike(random.Random(seed), folder)
+    KINDS[kind].strike(random.Random(seed), folder)
 
 
 @pytest.mark.parametrize("kind", IN_FILES)
@@ -101,11 +100,7 @@ def sum_of_a_copy(file: Path, real: Any = checkpoint._sum) -> Any:
 
 @pytest.mark.parametrize(
     "owner, name, broken",
-    [
-        (checkpoint, "write", Path.write_text),
-        (whole_file, "sync_folder", nothing),
-        (checkpoint, "_sum", sum_of_a_copy),
-    ],
+    [(checkpoint, "write", Path.write_text), (whole_file, "sync_folder", nothing), (checkpoint, "_sum", sum_of_a_copy)],
 )
 def test_a_saving_without_an_fsync_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, broken: object
@@ -117,35 +112,22 @@ def test_a_saving_without_an_fsync_is_found(
 
 
 def test_a_default_run_draws_every_kind_in_an_order_of_its_seed() -> None:
-    runs = [[fault["kind"] for fault in TRAINING_FAULTS.drawn(seed, COUNT)] for seed in range(9)]
+    runs = [[fault["kind"] for fault in drawn(seed, COUNT)] for seed in range(9)]
     for kinds, some in ((IN_FILES, 30), (IN_PROCESSES, 1)):
         assert all(run.count(kind) // some in (1 // some, 1, 2) for run in runs for kind in kinds)
         assert len({tuple(kind for kind in run if kind in kinds) for run in runs}) == len(runs)
-    faults = list(TRAINING_FAULTS.drawn(3, COUNT))
-    assert faults == list(TRAINING_FAULTS.drawn(3, COUNT))
-    assert all(TRAINING_FAULTS.read({"training_fault": fault}).world == 1 for fault in faults)
-
-
-@pytest.mark.parametrize(
-    "fault, said",
-    [
-        ({"kind": "flip"}, "must be an object with the fields kind, seed"),
-        ({"kind": "flood", "seed": 1}, "kind is 'flood'; it must be one of flip, zero"),
-        ({"kind": "flip", "seed": -1}, "seed is -1; it must be an integer from 0"),
-    ],
-)
-def test_a_malformed_fault_is_refused(fault: object, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        TRAINING_FAULTS.read({"training_fault": fault})
+    faults = list(drawn(3, COUNT))
+    assert faults == list(drawn(3, COUNT))
+    assert all(read_fault({"training_fault": fault}).world == 1 for fault in faults)
 
 
 def test_a_mishandled_fault_is_saved_and_holds_once_it_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = Report(Console(quiet=True))
-    monkeypatch.setattr(SeededFaults, "drawn", lambda self, seed, count: [{"kind": "held", "seed": 5}] * count)
+    monkeypatch.setattr(training_faults, "drawn", lambda seed, count: [{"kind": "held", "seed": 5}] * count)
     monkeypatch.setattr(fcntl, "flock", nothing)
-    TRAINING_FAULTS.run(report, 2, 1, tmp_path)
+    run_faults(report, 2, 1, tmp_path)
     (failure,) = report.failures
     assert failure.kind == "mishandled fault" and failure.broken == "a folder that is held"
     monkeypatch.undo()
@@ -158,7 +140,7 @@ def test_the_command_has_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str
     words = ("faults", "--kind", "training", "--count", "10", "--seed", "3", "--failures", str(tmp_path))
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert all(f"\n{kind.title} " in text for kind in TRAINING_FAULTS.kinds.values())
+    assert all(f"\n{kind.title} " in text for kind in KINDS.values())
     assert "10 faults in " in text and ": all named, nothing left over" in text
 
 

@@ -10,18 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ring.nn import ContextParallel, LongNetBlock, clip_grad_norm, count_labels, cross_entropy, shard_batch
+from ring.nn import ContextParallel, LongNetBlock, clip_grad_norm, cross_entropy, shard_batch
 from ring.nn.frameworks import ddp, fsdp
-from tests.support.framework_example import (
-    Example,
-    Result,
-    SmallModel,
-    assert_near,
-    dense,
-    mesh_of,
-    optimizer_for,
-    plain,
-)
+from tests.support.framework_example import Example, Result, SmallModel, assert_near, dense, mesh_of, trained
 from tests.support.nn_ranks import said
 from tests.support.ranks import Ranks
 
@@ -37,7 +28,7 @@ def _train(
     loss_over: tuple[str, ...],
 ) -> Result:
     """names: the last two are the context and the tensors; those before have different sequences."""
-    mesh, model, result = mesh_of(dims, names), SmallModel(), Result()
+    mesh, model = mesh_of(dims, names), SmallModel()
     own, coordinate = mesh[names[:-1]], mesh.get_coordinate()
     assert coordinate is not None
     data = 0
@@ -52,26 +43,9 @@ def _train(
     wrapped: Any = (
         ddp.wrap(model, own, **options) if wrapper == "ddp" else fsdp.shard(model, own, LongNetBlock, **options)
     )
-    context, optimizer = ContextParallel(example.arranged(), mesh[names[-2]]), optimizer_for(model)
-    over = mesh[loss_over]
-    for step in range(example.steps):
-        rows = slice(data * example.sequences, (data + 1) * example.sequences)
-        batches = [shard_batch(context, tokens[rows], labels[rows]) for tokens, labels in example.whole(step)]
-        labelled, total = count_labels([batch.labels for batch in batches if batch.labels is not None], over), 0.0
-        for batch in batches:
-            assert batch.labels is not None
-            logits = wrapped(batch.tokens, batch.context)
-            loss = cross_entropy(logits, batch.labels, over, labelled=labelled)
-            loss.backward()
-            total += loss.item()
-        result.losses.append(total)
-        result.norms.append(float(clip_grad_norm(model.parameters(), example.clip or 1e300, mesh)))
-        if step == 0:
-            result.gradients = plain({name: x.grad for name, x in model.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
-    result.parameters = plain(dict(model.named_parameters()))
-    return result
+    place = mesh[loss_over], ContextParallel(example.arranged(), mesh[names[-2]]), data
+    most = example.clip or 1e300
+    return trained(example, model, wrapped, clip=lambda: clip_grad_norm(model.parameters(), most, mesh), place=place)
 
 
 LEVELS, TENSOR = ("replicate", "shard", "cp", "tp"), ("dp", "context", "tensor")
