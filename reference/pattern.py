@@ -15,7 +15,6 @@ The sequence may be packed from documents, whose lengths the pattern then holds.
 document: p above is the position within the document, and both positions of a pair lie in the same one.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
@@ -172,7 +171,8 @@ class Pattern:
         _flag("causal", self.causal)
         object.__setattr__(self, "documents", checked_documents(self.documents))
         # Not lazily: a graph that is traced can read an attribute, but not format integers that change between calls.
-        object.__setattr__(self, "text", json.dumps(self._without_documents()))
+        branches, causal = ", ".join([_json(branch) for branch in self.branches]), "true" if self.causal else "false"
+        object.__setattr__(self, "text", f'{{"branches": [{branches}], "causal": {causal}}}')
         if self.documents is not None:
             object.__setattr__(self, "number", next(_next_numbers))
             _by_number[self.number] = self
@@ -350,9 +350,6 @@ class Pattern:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the pattern as JSON data, from which `from_dict` makes an equal pattern."""
-        return self._without_documents() | {"documents": None if self.documents is None else list(self.documents)}
-
-    def _without_documents(self) -> dict[str, Any]:
         return {
             "branches": [
                 {
@@ -365,6 +362,7 @@ class Pattern:
                 for b in self.branches
             ],
             "causal": self.causal,
+            "documents": None if self.documents is None else list(self.documents),
         }
 
     @classmethod
@@ -403,6 +401,17 @@ def numbered_pattern(number: int) -> Pattern:
     if pattern is None:
         raise ValueError(f"pattern must be the number of an existing one, got {number}")
     return pattern
+
+
+def _json(branch: Branch) -> str:
+    """Return a branch as JSON. Written so that torch can trace it, for patterns that a graph makes."""
+    w, offset, heads, window = branch.segment_length, branch.offset, branch.heads, branch.window
+    offsets = f"[{', '.join([f'{o}' for o in offset])}]" if isinstance(offset, tuple) else f"{offset}"
+    served = "null" if heads is None else f"[{heads.start}, {heads.stop}]"
+    return (
+        f'{{"segment_length": {"null" if w is None else f"{w}"}, "dilation_rate": {branch.dilation_rate}, '
+        f'"offset": {offsets}, "heads": {served}, "window": {"null" if window is None else f"{window}"}}}'
+    )
 
 
 def _branch_from_dict(d: object) -> Branch:
