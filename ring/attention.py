@@ -19,7 +19,7 @@ from ring.dispatcher_op import as_one_operator
 from ring.execute import Execution, backward, execution_of, forward, select_transport
 from ring.layout import Layout
 from ring.torch_compile import traced
-from ring.validation import Call, look_heads_first, wants_gradients
+from ring.validation import Call, wants_gradients, warn_of_heads_first
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,7 +53,7 @@ def ring_attention(
 
     Args:
         q: (batch, local tokens, query heads, head dim) in fp64, fp32, bf16 or fp16, any strides. Where q, k and v have
-            as many heads as tokens, strides of heads first are refused; contiguous heads first are taken for tokens.
+            as many heads as tokens, heads first are taken for tokens; strides of heads first give a warning.
             Under autocast q, k and v are cast to its dtype, as by torch's own attention, unless they are fp64.
         k: (batch, local tokens, key/value heads, head dim); query head h reads head h // (query / key/value heads).
         v: (batch, local tokens, key/value heads, value head dim), like k but for the head dim.
@@ -113,6 +113,7 @@ def ring_attention(
             q, k, v, pattern, layout, key_layout=key_layout, group=group, return_lse=return_lse, exchange=exchange,
             bucket=bucket, kernel=kernel, scale=scale, softcap=softcap, sinks=sinks, check=check, name=name,
         )  # fmt: skip
+    warn_of_heads_first(q, k, v)
     transport = transport_over(group, layout.world_size if isinstance(layout, Layout) else 1)
     with _on_device_of(q), transport.calls.lock():
         numbered = transport.calls.begin(name, transport.world_size)
@@ -120,7 +121,7 @@ def ring_attention(
         call = Call(
             q, k, v, pattern, layout, layout if key_layout is None else key_layout, exchange, bucket, kernel, scale,
             softcap, sinks, return_lse, wants_gradients(q, k, v, sinks),
-            sinks is not None and wants_gradients(sinks), (*unknown,), look_heads_first(q, k, v),
+            sinks is not None and wants_gradients(sinks), (*unknown,),
         )  # fmt: skip
         setting = agree(call, numbered, transport, check)
         # Selecting symmetric memory is collective: only after consensus do all ranks have GPU tensors.

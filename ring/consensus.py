@@ -28,7 +28,7 @@ from ring.comm.rank_error import described, error_of
 from ring.comm.transport import Consensus, MissingRanks, Transport, all_gather_json
 from ring.layout import Layout
 from ring.plan.host_groups import AUTO, OF_HOSTS, with_number
-from ring.validation import Call, refuse_heads_first, refuse_unknown, validate
+from ring.validation import Call, refuse_unknown, validate
 
 T = TypeVar("T")
 _DIGEST = 16
@@ -73,8 +73,6 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
             raise ValueError(f"name must be None or a string, got {type(numbered.name)}")
         if call.unknown:
             refuse_unknown(call.unknown)
-        if call.heads_first:
-            refuse_heads_first()
         if transport.world_size > 1:
             numbered.calls.check_thread(numbered)
         setting = setting_of(call, transport, hosts)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -56,7 +57,6 @@ class Call:
     differentiated: bool  # see `wants_gradients`
     sinks_differentiated: bool
     unknown: tuple[str, ...] = ()  # names of unsupported arguments
-    heads_first: bool = False  # see `look_heads_first`
 
     def key(self) -> tuple[object, ...]:
         """Key of a call's validity and plan. It has types beside values, because 1, 1.0 and True are equal."""
@@ -98,11 +98,16 @@ def refuse_unknown(unknown: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is no argument of ring_attention: {instead}")
 
 
-def look_heads_first(q: object, k: object, v: object) -> bool:
-    """Return True if dimension 1 of each may be the heads: they are as many as tokens, and lie side by side in memory,
-    as in the transpose of a (batch, tokens, heads, head dim) tensor.
+def warn_of_heads_first(q: object, k: object, v: object) -> None:
+    """Warn where dimension 1 of all three may be the heads: they are as many as tokens, and lie side by side in memory,
+    as in the transpose of a (batch, tokens, heads, head dim) tensor. No error: tokens may be stored so, too.
     """
-    return _looks_heads_first(q) and _looks_heads_first(k) and _looks_heads_first(v)
+    if _looks_heads_first(q) and _looks_heads_first(k) and _looks_heads_first(v):
+        warnings.warn(
+            "q, k and v must be (batch, local tokens, heads, head dim) tensors, got as many heads as tokens and strides of "
+            "heads first: if they are, write q.transpose(1, 2); else q.contiguous() avoids this warning",
+            stacklevel=3,
+        )
 
 
 def _looks_heads_first(x: object) -> bool:
@@ -110,14 +115,6 @@ def _looks_heads_first(x: object) -> bool:
         return False
     _, tokens, heads, dim = x.shape
     return tokens == heads > 1 and x.stride(1) == dim < x.stride(2)
-
-
-def refuse_heads_first() -> NoReturn:
-    """Raise ValueError for tensors of which `look_heads_first` is true."""
-    raise ValueError(
-        "q, k and v must be (batch, local tokens, heads, head dim) tensors, got as many heads as tokens and strides of "
-        "heads first: write q.transpose(1, 2), or q.contiguous() if tokens do come first"
-    )
 
 
 def validate(call: Call, transport: Transport) -> None:

@@ -93,7 +93,7 @@ class RingAttention(nn.Module):
 
 
 def tokens_first(x: Tensor) -> Tensor:
-    """Return x (B, H, N, D) as (B, N, H, D): a copy where N is H, since `ring_attention` refuses such strides there."""
+    """Return x (B, H, N, D) as (B, N, H, D): a copy where N is H, whose strides would give a warning."""
     x = x.transpose(1, 2)
     return x.contiguous() if not torch.compiler.is_compiling() and x.shape[1] == x.shape[2] else x
 
