@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
+from weakref import ref
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from ring import Layout, Pattern, ring_attention
 from ring.comm import missing_ranks
 from ring.comm.missing_ranks import SLOW, done_by_event, done_by_work, wait_for_all
+from ring.comm.process_group import _tell
 from ring.comm.shared_page import _StoreGather
 from ring.comm.transport import MissingRanks
 from ring.compute import kernels
@@ -268,6 +270,14 @@ def test_without_a_store_nobody_can_tell_who_is_missing(
     assert said_by(wait_for_all, done, alone, 1) == (f"MissingRanks: {said}" if said else "fine")
     with pytest.raises(MissingRanks, match="some rank did not come .*: the store is gone$"):
         _StoreGather(GONE, 0, 2, timedelta(seconds=1)).gather("the file", "mine")
+
+
+def test_numbers_of_another_group_are_not_told(alone: dist.ProcessGroup) -> None:
+    error, cause = RuntimeError("missed"), MissingRanks([1], "late")
+    error.__cause__, cause.__cause__ = cause, MissingRanks([0], "late")
+    with patch("ring.comm.process_group.note_of") as note_of:
+        _tell(ref(alone), "a call ended", error)
+    assert note_of.return_value.leave.call_args.args[0].ranks == ()
 
 
 OVER, FAILED = RuntimeError("Operation timed out!"), RuntimeError("connection reset")

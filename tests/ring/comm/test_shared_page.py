@@ -121,6 +121,9 @@ def test_a_rank_that_comes_and_then_ends_is_not_missed(monkeypatch: pytest.Monke
     monkeypatch.setattr(own, "has_ended", comes_and_ends)
     monkeypatch.setattr(shared_page, "_LOOK", 0.0)
     assert own.all_equal(answer(7), 1)
+    own.leave(MissingRanks([0], "first"))
+    own.leave(MissingRanks([0], "second"))
+    assert (said := other.read()) is not None and said.waited == "first", "the first note stays"
 
 
 def test_a_page_has_no_name_that_could_outlive_its_ranks() -> None:

@@ -29,6 +29,11 @@ def test_it_does_not_change() -> None:
     assert "7 of 7 tokens" in repr(context)
 
 
+def test_positions_in_a_graph_are_for_the_tokens_of_the_rank() -> None:
+    with pytest.raises(ValueError, match="x must have the 7 tokens of this rank, got 3"):
+        torch.ops.ring.positions(torch.zeros(1, 3, 2), layout=LAYOUT.number, rank=0, packed=0)
+
+
 def test_copies_are_itself_and_wrappers_leave_it_alone() -> None:
     context = ContextParallel(LAYOUT)
     assert copy.deepcopy({"context": context})["context"] is context is copy.copy(context)

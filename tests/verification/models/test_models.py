@@ -26,6 +26,7 @@ from verification.__main__ import main
 from verification.failures import WrongResult
 from verification.models import ModelCase, Setup, check_model
 from verification.models.batches import global_batch
+from verification.models.definitions import _token_mean
 from verification.models.first_module import Place
 from verification.models.model_case import MODEL_DTYPES
 from verification.models.model_run import PROFILE, ModelExperiment, preload_of, run_model
@@ -307,6 +308,12 @@ def test_malformed_records_are_refused(record: dict[str, Any], said: str) -> Non
 def test_a_command_line_may_name_another_model() -> None:
     record = {"model": f"{EXAMPLES}:absent", "case": SMALLEST.to_dict()}
     assert parse(record, f"{EXAMPLES}:build").world == 1
+
+
+def test_a_defined_mean_has_the_factor_of_its_gradient() -> None:
+    losses = torch.ones(1, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(_token_mean(losses, None, averaged_over=2.0), losses)
+    assert grad.tolist() == [[0.5] * 4]
 
 
 @settings(max_examples=60, deadline=None)

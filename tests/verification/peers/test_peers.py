@@ -6,6 +6,7 @@ import io
 from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
 
 from reference import Pattern
@@ -16,6 +17,7 @@ from verification.failures import VerificationFailure
 from verification.peers.known_peers import load
 from verification.peers.peer_experiment import experiment, experiments, nearest_claimed
 from verification.peers.peer_rank import RUNS
+from verification.peers.side_effects import must_leave_nothing
 from verification.report.report import Report
 from verification.run.backends import GlooBackend
 from verification.search.search import Search
@@ -100,6 +102,11 @@ def run(backend: GlooBackend, name: str, case: Case = PLAIN) -> dict[str, float]
 def test_a_sound_one_holds(backend: GlooBackend, name: str, case: Case) -> None:
     ratios = run(backend, name, case)
     assert len(ratios) == 6 and 0 < ratios["gradients"] < 1 and 0 < ratios["output and lse"] < 1
+
+
+def test_a_cache_that_is_filled_once_is_no_leak() -> None:
+    cache: dict[str, torch.Tensor] = {}
+    must_leave_nothing("attend", lambda: cache or cache.update(kept=torch.ones(1)))
 
 
 @pytest.mark.parametrize("name, least", [("tokens", 1025), ("dims", 65), ("batches", 3)])

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -147,6 +148,12 @@ def test_all_ranks_raise_the_error_of_one(ranks: Ranks, tmp_path: Path) -> None:
     texts = ranks(2).run(_damaged_for_all, tmp_path)
     assert len(set(texts)) == 1
     assert sorted(file.name for file in tmp_path.iterdir()) == [".lock", "1", "2"]
+
+
+def test_the_name_of_a_checkpoint_is_on_the_disk(tmp_path: Path) -> None:
+    with patch.object(checkpoint, "sync_folder") as synced:
+        checkpoint.save(tmp_path / "run" / "1", *a_run())
+    assert [call.args[0] for call in synced.call_args_list] == [tmp_path / "run", tmp_path]
 
 
 def test_two_savings_at_once_leave_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

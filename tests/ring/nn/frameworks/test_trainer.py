@@ -31,6 +31,7 @@ from transformers import (
 
 from ring.nn.frameworks import transformers
 from ring.nn.frameworks.trainer import ContextParallelTrainer
+from ring.nn.frameworks.trainer_call import ShardedCall
 from tests.support.framework_example import EXACT, ROUNDED
 from tests.support.nn_ranks import said
 from tests.support.ranks import Ranks
@@ -157,6 +158,13 @@ def test_a_loss_of_a_subclass_gets_a_call_like_the_model(ranks: Ranks, tmp_path:
 def test_collators_draw_apart_from_dropout(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks(2).run(_losses, ContextParallelTrainer, True, str(tmp_path))
     assert first == second
+
+
+def test_each_call_has_dropout_of_its_own() -> None:
+    model, unused = torch.nn.Dropout(), mock.Mock()
+    call = ShardedCall(model, unused, unused, True, True, model, torch.Generator())
+    first, second = (call._called(input=torch.ones(64)) for _ in range(2))
+    assert not torch.equal(first, second)
 
 
 def test_other_trainers_come_second() -> None:
