@@ -104,8 +104,8 @@ def warn_of_heads_first(q: object, k: object, v: object) -> None:
     """
     if _looks_heads_first(q) and _looks_heads_first(k) and _looks_heads_first(v):
         warnings.warn(
-            "q, k and v must be (batch, local tokens, heads, head dim) tensors, got as many heads as tokens, and strides"
-            " of heads first: write q.transpose(1, 2) if they are; else q.contiguous() avoids this warning",
+            "q, k and v must be (batch, local tokens, heads, head dim), got as many heads as tokens with strides "
+            "of heads first: write q.transpose(1, 2) if so, else q.contiguous() avoids this warning",
             stacklevel=3,
         )
 
