@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 import ring.compute.accumulator
-import ring.execute
+import ring.attend
 from notebooks.figures import BLACK, BLUE, GREEN, ORANGE, VERMILLION, legend_below, power_law, style
 from notebooks.simulated_ranks import PLAIN, results
 from reference.fast_oracle import QUANTITIES, Expectation
@@ -75,7 +75,7 @@ def with_the_partial_lse(
 
 DEFECTS: dict[str, Callable[[], AbstractContextManager]] = {
     "none": nullcontext,
-    "accumulator in 16 bits": lambda: patch.object(ring.execute, "accumulator_for", SixteenBitAccumulator),
+    "accumulator in 16 bits": lambda: patch.object(ring.attend, "accumulator_for", SixteenBitAccumulator),
     "plain average": lambda: patch.object(ring.compute.accumulator, "merge", plain_average),
     "lse of the partial": lambda: patch.object(kernels, "backward", with_the_partial_lse),
 }

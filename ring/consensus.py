@@ -27,7 +27,7 @@ from ring.comm.call_order import NumberedCall, within_backward
 from ring.comm.rank_error import described, error_of
 from ring.comm.transport import Consensus, MissingRanks, Transport, all_gather_json
 from ring.layout import Layout
-from ring.plan.host_groups import AUTO, OF_HOSTS, with_number
+from ring.plan.exchange import DIRECT, ExchangeSpec, depends_on_hosts, is_auto, parse, with_number
 from ring.validation import Call, refuse_unknown, validate
 
 T = TypeVar("T")
@@ -44,17 +44,14 @@ class Signature(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CallSetting:
-    """The validated setting of all calls that differ only in tensors' values: one object, by which plans are cached.
-
-    exchange: with a number in place of the ranks of a host.
-    """
+    """The validated setting of all calls that differ only in tensors' values: one object, by which plans are cached."""
 
     signature: Signature
-    exchange: str
+    exchange: ExchangeSpec
 
 
 _NO_ARGUMENTS = Signature({}, b"")
-_UNKNOWN = CallSetting(_NO_ARGUMENTS, "")
+_UNKNOWN = CallSetting(_NO_ARGUMENTS, parse(DIRECT.name, 1))
 _settings: BoundedCache[Hashable, CallSetting] = BoundedCache(256, most_bytes=2**26)
 
 
@@ -63,9 +60,7 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool)
 
     Raises ValueError or NotImplementedError; with `check` the same one on every rank.
     """
-    # An array is compared entry by entry, and would raise here, on this rank alone.
-    of_hosts = type(call.exchange) is str and call.exchange in OF_HOSTS
-    hosts = hosts_of(numbered, transport) if of_hosts else ()
+    hosts = hosts_of(call, numbered, transport)
     error: Exception | None = None
     setting, signature, where = _UNKNOWN, _NO_ARGUMENTS, f"the forward of call {numbered.number}"
     try:
@@ -104,8 +99,10 @@ def _with_values(signature: Signature, sinks: torch.Tensor) -> Signature:
     return Signature({**signature.entries, "sinks": values}, signature.digest + str(values).encode())
 
 
-def hosts_of(this: NumberedCall, transport: Transport) -> tuple[int, ...]:
-    """Return the hosts of the ranks. Raises RuntimeError for ranks that do not come."""
+def hosts_of(call: Call, this: NumberedCall, transport: Transport) -> tuple[int, ...]:
+    """Return the hosts of the ranks if the exchange depends on them. Raises RuntimeError for ranks that do not come."""
+    if not depends_on_hosts(call.exchange):
+        return ()
     try:
         return transport.hosts
     except MissingRanks as missing:
@@ -122,7 +119,7 @@ def setting_of(call: Call, transport: Transport, hosts: tuple[int, ...]) -> Call
 
     def validated() -> CallSetting:
         resolved = _with_exchange(call, transport, hosts)
-        return CallSetting(signature_of(kind_of(resolved, thread)), resolved.exchange)
+        return CallSetting(signature_of(kind_of(resolved, thread)), parse(resolved.exchange, transport.world_size))
 
     try:
         return _settings.get_or_make(key, validated, lambda _: _LENGTH_BYTES * len(call.pattern.documents or ()))
@@ -133,8 +130,8 @@ def setting_of(call: Call, transport: Transport, hosts: tuple[int, ...]) -> Call
 
 def _with_exchange(call: Call, transport: Transport, hosts: tuple[int, ...]) -> Call:
     """Validate a call and return it with the name of its exchange, without "auto", and with a number of ranks."""
-    automatic = type(call.exchange) is str and call.exchange == AUTO
-    call = replace(call, exchange="direct" if automatic else with_number(call.exchange, hosts))
+    automatic = is_auto(call.exchange)
+    call = replace(call, exchange=DIRECT.name if automatic else with_number(call.exchange, hosts))
     validate(call, transport)
     if not automatic:
         return call

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Literal
 
 import torch
 
@@ -69,10 +68,8 @@ class Program:
         return "\n".join(lines)
 
 
-class Programs:
-    """The plan of a setting and its programs. q: (B, N, H, D), with the shape and dtype of the setting's queries."""
-
-    by_head: ClassVar[Literal[False]] = False
+class BlockPrograms:
+    """The plan of a block of heads and its programs. q: (B, N, H, D), like the queries of the setting."""
 
     def __init__(self, plan: Plan, q: torch.Tensor, setting: KernelSetting) -> None:
         self.plan, self.scoring, self._setting = plan, setting.scoring, setting

@@ -26,7 +26,6 @@ from ring.comm.transport import SoloTransport, Transport
 from ring.consensus import agree, agree_backward, hosts_of, setting_of
 from ring.execute import backward, execution_of, forward, select_transport
 from ring.layout import Layout, numbered_layout
-from ring.plan.host_groups import OF_HOSTS
 from ring.precision import accumulator_dtype
 from ring.validation import Call, wants_gradients
 
@@ -145,8 +144,7 @@ def attention_backward(
             sinks_differentiated=sinks_differentiated,
         )  # fmt: skip
         agree_backward(numbered, transport, check)
-        hosts = hosts_of(numbered, transport) if call.exchange in OF_HOSTS else ()
-        setting = setting_of(call, transport, hosts)
+        setting = setting_of(call, transport, hosts_of(call, numbered, transport))
         execution = execution_of(call, setting, numbered, select_transport(q, transport), check)
         grads = backward(execution, q, k, v, out, lse, dout, dlse, sinks if sinks_differentiated else None)
         dq, dk, dv, *dsinks = (grad.contiguous() for grad in grads)

@@ -16,8 +16,7 @@ from ring.compute.kernel_choice import KERNELS, fused_kernels, setting_of
 from ring.compute.kernel_limits import describe_limits, fa4_missing
 from ring.compute.scores import Scores
 from ring.layout import Layout
-from ring.plan.head_groups import ALL_TO_ALL, head_groups, is_exchange
-from ring.plan.plan import EXCHANGES
+from ring.plan.exchange import check_name, parse
 from ring.precision import accumulator_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -130,7 +129,7 @@ def validate(call: Call, transport: Transport) -> None:
             raise ValueError(
                 f"{name} must be for the {transport.world_size} ranks of the group, got one for {layout.world_size}"
             )
-    head_groups(call.exchange, transport.world_size)
+    parse(call.exchange, transport.world_size)
     call.pattern.validate_tokens(call.layout.n)
     if call.pattern.documents is not None and call.key_layout.n != call.layout.n:
         raise ValueError(
@@ -151,18 +150,8 @@ def check_softcap(softcap: object) -> None:
             raise ValueError(f"softcap must be None or a number from 1e-30 to 1e30, got {describe(softcap)}")
 
 
-def validate_exchange(exchange: object, besides: str = "in a call also without the number, or 'auto'") -> None:
-    """Raise ValueError unless `exchange` names one. besides: end of the list of allowed ones."""
-    if not is_exchange(exchange):
-        allowed = ", ".join(map(repr, (*EXCHANGES, ALL_TO_ALL)))
-        raise ValueError(
-            f"exchange must be one of {allowed}, or two as 'all-to-all:2+ring', 'ring+all-to-all:2' and "
-            f"'ring:2+direct', {besides}, got {exchange!r}"
-        )
-
-
 def _validate_options(call: Call) -> None:
-    validate_exchange(call.exchange)
+    check_name(call.exchange)
     if call.kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {KERNELS}, got {call.kernel!r}")
     bucket = call.bucket

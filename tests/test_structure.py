@@ -20,8 +20,8 @@ ROAD = (
     "ring.whole_file", "ring.regular_file",
     "ring.caching", "ring.precision", "ring.balance", "ring.layout_picture", "ring.layout", "ring.plan",
     "ring.strided_view", "ring.comm", "ring.compute",
-    "ring.lowering", "ring.default_bucket", "ring.validation", "ring.estimate",
-    "ring.consensus", "ring.all_to_all", "ring.execute", "ring.dispatcher_op", "ring.torch_compile", "ring.attention",
+    "ring.lowering", "ring.default_bucket", "ring.validation", "ring.programs", "ring.estimate",
+    "ring.consensus", "ring.attend", "ring.execute", "ring.dispatcher_op", "ring.torch_compile", "ring.attention",
     "ring.nn", "ring",
     "verification.wording", "verification.failures", "verification.protocols", "verification.saved_fields",
     "verification.case", "verification.case_line", "verification.strategies", "verification.run",
@@ -87,6 +87,25 @@ def test_the_ring_takes_patterns_and_pictures_alone_from_the_reference() -> None
         if module.startswith("ring") and not module.startswith("ring.estimate"):  # which prints the reference's costs
             assert all(other.startswith("ring") or other in shared for other in imports(module)), module
     assert all(x.startswith("reference") or x == "verification.saved_fields" for x in imports("verification.case"))
+
+
+def test_exchanges_are_named_in_one_place() -> None:
+    """Below `ring.plan.exchange`, where names are parsed, code asks records and compares no strings."""
+    names, elsewhere = (
+        {"ring", "direct", "gather", "all-to-all"},
+        {("ring.nn", "gather"), ("ring.nn.sequence", "gather")},
+    )
+    compares = (ast.Compare, ast.Dict, ast.Tuple, ast.List, ast.Set, ast.match_case)
+    compared = {
+        (module, side.value)
+        for module, path in files().items()
+        if module.startswith("ring") and not module.startswith("ring.plan.exchange")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, compares)
+        for side in ast.walk(node)
+        if isinstance(side, ast.Constant) and isinstance(side.value, str) and side.value in names
+    }
+    assert compared <= elsewhere  # there it is an operation
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:

@@ -204,7 +204,7 @@ def outgoing(plan: Plan, direction: str, k: torch.Tensor, v: torch.Tensor) -> li
 
 def _gradient_dtype(plan: Plan, k: torch.Tensor) -> torch.dtype:
     """Return the dtype of gradients that return to their owner."""
-    return k.dtype if plan.exchange == "direct" and k.is_cuda else accumulator_dtype(k.dtype)
+    return k.dtype if plan.exchange.straight and k.is_cuda else accumulator_dtype(k.dtype)
 
 
 def _packs_in_one_pass(k: torch.Tensor, send_buffer: torch.Tensor) -> bool:

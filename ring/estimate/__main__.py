@@ -19,7 +19,7 @@ from ring.estimate.choice import choose
 from ring.estimate.estimates import DEVICES, ORDERS, Estimates, estimate
 from ring.estimate.rates import Rates
 from ring.estimate.tile_seconds import GPU
-from ring.plan.host_groups import AUTO
+from ring.plan.exchange import AUTO
 from ring.regular_file import read_regular
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -24,6 +24,7 @@ from ring.estimate.counting import Counted
 from ring.estimate.rank_work import names_of, rank_plan, size_of
 from ring.estimate.rates import Kernels
 from ring.plan.cover import cover
+from ring.plan.exchanges.key_exchange import KeyExchange
 from ring.plan.plan import Plan
 from ring.plan.tile import Tile, is_everything
 
@@ -32,7 +33,7 @@ _WIDE = 4  # bytes of fp32
 
 
 def allocated(
-    setting: Counted, exchange: str, *, bucket: int, by_default: bool, narrow: bool, kernels: Kernels
+    setting: Counted, exchange: KeyExchange, *, bucket: int, by_default: bool, narrow: bool, kernels: Kernels
 ) -> tuple[int, int]:
     """Return the bytes of forward and of backward on the fullest of some ranks, for 16-bit tensors."""
     # More plans would take seconds; that of the rank with most pairs is made anyway.

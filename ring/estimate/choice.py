@@ -21,7 +21,7 @@ from ring.estimate.estimates import DEVICES, Call, Estimate, Estimates, check_ra
 from ring.estimate.rates import Rates
 from ring.estimate.tile_seconds import GPU
 from ring.layout import Layout
-from ring.plan.host_groups import AUTO, ranks_per_host
+from ring.plan.exchange import AUTO, DIRECT, candidates, ranks_per_host
 
 _logger = logging.getLogger("ring")
 _CPU: dict[str, Any] = {"forward": 2e10, "backward": 2e10, "link": 5e8, "latency": 3e-4, "stage": 3e-4, "packing": 2e9}
@@ -46,23 +46,6 @@ def default_rates(device: str, *, ranks_per_host: int | None = None) -> Rates:
     return Rates.of(GPU, ranks_per_host=ranks_per_host)
 
 
-def candidates(ranks: int) -> list[str]:
-    """Return the exchanges to choose from: all but those with `gather`, whose memory does not shrink with more ranks.
-
-    Args:
-        ranks: p.
-
-    Returns:
-        Names, of which the first is taken where times are equal.
-    """
-    names = ["direct", "ring", "all-to-all"] if ranks > 1 else ["direct"]
-    for size in (size for size in range(2, ranks) if ranks % size == 0):
-        names += [f"ring:{size}+direct"]
-        names += [f"all-to-all:{size}+{keys}" for keys in ("direct", "ring")]
-        names += [f"{keys}+all-to-all:{size}" for keys in ("direct", "ring")]
-    return names
-
-
 def choose(
     pattern: Pattern, layout: Layout | None = None, *, tokens: int | None = None, ranks: int | None = None,
     order: str | None = None, heads: int, kv_heads: int | None = None, head_dim: int, value_dim: int | None = None,
@@ -79,14 +62,14 @@ def choose(
         backward: True to order by forward and backward together, False by forward alone.
 
     Returns:
-        A row for each of `candidates`. Times are compared in whole percents of the least. Calls that no measured kernel
-        takes are ordered by the times of those that one takes.
+        A row for each exchange but those that hold all keys. Times are compared in whole percents of the least. Calls
+        that no measured kernel takes are ordered by the times of those that one takes.
 
     Raises:
         ValueError: an argument is invalid, or cannot be counted exactly.
     """
     kv_heads, value_dim = heads if kv_heads is None else kv_heads, head_dim if value_dim is None else value_dim
-    call = Call(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, "direct", bucket, device)
+    call = Call(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, DIRECT.name, bucket, device)
     validators.flag("backward", backward)
     for name, given in (("tokens", tokens), ("ranks", ranks)):
         validators.optional(validators.integer, name, given, 1)
@@ -118,7 +101,7 @@ def chosen(call: validation.Call, hosts: tuple[int, ...]) -> str:
         return names[0]
     within = _ranks_per_host(hosts)
     try:
-        estimated = Call(call.pattern, *sizes, "direct", call.bucket, device)
+        estimated = Call(call.pattern, *sizes, DIRECT.name, call.bucket, device)
         rates = default_rates(device, ranks_per_host=within)
         rows = _ordered(estimated, "given", call.layout, call.key_layout, rates, call.differentiated)
     except ValueError as error:

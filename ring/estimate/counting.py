@@ -23,10 +23,10 @@ from reference.cost import Setting
 from reference.pattern import Pattern
 from ring.layout import Layout
 from ring.plan.blocks import Block
+from ring.plan.exchanges.relay_groups import RelayGroups
 from ring.plan.head_rows import block_layout
 from ring.plan.range_pairs import group_of
 from ring.plan.ranges import Ints, Ranges, group_starts, ragged_arange, ranges_of, ranges_of_runs
-from ring.plan.relay_groups import RelayGroups
 
 MAX_TOKENS = 2**31  # sums of positions over a range fit into 64 bits
 MAX_PAIRS = 2**27  # of ranges that see each other

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from reference import cost, validators
-from reference.head_groups import groups_of
 from reference.pattern import Pattern, check_pattern
 from ring.compute.kernel_limits import HALF
 from ring.default_bucket import default_bucket
@@ -25,9 +24,9 @@ from ring.estimate.rates import Rates
 from ring.estimate.stages import Work, stage_seconds, stages_of
 from ring.estimate.tile_seconds import GPU
 from ring.layout import Layout
-from ring.plan.host_groups import is_by_host, with_number
-from ring.plan.relay_groups import is_by_group
-from ring.validation import DTYPES, validate_exchange
+from ring.plan.exchange import check_name, is_by_host, key_exchange, parse, with_number
+from ring.plan.exchanges.key_exchange import KeyExchange
+from ring.validation import DTYPES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -186,7 +185,7 @@ class Call:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(map(str, DTYPES))}")
         if not is_by_host(self.exchange):
-            validate_exchange(self.exchange, "for 'auto' ring.estimate.choose(...) lists all of them")
+            check_name(self.exchange, "for 'auto' ring.estimate.choose(...) lists all of them")
         validators.optional(validators.integer, "bucket", self.bucket, 1, MAX_TOKENS)
         validators.choice("device", self.device, DEVICES)
 
@@ -207,8 +206,12 @@ class Call:
     @property
     def narrow(self) -> bool:
         """True if gradients of keys travel in the working dtype."""
-        straight = "direct" in self.exchange.split("+") and not is_by_group(self.exchange)
-        return straight and self.device == "cuda"
+        return self.device == "cuda" and self.keys.straight
+
+    @property
+    def keys(self) -> KeyExchange:
+        """The exchange of keys, which does not depend on the number of ranks."""
+        return key_exchange(self.exchange)
 
     def work(self, rates: Rates | None, bucket: int, strict: bool) -> Work | None:
         """Return what finds the work of a GPU with its exchange of keys; None without kernels of one. strict: as in
@@ -221,12 +224,10 @@ class Call:
 
     def allocated(self, setting: Counted, bucket: int, rates: Rates | None) -> tuple[int | None, int | None]:
         """Return the bytes at the peak of torch's allocator, forward and backward; None where it is not predicted."""
-        groups = groups_of(self.exchange, setting.world)
-        if rates is None or rates.kernels is None or groups.degree > 1:
+        if rates is None or rates.kernels is None or parse(self.exchange, setting.world).degree > 1:
             return None, None
-        exchange = self.exchange if is_by_group(self.exchange) else groups.exchange
         return allocated(
-            setting, exchange, bucket=bucket, by_default=self.bucket is None, narrow=self.narrow, kernels=rates.kernels
+            setting, self.keys, bucket=bucket, by_default=self.bucket is None, narrow=self.narrow, kernels=rates.kernels
         )
 
     @property

@@ -33,6 +33,7 @@ from ring.estimate.rates import Kernels, Rates
 from ring.estimate.tile_seconds import call_seconds, tile_seconds
 from ring.plan.blocks import Heads
 from ring.plan.cover import cover
+from ring.plan.exchanges.key_exchange import KeyExchange
 from ring.plan.plan import Plan, plan_of
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, is_everything
@@ -52,7 +53,7 @@ class RankWork(NamedTuple):
 
 
 def rank_work(
-    setting: Counted, exchange: str, *, bucket: int, by_default: bool, narrow: bool, strict: bool, rates: Rates
+    setting: Counted, exchange: KeyExchange, *, bucket: int, by_default: bool, narrow: bool, strict: bool, rates: Rates
 ) -> RankWork:
     """Return the work of a problem whose keys travel by an exchange.
 
@@ -111,7 +112,9 @@ def names_of(setting: Counted, kernels: Kernels) -> tuple[str, ...]:
     return kernels.taking(setting.dims, setting.heads // setting.kv_heads) or kernels.names
 
 
-def rank_plan(setting: Counted, exchange: str, bucket: int, by_default: bool, kernels: Kernels, rank: int) -> Plan:
+def rank_plan(
+    setting: Counted, exchange: KeyExchange, bucket: int, by_default: bool, kernels: Kernels, rank: int
+) -> Plan:
     """Return the plan of a rank on GPUs. by_default: the bucket is not the caller's."""
     sizes, names = (setting.batch, setting.heads, max(setting.dims)), names_of(setting, kernels)
     return plan_of(

@@ -43,13 +43,15 @@ from reference.head_groups import Groups, groups_of
 from ring.estimate.counting import Counted, to_readers
 from ring.estimate.rank_work import RankWork
 from ring.estimate.rates import Rates
+from ring.plan.exchange import parse
+from ring.plan.exchanges.key_exchange import KeyExchange
+from ring.plan.exchanges.relay_groups import RelayGroups
 from ring.plan.ranges import Ints
-from ring.plan.relay_groups import RelayGroups, is_by_group, relay_groups
 
 _TENSORS = np.array([(1, 2), (2, 0), (4, 2), (1, 2)])  # messages that carry the bytes of `row_bytes`
 _GIVEN, _WANTED = (3, 6), (2, 3)  # tensors that a block of heads gets, and returns; forward, backward
 _MAX_STAGES = 2**16
-Work = Callable[[Counted, str], RankWork]  # of a problem whose keys travel by an exchange
+Work = Callable[[Counted, KeyExchange], RankWork]  # of a problem whose keys travel by an exchange
 
 
 class Messages(NamedTuple):
@@ -147,12 +149,11 @@ def stages_of(
     are too many stages, or the exchange is unknown.
     """
     hosts = np.array(on)
-    p, groups = setting.world, groups_of(exchange, setting.world)
+    p, groups, keys = setting.world, groups_of(exchange, setting.world), parse(exchange, setting.world).keys
     if groups.degree == 1:
         none = Messages.of(np.zeros((p, p), np.int64), hosts)
-        of_keys = exchange if is_by_group(exchange) else groups.exchange  # of "all-to-all:1+direct" the second
-        key_stages = _key_stages(setting, of_keys, bucket, hosts)
-        known = None if work is None else work(setting, of_keys)
+        key_stages = _key_stages(setting, keys, bucket, hosts)
+        known = None if work is None else work(setting, keys)
         return [HeadStage(setting.work[:, 0], key_stages, (none,) * 4, work=known)]
     shares, found = blocks_of(setting, groups, bucket), []
     sizes = row_bytes(setting, shares)
@@ -163,9 +164,9 @@ def stages_of(
             if block[1]:
                 part = setting.of_heads(groups.dividing, *block)
                 own[ranks] = part.work[:, 0]
-                within.append([(ranks, stage) for stage in _key_stages(part, groups.exchange, bucket, hosts[ranks])])
+                within.append([(ranks, stage) for stage in _key_stages(part, keys, bucket, hosts[ranks])])
                 if work is not None and known is None:  # blocks of other heads are alike
-                    known = work(part, groups.exchange)
+                    known = work(part, keys)
         stages = [_together(p, [x for x in each if x is not None]) for each in zip_longest(*within)]
         rows = _of_rows(setting, groups, blocks, sizes, hosts)
         found.append(HeadStage(own, stages, rows, groups.degree, known, work is not None and len(set(on)) == 1))
@@ -209,16 +210,16 @@ def _of_others(x: Ints, hosts: Ints) -> Ints:
     return np.stack([by_host[at] - x, x.sum(1, keepdims=True) - by_host[at]])
 
 
-def _key_stages(setting: Counted, exchange: str, bucket: int, hosts: Ints) -> list[Stage]:
+def _key_stages(setting: Counted, exchange: KeyExchange, bucket: int, hosts: Ints) -> list[Stage]:
     """Return the stages of an exchange of keys, which pairs of own keys precede."""
     if setting.world == 1:
         return []
     most = bucket * setting.kv_heads
-    if exchange == "gather":
+    if exchange.whole:
         return list(_gather(setting, most, hosts))
     # Slots of an owner for one reader fill so many chunks at least, each of which reaches it in a stage of its own.
     least = ((setting.needed.sum(0) - setting.widest).clip(0) // most).sum(1).max()
-    groups = None if exchange == "direct" else relay_groups(exchange, setting.world)
+    groups = None if exchange.straight else RelayGroups(setting.world, exchange.group or setting.world)
     made = _direct(setting, most, hosts) if groups is None else _ring(setting, most, groups, hosts)
     stages = list(islice(made, _MAX_STAGES + 1)) if least <= _MAX_STAGES else []
     if max(least, len(stages)) > _MAX_STAGES:

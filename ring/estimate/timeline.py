@@ -13,7 +13,7 @@ from ring.estimate.estimates import Call, check_call, check_rates, checked_layou
 from ring.estimate.rates import Rates
 from ring.estimate.stages import stage_seconds, stages_of
 from ring.layout import Layout
-from ring.plan.host_groups import with_number
+from ring.plan.exchange import with_number
 from ring.plan.timeline import seconds_picture
 
 _LANES = 16  # at most; then as many ranks at equal distances

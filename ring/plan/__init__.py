@@ -9,7 +9,11 @@ The modules, in order; each imports only those before it:
     range_pairs   pairs of ranges with a visible key: the join of the table of ranges with itself
     remote_rows   the elements of a range that other ranks need
     chunks        messages cut into chunks: the slots of every row
-    schedule      the messages of every stage and their slots in the buffers, for each of the three exchanges
+    schedule      the messages of every stage and their slots in the buffers
+    exchanges     the schedules of the exchanges of keys, a file each
+    exchange      an exchange parsed from its name
+    head_shares   the heads of each rank that divides them with others
+    head_rows     the order of rows that several ranks send
     rows          rows or slots as strided views, folded over segments
     tile          one kernel call
     cover         tiles whose results need no merge
@@ -24,7 +28,7 @@ segment:
 
     pattern = Pattern.longnet(segment_lengths=(8,), dilation_rates=(2,), heads=2, causal=True)
     layout = Layout.zigzag(16, 2)
-    plan_of(pattern, layout, rank, heads=2, kv_heads=2, exchange="direct", bucket=8)
+    plan_of(pattern, layout, rank, heads=2, kv_heads=2, exchange=DIRECT, bucket=8)
 
     rank  positions
     0     0 1 2 3 12 13 14 15

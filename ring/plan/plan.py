@@ -33,18 +33,16 @@ import numpy as np
 from reference.pattern import Pattern
 from ring.caching.bounded_cache import BoundedCache
 from ring.layout import Layout
-from ring.plan import schedule
 from ring.plan.blocks import Heads
 from ring.plan.chunks import SlotRanges
+from ring.plan.exchanges.key_exchange import KeyExchange
 from ring.plan.ranges import Ints, Ranges, group_starts, ragged_arange, ranges_of
-from ring.plan.relay_groups import relay_groups
 from ring.plan.rows import Rows, folds
-from ring.plan.schedule import Schedule, Sizes, Transfer
+from ring.plan.schedule import KeyRows, Schedule, Sizes, Transfer
 from ring.plan.tile import Tile
 from ring.plan.tiling import Limits, tiles_of
 from ring.plan.timeline import steps_picture
 
-EXCHANGES = ("ring", "direct", "gather")
 MAX_BYTES = 2**29  # of the cached plans
 _FEW = 16  # up to so many slot ranges of documents are copied one by one, as strided views
 
@@ -81,7 +79,7 @@ class Plan:
 
     rank: int
     tokens: int  # of its keys
-    exchange: str
+    exchange: KeyExchange
     local: tuple[Tile, ...]
     steps: tuple[Step, ...]
     sizes: Sizes  # of the buffers, in slots
@@ -101,7 +99,7 @@ class Plan:
     def _repr_html_(self) -> str:
         scores = [sum(tile.scores for tile in tiles) for tiles in (self.local, *(step.tiles for step in self.steps))]
         slots = [sum(x.stop - x.start for x in step.receives) for step in self.steps]
-        title = f"{self.exchange}, forward: {len(self.steps)} steps"
+        title = f"{self.exchange.name}, forward: {len(self.steps)} steps"
         return steps_picture(title, f"rank {self.rank}", scores, [*slots, 0]).svg
 
 
@@ -110,7 +108,7 @@ _plans: BoundedCache[Hashable, Plan] = BoundedCache(128, most_bytes=MAX_BYTES)
 
 
 def plan_of(
-    pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: str, bucket: int,
+    pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: KeyExchange, bucket: int,
     own: int | None = None, *, varlen: int = 0, window: int = 0, key_layout: Layout | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan of `rank`. The arguments must be valid (`ring.validation` checks them).
@@ -139,19 +137,12 @@ def _plan(
     rank: int,
     heads: int,
     kv_heads: int,
-    exchange: str,
+    exchange: KeyExchange,
     limits: Limits,
 ) -> Plan:
     layout, key_layout = layouts
     ranges = ranges_of(pattern, layout, heads, kv_heads, key_layout)
-    if exchange == "gather":
-        route = schedule.gather(key_layout, kv_heads, rank)
-    else:
-        at = ranges, key_layout, pattern.causal, rank, limits.bucket * kv_heads
-        if exchange == "direct":
-            route = schedule.direct(*at)
-        else:
-            route = schedule.ring(*at, relay_groups(exchange, key_layout.world_size))
+    route = exchange.schedule(KeyRows(ranges, key_layout, pattern.causal, rank, kv_heads, limits.bucket))
     local, *received = tiles_of(
         ranges, key_layout, route, rank=rank, kv_heads=kv_heads, causal=pattern.causal, limits=limits
     )
@@ -160,9 +151,9 @@ def _plan(
         tokens=key_layout.counts[rank],
         exchange=exchange,
         local=local,
-        steps=_steps(ranges, key_layout, route, received, rank=rank, kv_heads=kv_heads, once=exchange == "direct"),
+        steps=_steps(ranges, key_layout, route, received, rank=rank, kv_heads=kv_heads, once=exchange.straight),
         sizes=route.sizes,
-        setting=(pattern, layout.digest, key_layout.digest, heads, kv_heads, exchange, limits.bucket),
+        setting=(pattern, layout.digest, key_layout.digest, heads, kv_heads, exchange.name, limits.bucket),
     )
 
 

@@ -25,8 +25,8 @@ from bench.sections import SECTIONS, Bench
 from bench.timing import Repeats
 from bench.workload import DTYPES, PATTERNS, RATES, SEGMENTS, AttentionShape, named
 from ring.compute.kernel_choice import KERNELS
-from ring.plan.head_groups import head_groups, is_exchange
-from ring.plan.plan import EXCHANGES
+from ring.plan.exchange import parse
+from ring.plan.exchanges import KEY_EXCHANGES
 
 # Defaults by device: tokens per rank, heads, longest shards.
 TOKENS = {"cuda": tuple(2**n for n in range(10, 18)), "cpu": (32, 64)}
@@ -80,8 +80,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--section", nargs="+", choices=SECTIONS, default=["dense", "longnet"], help="(default: dense longnet)")
     add("--tokens", nargs="+", type=tokens, metavar="N", help="per GPU; for reach the first size "
         "(1Ki ... 128Ki)")  # fmt: skip
-    add("--exchange", nargs="+", default=list(EXCHANGES)[::-1], metavar="NAME", help="of ring_attention, as direct, "
-        f"all-to-all or all-to-all:2+direct (default: {' '.join(EXCHANGES[::-1])})")  # fmt: skip
+    add("--exchange", nargs="+", default=[*KEY_EXCHANGES][::-1], metavar="NAME", help="of ring_attention, as direct, "
+        f"all-to-all or all-to-all:2+direct (default: {' '.join([*KEY_EXCHANGES][::-1])})")  # fmt: skip
     add("--kernel", choices=KERNELS, default="auto", help="of ring_attention (default: auto)")
     add("--baseline-kernels", nargs="+", choices=fused.KERNELS, default=["torch"], help="of the other methods, each "
         "timed with all of these (default: torch)")  # fmt: skip
@@ -141,12 +141,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def check_sizes(options: argparse.Namespace, ranks: int) -> None:
     """Raise SystemExit if exchanges do not fit the ranks, or --divisible the lengths of packed documents."""
     for exchange in options.exchange:
-        if not is_exchange(exchange):
-            stop(
-                f"--exchange is {exchange!r}; it must be {', '.join(EXCHANGES)}, all-to-all, or as all-to-all:2+direct"
-            )
         try:
-            head_groups(exchange, ranks)
+            parse(exchange, ranks)
         except ValueError as error:
             stop(str(error))
     if not options.divisible:

@@ -33,6 +33,7 @@ from ring import whole_file
 from ring.comm.transport import Message
 from ring.default_bucket import default_bucket
 from ring.layout import Layout
+from ring.plan.exchanges import KEY_EXCHANGES
 from ring.plan.plan import plan_of
 from verification import experiments
 from verification.case import Case
@@ -49,7 +50,6 @@ from verification.search.search import Search
 Check = Callable[[Backend, Case], dict[str, float]]
 WORLDS = (2, 4, 8)
 MANY, TOKENS = 256, 512
-EXCHANGES = ("ring", "direct", "gather")
 # One rank of an example with processes of its own, for comparison with the pool.
 RANK = """
 import sys
@@ -214,7 +214,7 @@ def plan_seconds() -> dict[str, float]:
     pattern = Pattern.longnet((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), 12, causal=True)
     seconds = {}
     for order in ("contiguous", "zigzag", "striped"):
-        for exchange in EXCHANGES:
+        for exchange in KEY_EXCHANGES:
             layout = getattr(Layout, order)(2**20, 8)
             bucket = default_bucket(layout, 12, 12, torch.bfloat16)
             for state in ("", ", cached"):
@@ -223,7 +223,7 @@ def plan_seconds() -> dict[str, float]:
                 gc.disable()  # as timeit does: exclude garbage collection of the verification's objects
                 for rank in range(8):
                     started = time.perf_counter()
-                    plan_of(pattern, layout, rank, 12, 12, exchange, bucket)
+                    plan_of(pattern, layout, rank, 12, 12, KEY_EXCHANGES[exchange], bucket)
                     times.append(time.perf_counter() - started)
                 gc.enable()
                 seconds[f"{order}, {exchange}{state}"] = max(times)
@@ -236,7 +236,7 @@ def many_ranks() -> dict[str, float]:
     seconds = {}
     with _ready(SimBackend(60.0), MANY) as backend:
         for name, pattern in (("dense causal", Pattern.dense(causal=True)), ("LongNet", longnet)):
-            for exchange in EXCHANGES:
+            for exchange in KEY_EXCHANGES:
                 case = small(MANY, tokens=TOKENS, pattern=pattern, heads=2, kv_heads=2, exchange=exchange)
                 started = time.perf_counter()
                 check_once(backend, case)

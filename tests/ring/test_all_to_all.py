@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,10 @@ import pytest
 import torch
 
 from reference import Branch, Pattern
-from reference.head_groups import groups_of
 from reference.oracle import attention_and_gradients
 from reference.pattern import multiplicity
 from ring import Layout
 from ring.comm.transport import Transport
-from ring.plan.head_groups import head_groups, is_exchange
 from ring.plan.head_shares import head_shares
 from tests.support.attention_cases import call, normal
 from verification.run.simulation.simulated_transport import SimulatedTransport
@@ -104,32 +101,6 @@ def test_some_ranks_divide_the_heads(exchange: str, order: str) -> None:
 def test_keys_of_another_sequence(p: int) -> None:
     check(Pattern.longnet((6, None), (1, 3), 6, causal=True), (6, 2), layout_of("zigzag", 21, p),
           layout_of("listed", 8, p), bucket=3)  # fmt: skip
-
-
-@pytest.mark.parametrize("exchange", ("all-to-all", *BETWEEN))
-def test_the_oracle_has_the_same_groups(exchange: str) -> None:
-    for p in range(1, 13):
-        if exchange != "all-to-all" and p % int(re.sub("[^0-9]", "", exchange)):
-            with pytest.raises(ValueError, match=f"exchange must divide the {p} ranks"):
-                head_groups(exchange, p)
-            with pytest.raises(ValueError, match=f"two that divide {p} ranks"):
-                groups_of(exchange, p)
-            continue
-        found, wanted = head_groups(exchange, p), groups_of(exchange, p)
-        assert found is not None and (found.between, found.degree) == (wanted.exchange, wanted.degree)
-        for rank in range(p):
-            assert tuple(found.dividing(rank)) in wanted.dividing and rank in found.dividing(rank)
-            assert tuple(found.alike(rank)) in wanted.alike and rank in found.alike(rank)
-
-
-@pytest.mark.parametrize(
-    "exchange", ("all-to-all:2", "ring+direct", "ring+all-to-all", "all-to-all:2+ring+all-to-all:3", "ring:2",
-                 "all-to-all:02+ring", "all-to-all:2+all-to-all:3", "all-to-all:\u0662+ring", "", None, 2, ["ring"]),
-)  # fmt: skip
-def test_other_exchanges_are_unknown(exchange: Any) -> None:
-    assert not is_exchange(exchange)
-    with pytest.raises(ValueError, match="exchange is .*; it must be one of"):
-        groups_of(exchange, 6)
 
 
 @pytest.mark.parametrize("p", (1, 2, 3, 4, 7))

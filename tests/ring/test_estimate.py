@@ -26,15 +26,17 @@ from reference import cost
 from reference.closed_forms import dense_slots, segment_pairs
 from reference.head_groups import KEY_EXCHANGES, groups_of
 from reference.pattern import Branch, Pattern, multiplicity
-from ring import all_to_all, validation
+from ring import execute, validation
 from ring.default_bucket import default_bucket
 from ring.estimate import Estimate, Rates, choose, estimate, stages, timeline
 from ring.estimate.__main__ import main
 from ring.estimate.counting import _floor_sum, to_readers
 from ring.estimate.estimates import DEVICES, ORDERS, Call, layout_of, longest
 from ring.layout import Layout
-from ring.plan.head_groups import head_groups
+from ring.plan.exchange import parse
 from ring.plan.plan import plan_of
+from ring.precision import accumulator_dtype
+from ring.programs import Programs, make_programs
 from tests.support import drawn_patterns
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -144,7 +146,7 @@ def test_messages_and_work_are_those_of_the_plans_and_the_mask(drawn: tuple[Call
     assert not np.any(rows) and np.array_equal(own, setting.work[:, 0])
     passes, sent = [[stage.keys for stage in found], [stage.gradients for stage in found]], np.zeros((2, p), np.int64)
     for rank in range(p):
-        plan = plan_of(call.pattern, layout, rank, call.heads, call.kv_heads, call.exchange, bucket, key_layout=keys)
+        plan = plan_of(call.pattern, layout, rank, call.heads, call.kv_heads, call.keys, bucket, key_layout=keys)
         for each, prefix in enumerate(("", "return_")):
             for out, into, name in (("out", "sent", "sends"), ("into", "received", "receives")):
                 for kind in (0, 1):  # to ranks of the own host, and of others
@@ -185,7 +187,7 @@ class Announcing:
         raise Announced(outgoing())
 
 
-def programs_of(call: Call, layout: Layout, keys: Layout, rank: int) -> tuple[all_to_all.HeadPrograms, list[Any]]:
+def programs_of(call: Call, layout: Layout, keys: Layout, rank: int) -> tuple[Programs, list[Any]]:
     """The programs of `ring_attention` on a rank, and its q, k, v, out, lse and dout. On a CPU."""
 
     def rows(of: Layout, *sizes: int) -> torch.Tensor:
@@ -193,13 +195,11 @@ def programs_of(call: Call, layout: Layout, keys: Layout, rank: int) -> tuple[al
 
     (h, kv), (d, dv) = (call.heads, call.kv_heads), (call.head_dim, call.value_dim)
     q, k, v, out = rows(layout, h, d), rows(keys, kv, d), rows(keys, kv, dv), rows(layout, h, dv)
-    lse = torch.zeros(call.batch, h, layout.counts[rank], dtype=all_to_all.accumulator_dtype(call.dtype))
+    lse = torch.zeros(call.batch, h, layout.counts[rank], dtype=accumulator_dtype(call.dtype))
     arguments = validation.Call(
         q, k, v, call.pattern, layout, keys, call.exchange, call.bucket, "math", None, None, None, False, True, False
     )
-    groups = head_groups(call.exchange, layout.world_size)
-    assert groups is not None
-    return all_to_all.head_programs(arguments, groups, rank), [q, k, v, out, lse, out]
+    return make_programs(arguments, parse(call.exchange, layout.world_size), rank), [q, k, v, out, lse, out]
 
 
 def announced(call: Call, layout: Layout, keys: Layout, rank: int) -> list[list[Any]]:
@@ -208,8 +208,8 @@ def announced(call: Call, layout: Layout, keys: Layout, rank: int) -> list[list[
     transport: Any = Announcing(rank)
     found, (q, k, v, *_) = [], tensors
     for run in (
-        lambda: all_to_all.forward(programs, transport, list, q, k, v, None),
-        lambda: all_to_all.backward(programs, transport, list, tensors, None),
+        lambda: execute._forward(programs, transport, q, k, v),
+        lambda: execute._backward(transport, programs.backward(q, False), False, *tensors),
     ):
         with pytest.raises(Announced) as caught:
             run()

@@ -19,7 +19,7 @@ from ring.comm.process_group import ProcessGroupTransport
 from ring.estimate import Rates, choice, choose, default_rates, estimate
 from ring.layout import Layout
 from ring.nn import ContextParallel
-from ring.validation import head_groups
+from ring.plan.exchange import parse
 from tests.ring.test_hosts import call, group_on
 from tests.support.attention_cases import normal, plain
 from tests.support.ranks import Ranks
@@ -38,7 +38,7 @@ def test_rows_are_those_of_estimates_in_order_of_time() -> None:
         assert np.all(np.diff(seconds) > -0.01 * seconds[0])
         for row in rows:
             assert estimate(CAUSAL, tokens=2**15, ranks=8, rates=rates, exchange=row.exchange, **SIZES) == (row,)
-            head_groups(row.exchange, 8)  # a call would take it
+            parse(row.exchange, 8)  # a call would take it
     (alone,) = choose(CAUSAL, tokens=64, ranks=1, **SIZES)
     assert alone.exchange == "direct"
     empty = choose(CAUSAL, tokens=1, ranks=4, rates=Rates(1, 1, 1), **SIZES)

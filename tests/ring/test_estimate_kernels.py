@@ -22,6 +22,7 @@ from ring.estimate.estimates import Call
 from ring.estimate.tile_seconds import GPU, call_seconds, tile_seconds
 from ring.layout import Layout
 from ring.plan.blocks import Heads
+from ring.plan.exchanges import DIRECT, RING
 from ring.plan.plan import plan_of
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Sequences, Tile
@@ -82,7 +83,7 @@ def test_copies_merges_and_starts_by_hand() -> None:
     layout = Layout.zigzag(8, 2)
     call = Call(Pattern.dense(True), 1, 1, 1, 1, 1, torch.bfloat16, "direct", 8, "cuda")
     setting = call.counted(layout, layout)
-    plan = plan_of(call.pattern, layout, 1, 1, 1, "direct", 8)
+    plan = plan_of(call.pattern, layout, 1, 1, 1, DIRECT, 8)
     slot = 4
     assert rank_work._starts(plan) == (2 + 1 + 1, 2 + 1 + 2 + 2)
     assert rank_work._packed(plan, setting, True) == (4 * slot, 4 * slot + 2 * slot)
@@ -148,7 +149,7 @@ def test_the_allocator_has_the_kernels_of_the_call(window: int | None) -> None:
     pattern, layout, kernels = Pattern.dense(True, window=window), Layout.zigzag(2**14, 2), Kernels(("cudnn", "flash"))
     setting = Call(pattern, 32, 8, 128, 128, 1, torch.bfloat16, "ring", None, "cuda").counted(layout, layout)
     call = KernelSetting("auto", "cuda", HOPPER, torch.bfloat16, (128, 128), 4, 1, Scores(1.0, None))
-    for tile in rank_work.rank_plan(setting, "ring", 2**16, True, kernels, 0).tiles:
+    for tile in rank_work.rank_plan(setting, RING, 2**16, True, kernels, 0).tiles:
         assert allocator.kernel_of(tile, setting, kernels) == choose_kernel(call, tile, backward=True)
 
 
@@ -157,7 +158,7 @@ def test_plans_have_windows_that_the_kernels_for_the_head_dims_take() -> None:
     pattern, layout = Pattern.dense(True, window=4095), Layout.contiguous(2**15, 2)
     for head_dim, windows in ((80, {None}), (128, {None, 4095})):
         call = Call(pattern, 32, 8, head_dim, head_dim, 1, torch.bfloat16, "ring", None, "cuda")
-        plan = rank_work.rank_plan(call.counted(layout, layout), "ring", 2**16, True, Kernels(), 1)
+        plan = rank_work.rank_plan(call.counted(layout, layout), RING, 2**16, True, Kernels(), 1)
         assert {tile.window for tile in plan.tiles} == windows
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from ring.attend import _merges_in_one_pass, accumulator_for, sum_class_for
 from ring.compute.accumulator import Accumulator, Sum
-from ring.execute import _merges_in_one_pass, accumulator_for, sum_class_for
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-import ring.all_to_all
 import ring.consensus
 import ring.execute
 import ring.lowering
+import ring.programs
 from ring import Layout, Pattern, ring_attention
 from ring.caching.bounded_cache import BoundedCache
 from ring.compute.kernel_choice import setting_of
 from ring.compute.scores import Scores
-from ring.lowering import Programs
+from ring.lowering import BlockPrograms
+from ring.plan.exchanges import DIRECT
 from ring.plan.plan import plan_of
 from tests.support.attention_cases import PATTERNS, inputs
 
@@ -32,23 +33,23 @@ FOLDER = str(Path(ring.__file__).parent)
 
 def test_the_page_shows_the_program_of_the_example() -> None:
     pattern = Pattern.longnet(segment_lengths=(8,), dilation_rates=(2,), heads=2, causal=True)
-    plan = plan_of(pattern, Layout.zigzag(16, 2), 0, heads=2, kv_heads=2, exchange="direct", bucket=8)
+    plan = plan_of(pattern, Layout.zigzag(16, 2), 0, heads=2, kv_heads=2, exchange=DIRECT, bucket=8)
     q = torch.empty(1, 8, 2, 4)
-    shown = str(Programs(plan, q, setting_of("auto", q, q, q, Scores(0.5))).forward)
+    shown = str(BlockPrograms(plan, q, setting_of("auto", q, q, q, Scores(0.5))).forward)
     assert textwrap.indent(shown, "    ") in str(ring.lowering.__doc__)
 
 
 @pytest.mark.parametrize("lse", (False, True))
 def test_a_program_is_made_once_for_a_setting(lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two forwards and backwards of equal calls, whose strides differ; another type is another setting."""
-    made: list[Programs] = []
+    made: list[BlockPrograms] = []
 
-    class Counted(Programs):
+    class Counted(BlockPrograms):
         def __init__(self, *arguments: object) -> None:
             made.append(self)
             super().__init__(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ring.all_to_all, "Programs", Counted)
+    monkeypatch.setattr(ring.programs, "BlockPrograms", Counted)
     monkeypatch.setattr(ring.execute, "_programs", BoundedCache(8))
     for dtype, strided in ((torch.float64, False), (torch.float64, True), (torch.float32, False)):
         q, k, v, dout, dlse = inputs(dtype=dtype)

@@ -23,6 +23,7 @@ from ring.compute import kernel_choice, kernels
 from ring.compute.accumulator import Accumulator, Sum
 from ring.compute.kernel_counts import count_kernels
 from ring.plan.blocks import Heads
+from ring.plan.exchange import key_exchange
 from ring.plan.plan import plan_of
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask
@@ -195,7 +196,7 @@ def test_packing_in_one_pass_is_the_plain_one(
     pattern = Pattern(branches, True, documents)
     steps = 0
     for rank in range(p):
-        plan = plan_of(pattern, layout, rank, heads, kv_heads, exchange, 8)
+        plan = plan_of(pattern, layout, rank, heads, kv_heads, key_exchange(exchange), 8)
         k = torch.randn(2, plan.tokens, kv_heads, dim, device="cuda").to(dtype)
         v = torch.randn(2, kv_heads, value_dim, plan.tokens, device="cuda").to(dtype).permute(0, 3, 1, 2)  # any strides
         for packs in (step.gathers for step in plan.steps if step.gathers):

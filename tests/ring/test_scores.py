@@ -213,7 +213,7 @@ def test_the_products_of_dout_and_out_are_few_at_a_time(monkeypatch: pytest.Monk
     given = drawn(SINKS)
     exact = alone(given, PATTERNS["longnet"], softcap=2.0)
     for most in (1, 60):  # one token at a time, and two
-        monkeypatch.setattr("ring.execute._PRODUCTS", most)
+        monkeypatch.setattr("ring.attend._PRODUCTS", most)
         for name, x in alone(given, PATTERNS["longnet"], softcap=2.0).items():
             assert x.equal(exact[name])
 

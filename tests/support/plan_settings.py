@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reference.documents import documents_from_cu_seqlens
 from reference.pattern import Branch, Pattern
 from ring.layout import Layout
-from ring.plan.plan import EXCHANGES
+from ring.plan.exchanges import KEY_EXCHANGES
 from tests.ring.plan.plan_walk import PlanSetting
 
 
@@ -86,7 +86,8 @@ def drawn_settings(draw: Any) -> PlanSetting:
     bucket, more = draw(st.sampled_from((1, 2, 3, 5, 8, 1000))), draw(st.sampled_from((None, None, 0, 5, 64)))
     return PlanSetting(
         replace(pattern, documents=draw(documents(layout.n))), layout, heads, kv_heads,
-        exchange=draw(st.sampled_from(EXCHANGES)), bucket=bucket, varlen=draw(st.sampled_from((0, 0, 1, 2, 4, 1000))),
+        exchange=draw(st.sampled_from([*KEY_EXCHANGES])), bucket=bucket,
+        varlen=draw(st.sampled_from((0, 0, 1, 2, 4, 1000))),
         own=None if more is None else bucket + more, window=draw(st.sampled_from((0, 1, 3, 1000))),
     )  # fmt: skip
 

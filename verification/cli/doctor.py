@@ -21,8 +21,7 @@ from rich.console import Console
 from reference import Pattern, validators
 from ring import Layout, count_kernels, ring_attention
 from ring.comm.transport import SoloTransport
-from ring.plan.head_groups import ALL_TO_ALL
-from ring.validation import EXCHANGES
+from ring.plan.exchange import NAMES
 from verification.case import DTYPES
 from verification.cli.arguments import add_json, check_outputs, command, console, prog_name, write_json
 from verification.report.text import paragraph
@@ -126,15 +125,13 @@ def gloo_interface(environment: Mapping[str, str]) -> str:
 
 def exchange_transport(exchange: str, device: str) -> str:
     """Name the transport of an exchange's keys and values for tensors on that type of device."""
-    validators.choice("exchange", exchange, EXCHANGES)
+    validators.choice("exchange", exchange, NAMES)
     if device == "cpu":
         return "gloo, point to point" if dist.is_gloo_available() else "none: this torch has no gloo"
     if not torch.cuda.is_available():
         return "none: there is no GPU"
     if not dist.is_nccl_available():
         return "none: this torch has no NCCL"
-    if exchange == ALL_TO_ALL:
-        return "NCCL, point to point"
     return "copies from symmetric memory if the ranks' GPUs share a host and have peer access, else NCCL"
 
 
@@ -184,7 +181,7 @@ def examine(environment: Mapping[str, str]) -> dict[str, Any]:
         "peer_access": [[i == j or torch.cuda.can_device_access_peer(i, j) for j in count] for i in count],
         "topology": topology(), "versions": versions(), "gloo_interface": gloo_interface(environment),
         "settings": in_force(environment),
-        "exchanges": {name: {device: exchange_transport(name, device) for device in devices()} for name in EXCHANGES},
+        "exchanges": {name: {device: exchange_transport(name, device) for device in devices()} for name in NAMES},
         "kernels": kernel_choices(),
     }  # fmt: skip
 

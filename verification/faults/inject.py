@@ -78,8 +78,8 @@ KINDS = (
 ERRORS: dict[str, type[BaseException]] = {"interrupt": KeyboardInterrupt, "memory": torch.OutOfMemoryError}
 # Functions that raise an error from a consensus on; a rank that needs none of them raises it at the end.
 PLACES = (
-    "ring.comm.shared_page.SharedPage.has_come", "ring.consensus.agree_backward", "ring.execute.accumulator_for",
-    "ring.execute.sum_class_for", "ring.comm.transport.LocalBuffers.empty", "ring.compute.kernels.forward",
+    "ring.comm.shared_page.SharedPage.has_come", "ring.consensus.agree_backward", "ring.attend.accumulator_for",
+    "ring.attend.sum_class_for", "ring.comm.transport.LocalBuffers.empty", "ring.compute.kernels.forward",
     "ring.compute.kernels.backward", "ring.comm.process_group._PendingWorks.arrive",
 )  # fmt: skip
 BY_NAME = {kind.name: kind for kind in KINDS}

@@ -14,7 +14,7 @@ from typing import TypeGuard
 import torch.distributed as dist
 
 from ring.comm.process_group import ProcessGroupTransport
-from ring.plan.host_groups import OF_HOSTS
+from ring.plan.exchange import depends_on_hosts
 from verification.case import Case
 from verification.protocols import CaseLike
 from verification.run.processes.rendezvous import subgroup
@@ -60,7 +60,7 @@ def pretending(case: CaseLike, index: int) -> Iterator[None]:
 
 
 def _pretends(case: CaseLike) -> TypeGuard[Case]:
-    return isinstance(case, Case) and case.exchange in OF_HOSTS
+    return isinstance(case, Case) and depends_on_hosts(case.exchange)
 
 
 def hosts_of(case: Case) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from ring import Layout, ring_attention
 from ring.comm.buffer_meter import measure
 from ring.comm.exchange import Exchange, _gradient_views, _packs_in_one_pass
 from ring.comm.transport import Outgoing
+from ring.plan.exchanges import KEY_EXCHANGES
 from ring.plan.plan import Plan, plan_of
 from ring.strided_view import Slot
 from verification.run.simulation.simulated_transport import SimulatedTransport
@@ -93,7 +94,7 @@ def told(plan: Plan, gpu: bool, backward: bool) -> list[Outgoing]:
 @pytest.mark.parametrize("gpu", (False, True))
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_gradients_travel_in_the_accumulators_type_but_for_complete_ones_between_gpus(exchange: str, gpu: bool) -> None:
-    plan = plan_of(DENSE, LAYOUT, 0, 2, 2, exchange, 64)
+    plan = plan_of(DENSE, LAYOUT, 0, 2, 2, KEY_EXCHANGES[exchange], 64)
     there, back = told(plan, gpu, backward=False), told(plan, gpu, backward=True)
     keys = [one for one in back if one.label.startswith("keys")]
     gradients = [one for one in back if one.label.startswith("gradients")]

@@ -165,11 +165,11 @@ def _one_ends_in_the_middle(error: BaseException, place: str, exchange: str) -> 
     ("error", "place", "direction", "exchange"),
     [
         (KeyboardInterrupt(), "ring.comm.shared_page.SharedPage.has_come", "forward", "ring"),
-        (MemoryError("no room\nfor anything"), "ring.execute.accumulator_for", "forward", "direct"),
+        (MemoryError("no room\nfor anything"), "ring.attend.accumulator_for", "forward", "direct"),
         (torch.OutOfMemoryError("no room"), "ring.comm.transport.LocalBuffers.empty", "forward", "all-to-all"),
         (SystemExit(3), "ring.compute.kernels.forward", "forward", "direct"),
         (KeyboardInterrupt(), "ring.consensus._compare", "forward", "gather"),
-        (torch.OutOfMemoryError("no room"), "ring.execute.sum_class_for", "backward", "ring"),
+        (torch.OutOfMemoryError("no room"), "ring.attend.sum_class_for", "backward", "ring"),
         (KeyboardInterrupt(), "ring.compute.kernels.backward", "backward", "direct"),
     ],
 )

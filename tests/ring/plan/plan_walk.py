@@ -23,6 +23,7 @@ from reference.fast_oracle import multiplicity
 from reference.pattern import Branch, Pattern
 from ring import Layout
 from ring.plan.blocks import Heads
+from ring.plan.exchange import key_exchange
 from ring.plan.plan import Plan, SlotMap, plan_of
 from ring.plan.rows import Rows
 from ring.plan.schedule import Transfer
@@ -73,7 +74,7 @@ class PlanSetting:
     @cached_property
     def plans(self) -> list[Plan]:
         pattern, layout = stretched(self.pattern, self.by), self.stretched or self.layout
-        arguments = self.heads, self.kv_heads, self.exchange, self.bucket, self.own
+        arguments = self.heads, self.kv_heads, key_exchange(self.exchange), self.bucket, self.own
         return [
             plan_of(pattern, layout, rank, *arguments, varlen=self.varlen, window=self.window)
             for rank in range(self.layout.world_size)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern
 from ring.layout import Layout
-from ring.plan.plan import EXCHANGES, Plan, plan_of
+from ring.plan.exchanges import KEY_EXCHANGES
+from ring.plan.plan import Plan, plan_of
 from tests.ring.plan.plan_walk import PlanSetting, check
 
 
@@ -25,7 +26,7 @@ def test_many_documents_of_few_lengths(lengths: list[int], p: int, varlen: int) 
 @pytest.mark.parametrize("order", ("contiguous", "zigzag", "striped"))
 def test_one_document_is_planned_as_none_and_equal_ones_as_segments(order: str) -> None:
     branches, equal = Pattern.longnet((8, None), (1, 3), 2).branches, Branch(None, 2, (0, 1))
-    for exchange in EXCHANGES:
+    for exchange in KEY_EXCHANGES.values():
         for causal in (False, True):
             for pattern, other in (
                 (Pattern(branches, causal, (0, 48, 0)), Pattern(branches, causal)),

@@ -14,7 +14,8 @@ from reference.pattern import Branch, Pattern
 from ring.default_bucket import default_local_bucket
 from ring.layout import Layout
 from ring.plan import remote_rows
-from ring.plan.plan import EXCHANGES, Plan, plan_of
+from ring.plan.exchanges import DIRECT, KEY_EXCHANGES, RING
+from ring.plan.plan import Plan, plan_of
 from ring.plan.tile import Mask, Tile
 from tests.ring.plan.plan_walk import PlanSetting, check, check_calls
 from tests.support.plan_settings import drawn_settings, listed, stretched_settings
@@ -73,7 +74,7 @@ def test_a_plan_computes_sends_and_returns_exactly_what_the_pattern_says(setting
 )
 def test_interleaved_runs(runs: tuple[range, ...], pattern: Pattern, bucket: int) -> None:
     order = [position for run in runs for position in run]
-    for cuts, exchange in zip(((0, 6, 12, 20), (0, 3, 3, 20), (0, 10, 16, 20)), EXCHANGES, strict=True):
+    for cuts, exchange in zip(((0, 6, 12, 20), (0, 3, 3, 20), (0, 10, 16, 20)), KEY_EXCHANGES, strict=True):
         layout = Layout.from_cuts(order, cuts)
         assert layout.runs is not None
         check(setting_of(pattern, layout, exchange, bucket))
@@ -91,7 +92,7 @@ def test_needs_are_the_same_for_one_range_of_keys_after_another(
     check(setting_of(pattern, getattr(Layout, order)(41, 3), exchange, 4))
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", KEY_EXCHANGES)
 @pytest.mark.parametrize("order", ("striped", "hilbert"))
 def test_sixteen_ranks(order: str, exchange: str) -> None:
     pattern = Pattern((Branch(24, 2, (0, 1, 1, 0)), Branch(7, 3, 2, range(1, 3)), Branch(None, 4)), True)
@@ -112,7 +113,7 @@ def layout_of_segments(count: int, length: int, *owned: int) -> Layout:
     return Layout.from_cuts(order, np.cumsum([0, *(count * share for share in owned)]).tolist())
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", KEY_EXCHANGES)
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize(
     ("branch", "layout"),
@@ -140,7 +141,7 @@ def test_segments_of_own_keys_fold_into_larger_calls_than_those_received() -> No
     """16 segments of 8 on each of two ranks, and one across all: a bucket of 16 has two segments in a call."""
     pattern, layout = Pattern((Branch(8), Branch(None)), causal=True), Layout.contiguous(256, 2)
     for own, folds in ((None, [2] * 8), (16, [2] * 8), (64, [8, 8]), (70, [8, 8]), (1000, [16])):
-        plan = plan_of(pattern, layout, 1, 1, 1, "direct", 16, own)
+        plan = plan_of(pattern, layout, 1, 1, 1, DIRECT, 16, own)
         found = [tile for tile in plan.local if tile.query_rows.length == 8]
         assert [tile.query_rows.folds for tile in found] == [tile.key_rows.folds for tile in found] == folds
         assert {tile.key_rows.length for tile in plan.local} == {8, 16}, "a single segment is cut by the bucket"
@@ -154,7 +155,7 @@ def test_own_keys_per_call_by_default() -> None:
 
 
 def test_slots_are_counted_in_64_bits() -> None:
-    plan = plan_of(Pattern.dense(), Layout.zigzag(2**33, 4), 1, 2, 2, "ring", 2**33)
+    plan = plan_of(Pattern.dense(), Layout.zigzag(2**33, 4), 1, 2, 2, RING, 2**33)
     gathers = [gather for step in plan.steps for gather in step.gathers]
     assert [gather.slots.start for gather in gathers] == [0, 2**31], "two chunks of 2^30 tokens, two heads"
 
@@ -170,7 +171,7 @@ def test_plans_of_stretched_sequences_are_those_of_short_ones(setting: PlanSetti
 def test_plans_of_long_sequences_count_as_closed_forms_do(data: st.DataObject) -> None:
     """One branch over equal shards of any size, causal or not: pairs, and slots that are sent."""
     p, order = data.draw(st.integers(1, 5)), data.draw(st.sampled_from(("contiguous", "zigzag", "striped")))
-    causal, exchange = data.draw(st.booleans()), data.draw(st.sampled_from(EXCHANGES))
+    causal, exchange = data.draw(st.booleans()), data.draw(st.sampled_from([*KEY_EXCHANGES]))
     heads, kv_heads = data.draw(st.sampled_from(((1, 1), (4, 2), (3, 3))))
     n = 16 * p * data.draw(st.integers(1, 2**36 // p))
     piece, branch = n // p, Branch(n)
@@ -219,7 +220,9 @@ def tiles_of(plan: Plan) -> list[Tile]:
 def tile_count(n: int, order: str, causal: bool, exchange: str) -> tuple[int, int]:
     """Tiles and packs of the busiest rank."""
     pattern = Pattern.longnet(LENGTHS, RATES, 12, causal)
-    plans = [plan_of(pattern, getattr(Layout, order)(n, 8), rank, 12, 12, exchange, n) for rank in (0, 3, 7)]
+    plans = [
+        plan_of(pattern, getattr(Layout, order)(n, 8), rank, 12, 12, KEY_EXCHANGES[exchange], n) for rank in (0, 3, 7)
+    ]
     packs = (sum(len(step.gathers) + len(step.scatters) for step in plan.steps) for plan in plans)
     return max(len(tiles_of(plan)) for plan in plans), max(packs)
 
@@ -252,7 +255,7 @@ def test_a_zigzag_shard_meets_itself_in_one_causal_call_and_another_in_one() -> 
         for plan in setting_of(Pattern((Branch(None, rate),), True), Layout.zigzag(48, 3), "ring", 48, (1, 1)).plans:
             (tile,) = plan.local
             assert tile.mask is Mask.CAUSAL and tile.query_rows.length == tile.key_rows.length == 16 // rate
-    for exchange in EXCHANGES:
+    for exchange in KEY_EXCHANGES:
         for plan in setting_of(Pattern.dense(), Layout.zigzag(64, 2), exchange, 32, (1, 1)).plans:
             (step,) = plan.steps
             (tile,) = step.tiles

@@ -9,6 +9,7 @@ import pytest
 
 from reference import Pattern
 from ring.layout import Layout
+from ring.plan.exchange import key_exchange
 from ring.plan.plan import plan_of
 from ring.plan.timeline import seconds_picture, steps_picture
 
@@ -36,14 +37,14 @@ def test_tiles_of_all_ranks_compute_the_visible_pairs(
     """Contiguous shards, and documents that end at a rank's end or within it, need no mask by position."""
     total = 0
     for rank in range(4):
-        plan = plan_of(pattern, Layout.contiguous(64, 4), rank, 2, 1, exchange, 64, varlen=varlen)
+        plan = plan_of(pattern, Layout.contiguous(64, 4), rank, 2, 1, key_exchange(exchange), 64, varlen=varlen)
         total += sum(tile.scores for tiles in (plan.local, *(step.tiles for step in plan.steps)) for tile in tiles)
     assert total == 2 * scores
 
 
 def test_a_plan_shows_its_steps() -> None:
     """Dense causal, contiguous: rank 2 of 3 with 8 tokens computes 36 of its own pairs, and 64 after each hop."""
-    plan = plan_of(Pattern.dense(causal=True), Layout.contiguous(24, 3), 2, 1, 1, "ring", 8)
+    plan = plan_of(Pattern.dense(causal=True), Layout.contiguous(24, 3), 2, 1, 1, key_exchange("ring"), 8)
     svg = plan._repr_html_()
     assert [tip for _, _, tip in bars(svg)] == ["36 scores", "64 scores", "64 scores", "8 slots", "8 slots"]
     assert ">ring, forward: 2 steps; longest bar 64 scores; longest bar 8 slots<" in svg

@@ -6,6 +6,8 @@ import pytest
 
 from reference.pattern import Branch, Pattern
 from ring.layout import Layout
+from ring.plan.exchange import key_exchange
+from ring.plan.exchanges import DIRECT
 from ring.plan.plan import Plan, plan_of
 from ring.plan.tile import Mask
 
@@ -13,7 +15,7 @@ WINDOW = 63
 
 
 def plans(pattern: Pattern, layout: Layout, exchange: str = "direct") -> list[Plan]:
-    return [plan_of(pattern, layout, rank, 2, 2, exchange, layout.n) for rank in range(layout.world_size)]
+    return [plan_of(pattern, layout, rank, 2, 2, key_exchange(exchange), layout.n) for rank in range(layout.world_size)]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_kernel_calls_do_not_grow_with_the_sequence(order: str, causal: bool) ->
 def test_calls_that_take_windows_copy_no_rows(window: int, longest: int, copied: bool) -> None:
     """Keys of the rank before: without a window of its own a call has them, and their queries, in reverse order."""
     layout = Layout.contiguous(4 * 256, 4)
-    plan = plan_of(Pattern.dense(True, window=window), layout, 1, 2, 2, "direct", layout.n, window=longest)
+    plan = plan_of(Pattern.dense(True, window=window), layout, 1, 2, 2, DIRECT, layout.n, window=longest)
     (tile,) = plan.steps[0].tiles
     assert tile.mask is (Mask.CAUSAL if copied else Mask.ANTICAUSAL) and tile.query_rows.length == window
     assert (tile.query_rows.index is not None) is (tile.key_rows.index is not None) is copied

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from reference.pattern import Branch, Pattern
-from ring import all_to_all, attention, consensus, execute
+from ring import attend, attention, consensus, programs
 from ring.comm.call_order import Calls
 from ring.compute.accumulator import Accumulator
 from tests.support.plain_case import plain
@@ -61,13 +61,13 @@ def keeps_one_output(real: Any, args: Any, options: Any, kept: dict[Any, Tensor]
 
 def forgets_the_pattern() -> None:
     """A plan is kept for a layout and a rank, whatever the pattern."""
-    real, kept = all_to_all.plan_of, dict[Any, Any]()
-    all_to_all.plan_of = lambda pattern, *others, **keys: kept.setdefault(others[:2], real(pattern, *others, **keys))
+    real, kept = programs.plan_of, dict[Any, Any]()
+    programs.plan_of = lambda pattern, *others, **keys: kept.setdefault(others[:2], real(pattern, *others, **keys))
 
 
 def ignores_sinks_after_the_first_call() -> None:
-    real, kept = execute.accumulator_for, dict[Any, Any]()
-    execute.accumulator_for = lambda like, sinks: real(like, kept.setdefault(like.shape, sinks))
+    real, kept = attend.accumulator_for, dict[Any, Any]()
+    attend.accumulator_for = lambda like, sinks: real(like, kept.setdefault(like.shape, sinks))
 
 
 def accumulates_in_16_bits() -> None:

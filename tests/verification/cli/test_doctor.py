@@ -13,7 +13,7 @@ import torch
 import ring.execute
 from ring.caching.bounded_cache import BoundedCache
 from ring.compute import kernel_choice
-from ring.validation import EXCHANGES
+from ring.plan.exchange import NAMES
 from verification.case import DTYPES
 from verification.cli import doctor
 
@@ -25,7 +25,7 @@ def test_it_tells_everything_and_writes_the_same_as_json(tmp_path: Path, capsys:
     assert doctor.main(["--json", str(file)]) == 0
     said, found = capsys.readouterr().out, json.loads(file.read_text())
     assert f"torch {torch.__version__}" in said.replace("\n ", "") and found["versions"]["torch"] == torch.__version__
-    assert list(found["exchanges"]) == list(EXCHANGES)
+    assert list(found["exchanges"]) == list(NAMES)
     assert {choice["dtype"] for choice in found["kernels"]} == set(DTYPES)
     assert len(found["gpus"]) == len(found["peer_access"]) == torch.cuda.device_count()
     for part in ("GPUs: ", "gloo's interface: ", "settings in force", "exchanges:", 'kernel "auto"'):

@@ -15,7 +15,7 @@ from reference.head_groups import BY_HOST
 from reference.pattern import Pattern
 from ring.comm.transport import Transport
 from ring.estimate import choice
-from ring.plan import host_groups
+from ring.plan import exchange as exchanges
 from tests.support.plain_case import plain
 from verification.case import Case
 from verification.check.checks import costs
@@ -118,9 +118,9 @@ def test_auto_is_judged_as_the_exchange_that_is_chosen(
 
 
 def test_the_oracle_numbers_the_same_names() -> None:
-    assert set(BY_HOST) == set(host_groups.BY_HOST)
+    assert set(BY_HOST) == set(exchanges.BY_HOST)
     for exchange in (*BY_HOST, "ring", "all-to-all:2+ring"):
         for p, hosts in ((1, 1), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3)):
             given = plain(p, exchange=exchange if p % 2 == 0 else "ring", hosts=hosts)
             places = [rank * hosts // p for rank in range(p)]
-            assert with_number(given).exchange == host_groups.with_number(given.exchange, places)
+            assert with_number(given).exchange == exchanges.with_number(given.exchange, places)

@@ -13,13 +13,11 @@ Six ranks in groups of three; the keys of rank 1:
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TypeVar
 
 from ring.plan.ranges import Ints
 
-_BY_GROUP = re.compile(r"ring:([1-9][0-9]{0,8})\+direct")
 Rank = TypeVar("Rank", int, Ints)
 
 
@@ -65,24 +63,3 @@ class RelayGroups:
 
     def _moved(self, rank: Rank, groups: int, places: int) -> Rank:
         return (rank // self.size + groups) % self.count * self.size + (rank + places) % self.size
-
-
-def is_by_group(exchange: str) -> bool:
-    """Return True for "ring:2+direct" and the like."""
-    return _BY_GROUP.fullmatch(exchange) is not None
-
-
-def relay_groups(exchange: str, ranks: int) -> RelayGroups:
-    """Return the groups of "ring" or "ring:2+direct" among so many ranks.
-
-    Raises ValueError if the size does not divide the ranks.
-    """
-    found = _BY_GROUP.fullmatch(exchange)
-    assert found or exchange == "ring", exchange
-    size = int(found[1]) if found else ranks
-    if ranks % size:
-        raise ValueError(
-            f"exchange must divide the {ranks} ranks of the group into groups of one size, got {exchange!r}; "
-            f"allowed after ring: are divisors of {ranks}"
-        )
-    return RelayGroups(ranks, size)

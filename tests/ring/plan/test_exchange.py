@@ -1,11 +1,14 @@
-"""Exchanges by hosts become the numbered ones whose groups are the hosts."""
+"""Names of exchanges are parsed to the ranks that divide heads and those that pass keys."""
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
-from ring.plan.head_groups import head_groups
-from ring.plan.host_groups import BY_HOST, is_by_host, with_number
+from reference.head_groups import groups_of
+from ring.plan.exchange import BY_HOST, is_by_host, parse, with_number
 
 
 @pytest.mark.parametrize(
@@ -30,9 +33,8 @@ def test_names_are_resolved(exchange: str, hosts: tuple[int, ...], expected: str
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1, 2, 2), (0, 0, 0, 1, 1, 1)])
 @pytest.mark.parametrize("name", [name for name in BY_HOST if "all-to-all" in name])
 def test_the_first_exchange_goes_between_the_ranks_of_a_host(name: str, hosts: tuple[int, ...]) -> None:
-    groups = head_groups(with_number(name, hosts), 6)
-    assert groups is not None
-    within, between = groups.dividing, groups.alike
+    spec = parse(with_number(name, hosts), 6)
+    within, between = spec.dividing, spec.same_heads
     if name.endswith("all-to-all"):
         within, between = between, within
     for rank in range(6):
@@ -49,3 +51,36 @@ def test_uneven_and_interleaved_hosts_are_refused(name: str) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             with_number(name, hosts)
+
+
+HYBRIDS = (
+    "all-to-all:2+ring", "ring+all-to-all:2", "direct+all-to-all:3", "all-to-all:3+gather", "all-to-all:6+ring",
+    "gather+all-to-all:1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("exchange", ("all-to-all", *HYBRIDS))
+def test_the_oracle_has_the_same_groups(exchange: str) -> None:
+    for p in range(1, 13):
+        if exchange != "all-to-all" and p % int(re.sub("[^0-9]", "", exchange)):
+            with pytest.raises(ValueError, match=f"exchange must divide the {p} ranks"):
+                parse(exchange, p)
+            with pytest.raises(ValueError, match=f"two that divide {p} ranks"):
+                groups_of(exchange, p)
+            continue
+        spec, groups = parse(exchange, p), groups_of(exchange, p)
+        assert (spec.keys.name, spec.degree) == (groups.exchange, groups.degree)
+        for rank in range(p):
+            assert tuple(spec.dividing(rank)) in groups.dividing and rank in spec.dividing(rank)
+            assert tuple(spec.same_heads(rank)) in groups.alike and rank in spec.same_heads(rank)
+
+
+@pytest.mark.parametrize(
+    "exchange", ("all-to-all:2", "ring+direct", "ring+all-to-all", "all-to-all:2+ring+all-to-all:3", "ring:2",
+                 "all-to-all:02+ring", "all-to-all:2+all-to-all:3", "all-to-all:\u0662+ring", "", None, 2, ["ring"]),
+)  # fmt: skip
+def test_other_exchanges_are_unknown(exchange: Any) -> None:
+    with pytest.raises(ValueError, match="exchange must be one of"):
+        parse(exchange, 6)
+    with pytest.raises(ValueError, match="exchange is .*; it must be one of"):
+        groups_of(exchange, 6)
