@@ -18,6 +18,7 @@ from ring.consensus import agree, agree_backward
 from ring.dispatcher_op import as_one_operator
 from ring.execute import Execution, backward, execution_of, forward, select_transport
 from ring.layout import Layout
+from ring.settings import Settings
 from ring.torch_compile import traced
 from ring.validation import Call, wants_gradients, warn_of_heads_first
 
@@ -107,27 +108,24 @@ def ring_attention(
         RuntimeError: a rank, which the error names, did not come within the timeout, or its call was interrupted. The
             group is then unusable.
     """
+    settings = Settings(exchange, bucket, kernel, scale, softcap, return_lse, check, name)
     if torch.compiler.is_compiling() and not unknown:
         q, k, v = in_autocast_type(q, k, v)
-        return traced(
-            q, k, v, pattern, layout, key_layout=key_layout, group=group, return_lse=return_lse, exchange=exchange,
-            bucket=bucket, kernel=kernel, scale=scale, softcap=softcap, sinks=sinks, check=check, name=name,
-        )  # fmt: skip
+        return traced(q, k, v, pattern, layout, key_layout=key_layout, group=group, sinks=sinks, **vars(settings))
     warn_of_heads_first(q, k, v)
     transport = transport_over(group, layout.world_size if isinstance(layout, Layout) else 1)
     with _on_device_of(q), transport.calls.lock():
         numbered = transport.calls.begin(name, transport.world_size)
         q, k, v = in_autocast_type(q, k, v)
         call = Call(
-            q, k, v, pattern, layout, layout if key_layout is None else key_layout, exchange, bucket, kernel, scale,
-            softcap, sinks, return_lse, wants_gradients(q, k, v, sinks),
-            sinks is not None and wants_gradients(sinks), (*unknown,),
+            q, k, v, pattern, layout, layout if key_layout is None else key_layout, sinks, settings,
+            wants_gradients(q, k, v, sinks), sinks is not None and wants_gradients(sinks), (*unknown,),
         )  # fmt: skip
-        setting = agree(call, numbered, transport, check)
+        setting = agree(call, numbered, transport)
         # Selecting symmetric memory is collective: only after consensus do all ranks have GPU tensors.
         if transport is not group:
             transport = select_transport(q, transport)
-        execution = execution_of(call, setting, numbered, transport, check)
+        execution = execution_of(call, setting, numbered, transport)
         out, lse = _RingAttention.apply(q, k, v, sinks, execution)
     return (out, lse) if return_lse else out
 
@@ -141,7 +139,7 @@ def attend_packed(
     """
     if packed is not None and torch.compiler.is_compiling():  # a graph cannot create patterns
         q, k, v = in_autocast_type(q, k, v)
-        out = traced(q, k, v, pattern, layout, packed=packed.number, return_lse=False, **settings)
+        out = traced(q, k, v, pattern, layout, packed=packed.number, **settings)
     else:
         if packed is not None and isinstance(pattern, Pattern):
             pattern = _with_documents(pattern, packed.packed)

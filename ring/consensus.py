@@ -21,7 +21,6 @@ import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
 from reference.documents import first_few
-from reference.pattern import Pattern
 from ring.caching.bounded_cache import BoundedCache
 from ring.comm.call_order import NumberedCall, within_backward
 from ring.comm.rank_error import described, error_of
@@ -55,11 +54,12 @@ _UNKNOWN = CallSetting(_NO_ARGUMENTS, parse(DIRECT.name, 1))
 _settings: BoundedCache[Hashable, CallSetting] = BoundedCache(256, most_bytes=2**26)
 
 
-def agree(call: Call, numbered: NumberedCall, transport: Transport, check: bool) -> CallSetting:
+def agree(call: Call, numbered: NumberedCall, transport: Transport) -> CallSetting:
     """Return the call's setting if the call is valid and, with `check`, if all ranks make this call.
 
     Raises ValueError or NotImplementedError; with `check` the same one on every rank.
     """
+    check = call.settings.check
     hosts = hosts_of(call, numbered, transport)
     error: Exception | None = None
     setting, signature, where = _UNKNOWN, _NO_ARGUMENTS, f"the forward of call {numbered.number}"
@@ -101,7 +101,7 @@ def _with_values(signature: Signature, sinks: torch.Tensor) -> Signature:
 
 def hosts_of(call: Call, this: NumberedCall, transport: Transport) -> tuple[int, ...]:
     """Return the hosts of the ranks if the exchange depends on them. Raises RuntimeError for ranks that do not come."""
-    if not depends_on_hosts(call.exchange):
+    if not depends_on_hosts(call.settings.exchange):
         return ()
     try:
         return transport.hosts
@@ -119,7 +119,7 @@ def setting_of(call: Call, transport: Transport, hosts: tuple[int, ...]) -> Call
 
     def validated() -> CallSetting:
         resolved = _with_exchange(call, transport, hosts)
-        return CallSetting(signature_of(kind_of(resolved, thread)), parse(resolved.exchange, transport.world_size))
+        return CallSetting(_signature(resolved, thread), parse(resolved.settings.exchange, transport.world_size))
 
     try:
         return _settings.get_or_make(key, validated, lambda _: _LENGTH_BYTES * len(call.pattern.documents or ()))
@@ -130,14 +130,20 @@ def setting_of(call: Call, transport: Transport, hosts: tuple[int, ...]) -> Call
 
 def _with_exchange(call: Call, transport: Transport, hosts: tuple[int, ...]) -> Call:
     """Validate a call and return it with the name of its exchange, without "auto", and with a number of ranks."""
-    automatic = is_auto(call.exchange)
-    call = replace(call, exchange=DIRECT.name if automatic else with_number(call.exchange, hosts))
+    exchange = call.settings.exchange
+    automatic = is_auto(exchange)
+    call = _exchanged(call, DIRECT.name if automatic else with_number(exchange, hosts))
     validate(call, transport)
     if not automatic:
         return call
     from ring.estimate.choice import chosen  # most calls need no estimates
 
-    return replace(call, exchange=chosen(call, hosts))
+    return _exchanged(call, chosen(call, hosts))
+
+
+def _exchanged(call: Call, exchange: str) -> Call:
+    """Return the call with another exchange."""
+    return replace(call, settings=replace(call.settings, exchange=exchange))
 
 
 def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) -> None:
@@ -262,42 +268,6 @@ def _difference(first: object, other: object, rank: int) -> str:
     return f"rank 0 has {a} as number {i} of {len(first)}, rank {rank} {b} as number {i} of {len(other)}"
 
 
-class CallKind(NamedTuple):
-    """The properties that must be equal on all ranks of a call."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    dim: int
-    value_dim: int
-    dtype: torch.dtype
-    device: str
-    pattern: Pattern
-    layout: Layout
-    key_layout: Layout
-    exchange: str
-    bucket: int | None
-    kernel: str
-    scale: float | None
-    softcap: float | None
-    sinks: torch.dtype | None
-    return_lse: bool
-    differentiated: bool
-    sinks_differentiated: bool
-    thread: str
-
-
-def kind_of(call: Call, thread: str) -> CallKind:
-    """Return the kind of a validated call."""
-    q = call.q
-    return CallKind(
-        q.shape[0], q.shape[2], call.k.shape[2], q.shape[3], call.v.shape[3], q.dtype, q.device.type, call.pattern,
-        call.layout, call.key_layout, call.exchange, call.bucket, call.kernel, call.scale, call.softcap,
-        None if call.sinks is None else call.sinks.dtype, call.return_lse, call.differentiated,
-        call.sinks_differentiated, thread,
-    )  # fmt: skip
-
-
 def _thread_role() -> str:
     """Return the role of this thread. Thread names may differ between ranks; but if one rank calls from its main thread
     and another does not, two threads per rank are calling.
@@ -311,28 +281,27 @@ def _described(layout: Layout) -> str:
     return f"{layout.n} tokens, cuts {layout.cuts}, order {layout.digest.hex()}"
 
 
-def signature_of(kind: CallKind) -> Signature:
+def _signature(call: Call, thread: str) -> Signature:
+    """Return the signature of a validated call."""
+    q, settings = call.q, call.settings.entries()
+    exchange = settings.pop("exchange")
     entries = {
-        "batch size": kind.batch,
-        "query heads": kind.heads,
-        "key/value heads": kind.kv_heads,
-        "head dim": kind.dim,
-        "head dim of v": kind.value_dim,
-        "dtype": str(kind.dtype),
-        "device type": kind.device,
-        "pattern": replace(kind.pattern, documents=None).to_dict(),
-        "documents": kind.pattern.documents,
-        "layout": _described(kind.layout),
-        "key_layout": _described(kind.key_layout),
-        "bucket": kind.bucket,
-        "kernel": kind.kernel,
-        "scale": None if kind.scale is None else float(kind.scale) + 0.0,  # so that 1 equals 1.0, and -0.0 equals 0.0
-        "softcap": None if kind.softcap is None else float(kind.softcap),
-        "dtype of sinks": None if kind.sinks is None else str(kind.sinks),
-        "return_lse": kind.return_lse,
-        "requires_grad": kind.differentiated,
-        "requires_grad of sinks": kind.sinks_differentiated,
-        "exchange": kind.exchange,  # after what "auto" chooses by: the first difference is named
-        "calling thread": kind.thread,
+        "batch size": q.shape[0],
+        "query heads": q.shape[2],
+        "key/value heads": call.k.shape[2],
+        "head dim": q.shape[3],
+        "head dim of v": call.v.shape[3],
+        "dtype": str(q.dtype),
+        "device type": q.device.type,
+        "pattern": replace(call.pattern, documents=None).to_dict(),
+        "documents": call.pattern.documents,
+        "layout": _described(call.layout),
+        "key_layout": _described(call.key_layout),
+        **settings,
+        "dtype of sinks": None if call.sinks is None else str(call.sinks.dtype),
+        "requires_grad": call.differentiated,
+        "requires_grad of sinks": call.sinks_differentiated,
+        "exchange": exchange,  # after what "auto" chooses by: the first difference is named
+        "calling thread": thread,
     }
     return Signature(entries, _digest(json.dumps(entries).encode()))

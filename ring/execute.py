@@ -51,9 +51,7 @@ class Execution:
     check: bool
 
 
-def execution_of(
-    call: Call, setting: CallSetting, numbered: NumberedCall, transport: Transport, check: bool
-) -> Execution:
+def execution_of(call: Call, setting: CallSetting, numbered: NumberedCall, transport: Transport) -> Execution:
     """Return the execution of a validated call. Its programs are cached on its setting, which determines them."""
 
     @_disable_current_modes()  # selective checkpointing wants the same operators in a recomputation, which finds a plan
@@ -61,7 +59,7 @@ def execution_of(
         return make_programs(call, setting.exchange, transport.rank)
 
     programs = _programs.get_or_make(setting, made, lambda programs: programs.nbytes)
-    return Execution(programs, transport, numbered, check)
+    return Execution(programs, transport, numbered, call.settings.check)
 
 
 def forward(

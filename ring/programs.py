@@ -108,7 +108,7 @@ class Programs:
 def make_programs(call: Call, exchange: ExchangeSpec, rank: int) -> Programs:
     """Make the programs of a validated call on a rank."""
     heads, kv_heads = call.q.shape[2], call.k.shape[2]
-    bucket = call.bucket
+    bucket = call.settings.bucket
     if bucket is None:
         bucket = default_bucket(call.layout, heads, kv_heads, call.q.dtype, call.q.device.type, call.key_layout)
     dividing, same_heads = exchange.dividing(rank), exchange.same_heads(rank)
@@ -127,7 +127,7 @@ def make_programs(call: Call, exchange: ExchangeSpec, rank: int) -> Programs:
             _block_programs(call, exchange, same_heads.index(rank), bucket, layouts, block) if block.queries else None
             for block in own
         ),
-        *places, call.return_lse, shares_keys(stages),
+        *places, call.settings.return_lse, shares_keys(stages),
         (call.pattern, call.layout.digest, call.key_layout.digest, heads, kv_heads, exchange.name, bucket),
     )  # fmt: skip
 
@@ -139,10 +139,10 @@ def _block_programs(
     heads, kv_heads, pattern = len(block.queries), len(block.keys), call.pattern
     if heads < call.q.shape[2]:
         pattern = pattern.of_heads(block.queries)
-    setting = kernel_choice.setting_of(call.kernel, call.q, call.k, call.v, call.scoring)
+    setting = kernel_choice.setting_of(call.settings.kernel, call.q, call.k, call.v, call.scoring)
     setting = setting._replace(share=heads // max(1, kv_heads))
     own = None
-    if call.bucket is None:
+    if call.settings.bucket is None:
         widest = max(call.q.shape[3], call.v.shape[3])
         own = default_local_bucket(call.q.shape[0], heads, widest, bucket, call.q.device.type)
     plan = plan_of(

@@ -27,6 +27,7 @@ from ring.consensus import agree, agree_backward, hosts_of, setting_of
 from ring.execute import backward, execution_of, forward, select_transport
 from ring.layout import Layout, numbered_layout
 from ring.precision import accumulator_dtype
+from ring.settings import OPERATOR_SCHEMA, Settings
 from ring.validation import Call, wants_gradients
 
 if TYPE_CHECKING:
@@ -36,22 +37,22 @@ NO_GROUP = ""
 
 
 def traced(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, layout: Layout, *,
-    group: dist.ProcessGroup | DeviceMesh | Transport | None, kernel: str, return_lse: bool, packed: int | None = None,
-    key_layout: Layout | None = None, sinks: Tensor | None = None, **settings: Any,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, layout: Layout, *, key_layout: Layout | None = None,
+    group: dist.ProcessGroup | DeviceMesh | Transport | None, sinks: Tensor | None = None, packed: int | None = None,
+    **settings: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`ring_attention` in a graph. packed: number of the pattern whose documents to use; None: those of `pattern`.
-    settings: the other arguments.
+    settings: those of `Settings`.
 
     Raises ValueError while traced if the group has no name. Other errors are raised when the graph runs.
     """
     out, lse, _ = torch.ops.ring.attention_forward(
         q, k, v, sinks, layout=layout.number, key_layout=(layout if key_layout is None else key_layout).number,
-        pattern=pattern.text, group=group_name(group), return_lse=return_lse, kernel_name=kernel,
-        packed=pattern.number if packed is None else packed,
-        differentiated=wants_gradients(q, k, v, sinks), sinks_differentiated=wants_gradients(sinks), **settings,
+        pattern=pattern.text, packed=pattern.number if packed is None else packed, group=group_name(group),
+        differentiated=wants_gradients(q, k, v, sinks), sinks_differentiated=wants_gradients(sinks),
+        **Settings(**settings).for_operator(),
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return (out, lse) if settings.get("return_lse", False) else out
 
 
 # --- objects by text, number and name ---------------------------------------------------------------------------------
@@ -90,32 +91,40 @@ def named_transport(group: str) -> Transport:
 
 
 # --- the operators ----------------------------------------------------------------------------------------------------
-# Do not name an argument `kernel`: Inductor passes arguments by name, beside a `kernel` of its own.
+
+_CALL = (
+    "SymInt layout, SymInt key_layout, str pattern, SymInt packed, str group, bool differentiated, bool sinks_differentiated, "
+    + OPERATOR_SCHEMA
+)
 
 
-@torch.library.custom_op("ring::attention_forward", mutates_args=())
-def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, layout: int, key_layout: int, pattern: str, group: str,
-    exchange: str, bucket: int | None, kernel_name: str, scale: float | None, return_lse: bool, check: bool,
-    name: str | None, differentiated: bool, packed: int = 0, softcap: float | None = None,
-    sinks_differentiated: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: dict[str, Any]) -> Call:
+    """Return the call of an operator's arguments."""
+    layouts = numbered_layout(arguments["layout"]), numbered_layout(arguments["key_layout"])
+    return Call(
+        q, k, v, _pattern(arguments["pattern"], arguments["packed"]), *layouts, sinks, Settings.of_operator(arguments),
+        arguments["differentiated"], arguments["sinks_differentiated"],
+    )  # fmt: skip
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """q (B, N, H, D), k (B, N, Hk, D), v (B, N, Hk, Dv), sinks (H,) -> out (B, N, H, Dv), lse (B, H, N), and the number
     of the call, (1,) int64.
-
-    packed: the number of the pattern whose documents to use; 0: none. differentiated: True if the graph is.
     """
-    transport = named_transport(group)
+    transport = named_transport(arguments["group"])
     with torch.cuda.device_of(q), transport.calls.lock(), torch.autocast(q.device.type, enabled=False):
-        numbered = transport.calls.begin(name, transport.world_size)
-        call = Call(
-            q, k, v, _pattern(pattern, packed), numbered_layout(layout), numbered_layout(key_layout), exchange,
-            bucket, kernel_name, scale, softcap, sinks, return_lse, differentiated, sinks_differentiated,
-        )  # fmt: skip
-        setting = agree(call, numbered, transport, check)
-        execution = execution_of(call, setting, numbered, select_transport(q, transport), check)
+        numbered = transport.calls.begin(arguments["name_"], transport.world_size)
+        call = _call(q, k, v, sinks, arguments)
+        setting = agree(call, numbered, transport)
+        execution = execution_of(call, setting, numbered, select_transport(q, transport))
         out, lse = forward(execution, q, k, v, sinks)
         return out.contiguous(), lse, torch.tensor([numbered.number], device="cpu")
+
+
+attention_forward = torch.library.custom_op(
+    "ring::attention_forward", _forward, mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, *, {_CALL}) -> (Tensor, Tensor, Tensor)",
+)  # fmt: skip
 
 
 @attention_forward.register_fake
@@ -125,30 +134,30 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **settings: Any) ->
     return q.new_empty((batch, tokens, heads, v.shape[3])), lse, torch.empty(1, dtype=torch.int64, device="cpu")
 
 
-@torch.library.custom_op("ring::attention_backward", mutates_args=())
-def attention_backward(
+def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
-    number: Tensor, *, layout: int, key_layout: int, pattern: str, group: str, exchange: str,
-    bucket: int | None, kernel_name: str, scale: float | None, return_lse: bool, check: bool, name: str | None,
-    packed: int = 0, softcap: float | None = None, sinks_differentiated: bool = False,
+    number: Tensor, **arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk, dv, dsinks, like q, k, v, sinks; an empty dsinks if they have no gradient. number: of the call, as
     returned by the forward.
     """
-    transport = named_transport(group)
+    transport = named_transport(arguments["group"])
     with torch.cuda.device_of(q), transport.calls.lock(), torch.autocast(q.device.type, enabled=False):
-        numbered = transport.calls.get(int(number), name)
-        call = Call(
-            q, k, v, _pattern(pattern, packed), numbered_layout(layout), numbered_layout(key_layout), exchange,
-            bucket, kernel_name, scale, softcap, sinks, return_lse, differentiated=True,
-            sinks_differentiated=sinks_differentiated,
-        )  # fmt: skip
-        agree_backward(numbered, transport, check)
+        numbered = transport.calls.get(int(number), arguments["name_"])
+        call = _call(q, k, v, sinks, arguments)
+        agree_backward(numbered, transport, call.settings.check)
         setting = setting_of(call, transport, hosts_of(call, numbered, transport))
-        execution = execution_of(call, setting, numbered, select_transport(q, transport), check)
-        grads = backward(execution, q, k, v, out, lse, dout, dlse, sinks if sinks_differentiated else None)
+        execution = execution_of(call, setting, numbered, select_transport(q, transport))
+        grads = backward(execution, q, k, v, out, lse, dout, dlse, sinks if call.sinks_differentiated else None)
         dq, dk, dv, *dsinks = (grad.contiguous() for grad in grads)
     return dq, dk, dv, dsinks[0] if dsinks else q.new_empty(0)
+
+
+attention_backward = torch.library.custom_op(
+    "ring::attention_backward", _backward, mutates_args=(),
+    schema="(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, "
+    f"Tensor number, *, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
+)  # fmt: skip
 
 
 @attention_backward.register_fake
@@ -161,7 +170,7 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
-    ctx.settings = {name: value for name, value in keyword_only_inputs.items() if name != "differentiated"}
+    ctx.arguments = keyword_only_inputs | {"differentiated": True}
     ctx.save_for_backward(*inputs, *output)
     ctx.set_materialize_grads(False)
 
@@ -169,8 +178,8 @@ def _setup_context(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], o
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     out = ctx.saved_tensors[4]
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dsinks = torch.ops.ring.attention_backward(dout, dlse, *ctx.saved_tensors, **ctx.settings)
-    return dq, dk, dv, dsinks if ctx.settings["sinks_differentiated"] else None
+    dq, dk, dv, dsinks = torch.ops.ring.attention_backward(dout, dlse, *ctx.saved_tensors, **ctx.arguments)
+    return dq, dk, dv, dsinks if ctx.arguments["sinks_differentiated"] else None
 
 
 attention_forward.register_autograd(_differentiate, setup_context=_setup_context)

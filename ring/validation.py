@@ -9,20 +9,17 @@ from typing import Any
 
 import torch
 
-from reference.documents import describe
 from reference.pattern import Pattern, check_pattern
 from ring.comm.transport import Transport
-from ring.compute.kernel_choice import KERNELS, fused_kernels, setting_of
+from ring.compute.kernel_choice import fused_kernels, setting_of
 from ring.compute.kernel_limits import describe_limits, fa4_missing
 from ring.compute.scores import Scores
 from ring.layout import Layout
-from ring.plan.exchange import check_name, parse
+from ring.plan.exchange import parse
 from ring.precision import accumulator_dtype
+from ring.settings import Settings
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_MAX = 2**40  # tokens: plans count in 64 bits
-_LARGEST = sys.float_info.max
-_LARGEST_SOFTCAP = 1e30  # scores are divided by it, and multiplied, in fp32
 _REPLACEMENTS = {  # for arguments of other attention functions
     "attn_mask": "masks are patterns, as Pattern.dense(causal=True) or Pattern.dense(documents=lengths)",
     "is_causal": "write Pattern.dense(causal=True)",
@@ -46,34 +43,26 @@ class Call:
     pattern: Pattern
     layout: Layout
     key_layout: Layout  # of k and v
-    exchange: str
-    bucket: int | None
-    kernel: str
-    scale: float | None
-    softcap: float | None
     sinks: torch.Tensor | None
-    return_lse: bool
+    settings: Settings
     differentiated: bool  # see `wants_gradients`
     sinks_differentiated: bool
     unknown: tuple[str, ...] = ()  # names of unsupported arguments
 
     def key(self) -> tuple[object, ...]:
-        """Key of a call's validity and plan. It has types beside values, because 1, 1.0 and True are equal."""
-        options = (
-            self.exchange, self.bucket, self.kernel, self.scale, self.softcap, self.return_lse, self.differentiated,
-            self.sinks_differentiated,
-        )  # fmt: skip
-        kinds = (type(self.bucket), type(self.scale), type(self.softcap), type(self.return_lse))
+        """Key of a call's validity and plan."""
+        gradients = self.differentiated, self.sinks_differentiated
         sinks = None if self.sinks is None else _kind(self.sinks)
         layouts = _identity(self.layout)
         if self.key_layout is not self.layout:
             layouts = layouts, _identity(self.key_layout)
-        return _kind(self.q), _kind(self.k), _kind(self.v), sinks, self.pattern, layouts, options, kinds
+        return _kind(self.q), _kind(self.k), _kind(self.v), sinks, self.pattern, layouts, self.settings.key, gradients
 
     @property
     def scoring(self) -> Scores:
-        scale = self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
-        return Scores(scale, None if self.softcap is None else float(self.softcap))
+        scale, softcap = self.settings.scale, self.settings.softcap
+        scale = self.q.shape[3] ** -0.5 if scale is None else float(scale)
+        return Scores(scale, None if softcap is None else float(softcap))
 
 
 def _kind(x: object) -> tuple[object, ...]:
@@ -123,13 +112,13 @@ def validate(call: Call, transport: Transport) -> None:
     for name, layout in layouts.items():
         if not isinstance(layout, Layout):
             raise ValueError(f"{name} must be a Layout, as Layout.zigzag(n, p), got {layout!r}")
-    _validate_options(call)
+    call.settings.validate()
     for name, layout in layouts.items():
         if layout.world_size != transport.world_size:
             raise ValueError(
                 f"{name} must be for the {transport.world_size} ranks of the group, got one for {layout.world_size}"
             )
-    parse(call.exchange, transport.world_size)
+    parse(call.settings.exchange, transport.world_size)
     call.pattern.validate_tokens(call.layout.n)
     if call.pattern.documents is not None and call.key_layout.n != call.layout.n:
         raise ValueError(
@@ -140,30 +129,6 @@ def validate(call: Call, transport: Transport) -> None:
     call.pattern.validate(call.q.shape[2])
     if call.sinks is not None:
         _validate_sinks(call.sinks, call.q)
-
-
-def check_softcap(softcap: object) -> None:
-    """Raise ValueError for a softcap that is neither None nor a number within fp32's reach."""
-    if softcap is not None:
-        real = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
-        if not real or not 1 / _LARGEST_SOFTCAP <= softcap <= _LARGEST_SOFTCAP:  # type: ignore[operator]
-            raise ValueError(f"softcap must be None or a number from 1e-30 to 1e30, got {describe(softcap)}")
-
-
-def _validate_options(call: Call) -> None:
-    check_name(call.exchange)
-    if call.kernel not in KERNELS:
-        raise ValueError(f"kernel must be one of {KERNELS}, got {call.kernel!r}")
-    bucket = call.bucket
-    if bucket is not None and (not isinstance(bucket, int) or isinstance(bucket, bool) or not 1 <= bucket <= _MAX):
-        raise ValueError(f"bucket must be None or a number of tokens from 1 to 2**40, got {describe(bucket)}")
-    scale = call.scale
-    if scale is not None:
-        if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not abs(scale) <= _LARGEST:
-            raise ValueError(f"scale must be None or a finite number, got {describe(scale)}")
-    check_softcap(call.softcap)
-    if not isinstance(call.return_lse, bool):
-        raise ValueError(f"return_lse must be True or False, got {call.return_lse!r}")
 
 
 def _validate_tensors(call: Call, queries: int, keys: int) -> None:
@@ -202,7 +167,7 @@ def _validate_tensors(call: Call, queries: int, keys: int) -> None:
             got = f"{x.shape[1]}: heads first? Write {name}.transpose(1, 2)" if x.shape[2] == tokens else x.shape[1]
             other = "" if by == "key_layout" or name == "q" else "; keys of another sequence take key_layout="
             raise ValueError(f"{name} must have the {tokens} tokens that the {by} gives this rank, got {got}{other}")
-    if call.kernel in ("flash", "cudnn", "fa4"):
+    if call.settings.kernel in ("flash", "cudnn", "fa4"):
         _validate_fused(call)
 
 
@@ -237,16 +202,16 @@ def refuse_dtensor(name: str, x: Any) -> None:
 
 def _validate_fused(call: Call) -> None:
     """Refuse a fused kernel, requested by name, that supports no tile of the call."""
-    name, q = call.kernel, call.q
+    name, q = call.settings.kernel, call.q
     devices = ("cpu", "cuda") if name == "flash" else ("cuda",)
     if q.device.type not in devices:
         kinds = " and ".join(devices)
         raise NotImplementedError(f"kernel {name!r} takes {kinds} tensors, got {q.device}; 'auto' and 'math' take any")
     if name == "fa4" and (missing := fa4_missing()) is not None:
         raise NotImplementedError(f"kernel 'fa4' is FlashAttention-4: {missing}; 'auto' takes other kernels")
-    if call.softcap is not None and name != "fa4":
+    if (softcap := call.settings.softcap) is not None and name != "fa4":
         raise NotImplementedError(
-            f"kernel {name!r} has no softcap, got softcap={call.softcap}: use kernel 'auto', 'math' or, on GPUs, 'fa4'"
+            f"kernel {name!r} has no softcap, got softcap={softcap}: use kernel 'auto', 'math' or, on GPUs, 'fa4'"
         )
     setting = setting_of(name, q, call.k, call.v, call.scoring)
     if name not in fused_kernels(setting._replace(scoring=call.scoring._replace(scale=1.0))):

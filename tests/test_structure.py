@@ -20,7 +20,7 @@ ROAD = (
     "ring.whole_file", "ring.regular_file",
     "ring.caching", "ring.precision", "ring.balance", "ring.layout_picture", "ring.layout", "ring.plan",
     "ring.strided_view", "ring.comm", "ring.compute",
-    "ring.lowering", "ring.default_bucket", "ring.validation", "ring.programs", "ring.estimate",
+    "ring.lowering", "ring.default_bucket", "ring.settings", "ring.validation", "ring.programs", "ring.estimate",
     "ring.consensus", "ring.attend", "ring.execute", "ring.dispatcher_op", "ring.torch_compile", "ring.attention",
     "ring.nn", "ring",
     "verification.wording", "verification.failures", "verification.protocols", "verification.saved_fields",

@@ -101,7 +101,7 @@ def chosen(call: validation.Call, hosts: tuple[int, ...]) -> str:
         return names[0]
     within = _ranks_per_host(hosts)
     try:
-        estimated = Call(call.pattern, *sizes, DIRECT.name, call.bucket, device)
+        estimated = Call(call.pattern, *sizes, DIRECT.name, call.settings.bucket, device)
         rates = default_rates(device, ranks_per_host=within)
         rows = _ordered(estimated, "given", call.layout, call.key_layout, rates, call.differentiated)
     except ValueError as error:

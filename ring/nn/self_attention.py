@@ -15,7 +15,7 @@ from reference.pattern import Pattern, check_pattern
 from ring.nn.context import ContextParallel
 from ring.nn.ring_attention import checked_context
 from ring.nn.rotary import THETA, cached_angles, check_rotation, has_token_shape, rotate
-from ring.validation import check_softcap
+from ring.settings import check_softcap
 
 SHAPE = ("batch", "local tokens", "dim")
 

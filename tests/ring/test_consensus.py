@@ -23,6 +23,7 @@ from ring.compute import kernel_choice
 from ring.compute.kernel_choice import KernelSetting
 from ring.compute.kernel_limits import HOPPER
 from ring.compute.scores import Scores
+from ring.settings import Settings
 from tests.support.attention_cases import inputs
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
@@ -286,9 +287,7 @@ def test_a_fused_kernel_of_gpus_is_refused_where_it_takes_no_tile(
 ) -> None:
     """Needs no GPU: nothing is computed."""
     q, v = (SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 8, 3, dim)) for dim in dims)
-    call: Any = SimpleNamespace(
-        kernel=kernel, q=q, k=q, v=v, return_lse=False, differentiated=True, softcap=None, scoring=Scores(1.0)
-    )
+    call: Any = SimpleNamespace(settings=Settings(kernel=kernel), q=q, k=q, v=v, scoring=Scores(1.0))
     monkeypatch.setattr(validation, "fa4_missing", lambda: None)
     monkeypatch.setattr(kernel_choice, "fa4_missing", lambda: None)
     setting = KernelSetting(kernel, "cuda", HOPPER, dtype, dims, 1, 1, call.scoring)
@@ -302,7 +301,7 @@ def test_what_a_kernel_lacks_is_named(kernel: str, monkeypatch: pytest.MonkeyPat
     """A softcap, or the package of FlashAttention-4. Needs no GPU."""
     q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 8, 3, 64))
     call: Any = SimpleNamespace(
-        kernel=kernel, q=q, k=q, v=q, return_lse=False, differentiated=True, softcap=30.0, scoring=Scores(1.0, 30.0)
+        settings=Settings(kernel=kernel, softcap=30.0), q=q, k=q, v=q, scoring=Scores(1.0, 30.0)
     )
     monkeypatch.setattr(validation, "fa4_missing", lambda: "flash-attn-4 is not installed: pip install")
     said = (

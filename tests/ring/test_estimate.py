@@ -37,6 +37,7 @@ from ring.plan.exchange import parse
 from ring.plan.plan import plan_of
 from ring.precision import accumulator_dtype
 from ring.programs import Programs, make_programs
+from ring.settings import Settings
 from tests.support import drawn_patterns
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -197,7 +198,7 @@ def programs_of(call: Call, layout: Layout, keys: Layout, rank: int) -> tuple[Pr
     q, k, v, out = rows(layout, h, d), rows(keys, kv, d), rows(keys, kv, dv), rows(layout, h, dv)
     lse = torch.zeros(call.batch, h, layout.counts[rank], dtype=accumulator_dtype(call.dtype))
     arguments = validation.Call(
-        q, k, v, call.pattern, layout, keys, call.exchange, call.bucket, "math", None, None, None, False, True, False
+        q, k, v, call.pattern, layout, keys, None, Settings(call.exchange, call.bucket, "math"), True, False
     )
     return make_programs(arguments, parse(call.exchange, layout.world_size), rank), [q, k, v, out, lse, out]
 

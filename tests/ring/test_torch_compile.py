@@ -25,6 +25,7 @@ from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import RecordingTransport
 from ring.nn import ContextParallel, RingAttention
 from ring.nn.frameworks import recompute
+from ring.settings import Settings
 from ring.torch_compile import NO_GROUP, traced
 from tests.support.attention_cases import PACKED, PATTERNS, inputs, plain
 from tests.support.nn_ranks import said
@@ -97,13 +98,14 @@ def test_one_offset_by_head_is_refused_for_several_heads_as_in_a_call(attention:
 def test_the_operators_are_as_torch_wants_them(pattern: Pattern) -> None:
     q, k, v, dout, dlse = inputs()
     q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
-    settings = SETTINGS | {"pattern": pattern.text, "packed": pattern.number}
+    settings = Settings(**SETTINGS, return_lse=True).for_operator()
+    settings |= {"pattern": pattern.text, "packed": pattern.number}
     settings |= {"layout": ALONE.number, "key_layout": ALONE.number}
-    settings |= {"group": NO_GROUP, "kernel_name": "auto", "return_lse": True}
+    settings |= {"group": NO_GROUP, "differentiated": True, "sinks_differentiated": False}
     forward, backward = torch.ops.ring.attention_forward, torch.ops.ring.attention_backward
     leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
-    torch.library.opcheck(forward.default, (*leaves, None), settings | {"differentiated": True})
-    out, lse, number = forward(q, k, v, None, **settings, differentiated=True)
+    torch.library.opcheck(forward.default, (*leaves, None), settings)
+    out, lse, number = forward(q, k, v, None, **settings)
     torch.library.opcheck(backward.default, (dout, dlse, q, k, v, None, out, lse, number), settings)
 
 
