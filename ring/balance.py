@@ -37,7 +37,7 @@ Ints = np.ndarray  # int64
 CHUNK = 64  # tokens of an indivisible chunk in step 3
 ENOUGH, ENOUGH_TOKENS = 1.05, 1.2  # maximum over mean that is accepted, of work and of tokens
 PARTS = (1, 2, 4, 8, 16)  # step 2 divides documents longer than 1 / part of a rank's share
-EXCHANGES = 200  # at most, in step 3
+MOST_SWAPS = 200  # in step 3
 
 
 def owners(pattern: Pattern, n: int, p: int, heads: int | None = None, hosts: int = 1) -> Ints:
@@ -204,7 +204,7 @@ def _by_chunks(cost: Ints, p: int) -> Ints:
 
 def _exchange(costs: Ints, owner: Ints, loads: Ints) -> None:
     """Move chunks of the most loaded rank to others, or swap them for smaller ones, as long as that helps."""
-    for _ in range(EXCHANGES):
+    for _ in range(MOST_SWAPS):
         most = int(np.argmax(loads))
         mine = np.append(np.flatnonzero(owner == most), -1)
         best = (int(loads[most]), -1, -1, -1)  # the greater load of the pair, the other rank, the two chunks

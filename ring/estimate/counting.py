@@ -98,7 +98,7 @@ class Counted(Setting):
     @cached_property
     def work(self) -> Ints:
         """(p, p): (query head, query, key) triples of keys of rank [s] with queries of the rank at distance [t]."""
-        heads = [sum(g.query.groups * g.query.per_group for g in block.head_groups) for block in self._ranges.blocks]
+        heads = [sum(g.query.groups * g.query.per_group for g in block.head_sets) for block in self._ranges.blocks]
         return _exact(np.sum([h * pairs for h, (_, pairs) in zip(heads, self._tables, strict=True)], axis=0))
 
     @cached_property

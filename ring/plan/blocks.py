@@ -59,7 +59,7 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HeadGroup:
+class HeadSet:
     """Query heads of a block whose key/value heads serve equally many of them: one kernel call can take them all."""
 
     query: Heads  # (groups, per_group)
@@ -79,7 +79,7 @@ class Block:
     dilation_rate: int
     offset: int
     key: Heads  # (width, 1): every key/value head that a query head of the block reads
-    head_groups: tuple[HeadGroup, ...]
+    head_sets: tuple[HeadSet, ...]
     window: int | None = None  # farthest distance on the grid that a query sees; None: no limit
     whole_segment: int = 0  # with a window, the branch's segment length
 
@@ -127,12 +127,12 @@ def _block(length: int, rate: int, offset: int, query_heads: list[int], share: i
     for size in sorted({len(r) for r in readers.values()}):
         members = [h for h in kv if len(readers[h]) == size]
         groups.append(
-            HeadGroup(
+            HeadSet(
                 query=Heads.of(tuple(tuple(readers[h]) for h in members)),
                 key=Heads.column(members),
                 column=Heads.column([kv.index(h) for h in members]),
             )
         )
     return Block(
-        segment_length=length, dilation_rate=rate, offset=offset, key=Heads.column(kv), head_groups=tuple(groups)
+        segment_length=length, dilation_rate=rate, offset=offset, key=Heads.column(kv), head_sets=tuple(groups)
     )

@@ -421,7 +421,7 @@ def _tiles_of_call(
         query_positions = torch.from_numpy(first.query_positions)
         listed = [draft.key_positions for draft in drafts if draft.key_positions is not None]
         key_positions = torch.from_numpy(np.concatenate(listed, axis=1))
-    for group in ranges.blocks[first.block].head_groups:
+    for group in ranges.blocks[first.block].head_sets:
         heads = group.column if first.packed else group.key
         yield (
             first.stage,
