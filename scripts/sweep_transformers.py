@@ -301,7 +301,7 @@ def sweep(pool: Pool, names: list[str]) -> dict[tuple[str, str], Verdict]:
 
 def cause(reason: str) -> str:
     """The module that a refusal names, or its argument."""
-    module = re.search(r"the output(?: \S+)? of (?:\S+|the model itself) \((\w+)\)", reason)
+    module = re.search(r"(?:the output(?: \S+)? of|, got \w+: .* in) (?:\S+|the model itself) \((\w+)\)", reason)
     if module:
         return f"`{module[1]}`"
     text = re.sub(r"^rank \d+: ", "", reason)

@@ -86,7 +86,7 @@ class Comparison:
         self._model, self._group = model, group
         self._handle = _Probe(Layout.contiguous(self._world, self._world), group)
         self._instead: dict[int, Tensor] = {}
-        self._padded: Passage | str | None = None
+        self._padded: Passage | str = ""
         self._passages: list[Passage] = self._handle.agree("prepare", lambda: self._run_whole(example))
 
     def _run_whole(self, example: Mapping[str, Any] | None) -> tuple[dict[str, object], list[Passage]]:
@@ -112,10 +112,8 @@ class Comparison:
         same = {"the example": sorted(inputs), "tokens of the example": n, "the configuration's lengths": self._lengths}
         return same | {"padding of the example": padded, _PARAMETERS: _sums(self._model)}, passages
 
-    def _pad(self, inputs: dict[str, Any], n: int) -> Passage | str | None:
-        """Run the example with padding on the left. Return why it cannot be run, None for an example with a mask."""
-        if "attention_mask" in inputs:
-            return None
+    def _pad(self, inputs: dict[str, Any], n: int) -> Passage | str:
+        """Run the example with padding on the left, in place of a mask of its own. Return why it cannot be run."""
         x = next(x for x in inputs.values() if _is_along(x, n))
         mask = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)
         mask[:, : n // 4] = 0
@@ -172,6 +170,7 @@ class Comparison:
                 f"example must have more than {self._reach} tokens, since the configuration has "
                 f"{self._lengths}, beyond which layers may mix tokens in another way, got {tokens} {_HINT}"
             )
+        call.compared, call.refused = True, None  # for the example with padding
         call.refused = self._check_padding(call)
 
     def _check_padding(self, call: PreparedCall) -> str | None:
@@ -197,8 +196,8 @@ class Comparison:
             raise told.error from None
         except Exception as wrong:  # on this rank alone, perhaps: the others must learn of it
             error = NotImplementedError(
-                "model must take position_ids= and context= in its call, and hand its keywords to the attention, "
-                f"got {_told(wrong)}: give a model that does, {OFF}"
+                "model must take position_ids= and context= in its call, hand its keywords to the attention, and not "
+                f"read the mask, which is None, got {_told(wrong)}: give a model that does so, {OFF}"
             )
         self._handle.agree("prepare", partial(_raised, error))
         finding = first_difference(calls, passage.parts)
@@ -226,7 +225,8 @@ def _raised(error: Exception | None) -> tuple[dict[str, object], None]:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    module = "".join(getattr(error, "__notes__", ())[:1])  # of `record`
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}{module}"
 
 
 class _OnEveryRankError(Exception):

@@ -84,24 +84,28 @@ def record(model: nn.Module, instead: dict[int, Tensor], arguments: dict[str, An
         arguments: of the call.
 
     Returns:
-        The calls of its modules in the order in which they end, its own the last.
+        The calls of its modules in the order in which they end, its own the last. An error gets a note of its module.
     """
     calls: list[Call] = []
-    entered: list[dict[str, Tensor]] = []
+    entered: list[tuple[str, dict[str, Tensor]]] = []
     hooks = []
 
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        entered.append(dict(_tensors({"": args} | kwargs)))
+    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        entered.append((f" in {name or 'model'} ({type(module).__name__})", dict(_tensors({"": args} | kwargs))))
 
     def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls.append(Call(name, type(module).__name__, entered.pop(), dict(_tensors(output))))
+        calls.append(Call(name, type(module).__name__, entered.pop()[1], dict(_tensors(output))))
 
     for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
         hooks.append(module.register_forward_hook(partial(after, name), with_kwargs=True))
     try:
         with _undisturbed(model), in_double(instead):
             model(**arguments)
+    except Exception as error:
+        if entered:
+            error.add_note(entered[-1][0])
+        raise
     finally:
         for hook in hooks:
             hook.remove()

@@ -48,6 +48,7 @@ from ring.nn.frameworks.transformers_call import (
     checked_context,
     is_given,
     prepared_call,
+    refuse_generate,
 )
 from ring.nn.frameworks.transformers_masks import ChunkMask, RefusedMask, WindowMask, placeholder
 from ring.nn.frameworks.transformers_pattern import layer_pattern
@@ -115,7 +116,13 @@ def prepare(
             for hook in hooks:
                 hook.remove()
             raise
+    _refuse_to_generate(model)
     return model
+
+
+def _refuse_to_generate(model: PreTrainedModel) -> None:
+    if hasattr(type(model), "generate"):
+        model.generate = refuse_generate
 
 
 def _check_replaced(model: PreTrainedModel) -> None:
@@ -141,9 +148,11 @@ def restored(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         raise ValueError(f"model must be a prepared one, from prepare(model), got {type(model).__name__}")
     try:
         _set_back(call)
+        vars(model).pop("generate", None)
         yield model
     finally:
         model.set_attn_implementation(NAME)
+        _refuse_to_generate(model)
 
 
 def _set_back(call: PreparedCall) -> None:
@@ -197,7 +206,7 @@ def attention(
     context = checked_context(context)
     name = _name(module)
     try:
-        _check_arguments(attention_mask, dropout, others)
+        _check_arguments(type(module).__name__, attention_mask, dropout, others)
         _check_rotary(getattr(module, "config", None))
         if checked is None:
             checked_positions(position_ids, context, name=name)
@@ -219,10 +228,10 @@ def _name(module: nn.Module) -> str | None:
     return f"layer {module.layer_idx}" if named else None
 
 
-def _check_arguments(attention_mask: object, dropout: float, others: dict[str, Any]) -> None:
+def _check_arguments(kind: str, attention_mask: object, dropout: float, others: dict[str, Any]) -> None:
     if attention_mask is not None and not isinstance(attention_mask, WindowMask | ChunkMask):
         got = attention_mask if isinstance(attention_mask, RefusedMask) else type(attention_mask).__name__
-        raise NotImplementedError(f"attention_mask must be None, got {got}: the pattern is the mask")
+        raise NotImplementedError(f"attention_mask must be None, got {got} from {kind}: the pattern is the mask")
     if dropout:
         raise NotImplementedError(
             f"dropout of attention must be 0, got {dropout}: set config.attention_dropout, or "
@@ -231,7 +240,9 @@ def _check_arguments(attention_mask: object, dropout: float, others: dict[str, A
     for name, value in others.items():
         if name not in HARMLESS and is_given(value):
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise NotImplementedError(f"{name} must be left out: ring attention does not support it, got {got}")
+            raise NotImplementedError(
+                f"{name} must be left out: ring attention does not support it, got {got} from {kind}"
+            )
 
 
 def _sinks(s_aux: object, query: Tensor) -> Tensor | None:

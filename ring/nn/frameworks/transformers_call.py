@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ FIRST = "layer 0"  # the attention call that an error of the model's call replac
 
 # Arguments of a model's call that its attention does not receive, each with the reason why it must be left out.
 LEFT_OUT = {
+    "positional arguments": "forward names fewer arguments: give them by name, as model(input_ids=tokens)",
     "labels": "the model shifts them within each shard and takes the mean of each: give the logits to cross_entropy",
     "use_cache": "a cache holds the keys of one shard",
     "past_key_values": "a cache holds the keys of one shard",
@@ -33,6 +34,10 @@ LEFT_OUT = {
     "output_router_logits": "the model takes its auxiliary loss over the tokens of a rank: call the model within it, "
     "which returns router logits without that loss, and take their means over all tokens by token_mean",
 }
+UNCOMPARED = (
+    "attention_mask must have its zeros behind the tokens for a model that prepare did not compare, which may count "
+    "positions from its mask: leave compare=False out, or pad on the right"
+)
 CONFIGURED = ("output_attentions", "output_router_logits")  # a call takes these from the configuration
 
 
@@ -56,7 +61,7 @@ class PreparedCall:
     copies of a model, and pickled ones, are models of their own.
 
     register: registers the attention. before: its configurations' attention. counts_mask: without position_ids, the
-    model counts the ones of its mask. refused: why it cannot have padding; None if it can. The comparison sets both.
+    model counts the ones of its mask. refused: why it cannot have padding; None if it can. The comparison sets these.
     """
 
     register: Callable[[], None]
@@ -65,6 +70,7 @@ class PreparedCall:
     padding: int | None
     counts_mask: bool = False
     refused: str | None = None
+    compared: bool = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -78,12 +84,18 @@ class PreparedCall:
             inner = Checked(checked.causal_only, checked.stand_in, checked.positions, False)
             return args, kwargs | {"checked": inner}
         parameters = inspect.signature(model.forward).parameters
-        arguments = dict(zip(parameters, args, strict=False)) | kwargs
-        if len(arguments) < len(args) + len(kwargs):
-            return None  # too many or twice the same: Python refuses the call
+        names = [name for name, x in parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
+        named = dict(zip(names, args, strict=False))
+        arguments = named | kwargs
         if model.config._attn_implementation != NAME:
             _refuse_handle(arguments.get("context"), model.config._attn_implementation)
             return None
+        if arguments.get("context") is None:
+            return None  # its attention refuses that, if it has any: models around it need not hand theirs on
+        if named.keys() & kwargs.keys():
+            return None  # Python refuses the call
+        if len(args) > len(names):
+            arguments["positional arguments"] = args
         configured = {name: getattr(model.config, name, None) for name in CONFIGURED}
         changes = self._changes(configured | arguments)
         if not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
@@ -111,9 +123,11 @@ class PreparedCall:
             context.raise_everywhere(error, FIRST)
         own = self._own_positions(arguments.get("input_ids"), positions, count, context)
         causal_only = False
-        if real is not None:
+        if real is not None and count is not None:
             positions = context.positions_on(positions.device)[None]
             context, causal_only = without_padding(real, context, arguments.get("pattern") is None)
+            if not self.compared and bool(((count != positions + 1) & (count > 0)).any()):
+                context.raise_everywhere(NotImplementedError(UNCOMPARED), FIRST)
         empty = own.shape[-1] == 0
         changes = {name: _with_token(x) for name, x in arguments.items()} if empty else {}
         own, positions = (x.new_zeros((*x.shape[:-1], 1)) if empty else x for x in (own, positions))
@@ -182,6 +196,14 @@ def checked_context(context: object) -> ContextParallel:
             "write class MyTrainer(ContextParallelTrainer, DPOTrainer), in this order"
         )
     return context
+
+
+def refuse_generate(*_: Any, **__: Any) -> NoReturn:
+    """Raise in place of a prepared model's generate."""
+    raise ValueError(
+        "generate must be called within restored(model), with whole sequences and without context: its cache would "
+        "hold the keys of one shard"
+    )
 
 
 def is_given(value: object) -> bool:

@@ -14,13 +14,18 @@ from torch.nn.functional import pad
 from transformers import (
     BertConfig,
     BertModel,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PreTrainedModel,
     RobertaConfig,
     RobertaForMaskedLM,
     T5Config,
@@ -115,6 +120,13 @@ class MaskReader(LlamaForCausalLM):  # type: ignore[misc]
         return out
 
 
+class Within(PreTrainedModel):  # type: ignore[misc]
+    """Halves its input: a model without attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
 class Beside(nn.Module):
     """Adds a module to another."""
 
@@ -145,6 +157,11 @@ def failing_head() -> LlamaForCausalLM:
 def mixtral(**changes: Any) -> MixtralForCausalLM:
     torch.manual_seed(3)
     return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, **changes))
+
+
+def indexing() -> DeepseekV32ForCausalLM:
+    changes = {"num_key_value_heads": 4, "index_topk": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "n_routed_experts": 8}
+    return DeepseekV32ForCausalLM(DeepseekV32Config(**SIZES | changes))
 
 
 def roberta() -> RobertaForMaskedLM:
@@ -197,7 +214,12 @@ REFUSED: dict[str, Refused] = {
         lambda: llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
         "rope_type must not depend on the positions of a rank",
     ),
-    "error within the layers": (lambda: llama(Failing(False)), "rank 1: model must take position_ids= and context="),
+    "error within the layers": (lambda: llama(Failing(False)), f"RuntimeError: no memory in {IN_LAYER} (Failing)"),
+    "an indexer that reads its mask": (indexing, "not subscriptable in model.layers.0.self_attn (DeepseekV32"),
+    "a state, without attention": (
+        lambda: MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=8, state_size=2, num_hidden_layers=1)),
+        "the output of backbone.layers.0.mixer (MambaMixer) differs",
+    ),
     "error after the layers": (failing_head, "rank 1: model must take position_ids= and context="),
     "error in one process": (lambda: llama(Failing(True)), "rank 1: model must run 23 tokens in one process"),
     "other weights": (other_weights, "torch.manual_seed, must be the same on every rank: rank 0 has model.layers.1"),
@@ -255,6 +277,7 @@ TAKEN: dict[str, Callable[[], Any]] = {
     "fp16": lambda: llama().half(),
     "experts": mixtral,
     "positions after padding": roberta,
+    "a model in its layers": lambda: llama(Within(LlamaConfig())),
     "no pooler": lambda: BertModel(BertConfig(**SIZES), add_pooling_layer=False),
     "positions of GPT-2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2)),
     "blocks that the example does not fill": lambda: llama(Blocks()),

@@ -218,7 +218,7 @@ NOT_OF_A_LAYER: list[tuple[str, dict[str, Any]]] = [
         ("rope_type must not depend", {"layer": CallingLayer(rotary)})
         for rotary in (DYNAMIC, LONG, {"full": {"rope_type": "default"}, "b": DYNAMIC})
     ),
-    ("attention_mask must be None, got Tensor", {"attention_mask": torch.ones(1, 1, 7, 7)}),
+    ("attention_mask must be None, got Tensor from CallingLayer", {"attention_mask": torch.ones(1, 1, 7, 7)}),
     ("dropout of attention must be 0, got 0.1", {"dropout": 0.1}),
     *(("softcap must be None or a number from 1e-30", {"softcap": cap}) for cap in (0, -1.0, True, torch.ones(1))),
     *(
@@ -237,7 +237,7 @@ NOT_OF_A_LAYER: list[tuple[str, dict[str, Any]]] = [
          {"layer": CallingLayer(chunked=True), "attention_mask": mask})
         for mask in (None, WindowMask(3))
     ),
-    ("output_attentions must be left out", {"output_attentions": True}),
+    ("output_attentions must be left out: .* True from CallingLayer", {"output_attentions": True}),
     *(
         ("position_ids must be", {"position_ids": ids})
         for ids in (None, torch.arange(7), torch.arange(6)[None], torch.arange(7)[None, :, None], torch.ones(1, 7))
@@ -322,6 +322,13 @@ class Incomparable:
         raise TypeError("no number")
 
 
+class Starred(LlamaForCausalLM):  # type: ignore[misc]
+    """Names none of its arguments."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
 Wrong = tuple[str, Callable[[], PreTrainedModel], Callable[[Tensor, Tensor], dict[str, Any]]]
 WRONG: list[Wrong] = [  # the error, the model, and what is wrong in its call, made of its tokens and positions
     ("attention_mask must be None or this", llama, lambda tokens, _: {"attention_mask": 2 * torch.ones_like(tokens)}),
@@ -339,6 +346,7 @@ WRONG: list[Wrong] = [  # the error, the model, and what is wrong in its call, m
     ("s_aux must be left out", llama, lambda *_: {"s_aux": torch.zeros(4)}),
     ("rank 1: no number", llama, lambda *_: {"use_cache": Incomparable()}),  # of the model's call
     ("rank 1: no number", llama, lambda *_: {"cu_seq_lens_q": Incomparable()}),  # of a layer's
+    ("positional arguments must be left out", lambda: Starred(LlamaConfig(**SIZES)), lambda *_: {}),
     ("pattern must be None for a layer with a sliding window of 5", windowed, lambda *_: {"pattern": LONGNET}),
 ]
 

@@ -176,7 +176,7 @@ RIGHT = [[1] * N, [1] * 17 + [0] * (N - 17)]
 def _padded(name: str, mask: list[list[int]]) -> Tensor:
     context = ContextParallel(Layout.zigzag(N, 4))
     batch = shard_batch(context, tokens(), attention_mask=torch.tensor(mask))
-    model = prepare(make(name), compare=False)
+    model = prepare(make(name))
     with torch.no_grad(), Double():
         out: Tensor = model(
             batch.tokens, position_ids=batch.positions[None], context=batch.context, **batch.others

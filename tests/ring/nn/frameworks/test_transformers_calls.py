@@ -164,12 +164,22 @@ def test_positions_are_counted_as_in_one_process(
         torch.testing.assert_close(out[real > 0], exact[real > 0], rtol=EXACT, atol=EXACT)
 
 
+def test_an_example_with_a_mask_shows_how_positions_are_counted() -> None:
+    x, mask, context = tokens(1, N), torch.tensor(LEFT[:1]), ContextParallel(Layout.contiguous(N, 1))
+    example = {"input_ids": x, "attention_mask": torch.ones_like(x)}
+    model = transformers.prepare(make("opt"), SoloTransport(), example=example)
+    out = outputs(model, x, position_ids=context.positions[None], context=context, attention_mask=mask)
+    exact = outputs(make("opt"), x, attention_mask=mask)
+    torch.testing.assert_close(out[mask > 0], exact[mask > 0], rtol=EXACT, atol=EXACT)
+
+
 LONGNET = Pattern.longnet((6, 16), (1, 2), 4, causal=True)
 NOT_TAKEN: list[tuple[str, str, list[list[int]], dict[str, Any]]] = [
     ("zeros on the right, or, without a pattern, in the same", "llama", [LEFT[0], ONES[0]], {}),
     ("zeros on the right, or, without a pattern, in the same", "llama", LEFT, {"pattern": LONGNET}),
     ("zeros in the same places of every row", "roberta", RIGHT, {}),
     *(("before or behind the tokens of a document", family, HOLES, {}) for family in ("llama", "roberta")),
+    *(("zeros behind the tokens for a model that prepare did not compare", x, LEFT, {}) for x in ("opt", "roberta")),
     ("attention_mask must be None or this rank's shard .* other values", "llama", [[1] * 20 + [2] * 4], {}),
     *(
         (rf"attention_mask must be .* \(batch, 6\), got shape \({text}, 24\)", "llama", ONES, {"attention_mask": mask})
@@ -270,9 +280,10 @@ def test_a_prepared_model_generates_and_is_saved_as_before(tmp_path: Path) -> No
     assert configs[0] == configs[1] and configs[1]["use_cache"] is True
     arguments: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     wanted = plain.generate(x, **arguments)
-    with pytest.raises(ValueError, match="context must be given"):
-        model.generate(x, **arguments)
     context = ContextParallel(Layout.contiguous(5, 1))
+    for given in ({}, {"context": context, "position_ids": context.positions[None]}):
+        with pytest.raises(ValueError, match=r"generate must be called within restored\(model\)"):
+            pickled(model).generate(x, **arguments, **given)
     for _ in range(2):
         with transformers.restored(model) as own:
             assert own is model and model.config._attn_implementation == plain.config._attn_implementation
