@@ -32,12 +32,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-import ring.compute.accumulator
 import ring.attend
+import ring.compute.accumulator
 from notebooks.figures import BLACK, BLUE, GREEN, ORANGE, VERMILLION, legend_below, power_law, style
 from notebooks.simulated_ranks import PLAIN, results
 from reference.fast_oracle import QUANTITIES, Expectation
-from ring.compute import kernels
+from ring.compute import kernel_calls
 from ring.compute.accumulator import Accumulator, merge
 from verification.case import Case
 
@@ -67,17 +67,17 @@ def plain_average(out, lse, new_out, new_lse):
 
 
 def with_the_partial_lse(
-    name, q, k, v, saved, tile, scoring, into, *, backward=kernels.backward, forward=kernels.forward
+    kernel, q, k, v, saved, tile, scoring, *, backward=kernel_calls.backward, forward=kernel_calls.forward
 ):
-    own = forward(name, q, k, v, tile, scoring)[1]
-    return backward(name, q, k, v, replace(saved, lse=own.reshape(saved.lse.shape)), tile, scoring, into)
+    own = forward(kernel, q, k, v, tile, scoring)[1]
+    return backward(kernel, q, k, v, replace(saved, lse=own.reshape(saved.lse.shape)), tile, scoring)
 
 
 DEFECTS: dict[str, Callable[[], AbstractContextManager]] = {
     "none": nullcontext,
     "accumulator in 16 bits": lambda: patch.object(ring.attend, "accumulator_for", SixteenBitAccumulator),
     "plain average": lambda: patch.object(ring.compute.accumulator, "merge", plain_average),
-    "lse of the partial": lambda: patch.object(kernels, "backward", with_the_partial_lse),
+    "lse of the partial": lambda: patch.object(kernel_calls, "backward", with_the_partial_lse),
 }
 PAINT = {"none": BLUE, "accumulator in 16 bits": VERMILLION, "plain average": GREEN, "lse of the partial": ORANGE}
 

@@ -16,10 +16,9 @@ import torch
 
 from ring.comm.exchange import Arrival, Exchange
 from ring.comm.transport import Transport
-from ring.compute import kernels
+from ring.compute import kernel_calls
 from ring.compute.accumulator import Accumulator, OutputMerge, Sum, TensorSum, lse_view
-from ring.compute.math_kernel import Into, SavedRows
-from ring.compute.scores import Scores
+from ring.compute.kernels.kernel import Into, SavedRows, Scores
 from ring.lowering import BlockPrograms, KernelCall, Program
 from ring.precision import accumulator_dtype
 from ring.strided_view import StridedView
@@ -44,11 +43,11 @@ def forward(
     exchange = Exchange(block.plan, transport, k, v)
     for arrival, calls in zip(exchange.arrivals(), block.forward.arrivals, strict=True):
         for call in calls:
-            tile, view = call.tile, StridedView.batched if call.batched else StridedView.view
+            tile, view = call.tile, StridedView.batched if call.kernel.batched else StridedView.view
             query = view(queries, tile.query_rows, tile.query_heads)
             key = view(arrival.key, tile.key_rows, tile.key_heads)
             value = view(arrival.value, tile.key_rows, tile.key_heads)
-            out, lse = kernels.forward(call.kernel, query, key, value, tile, scoring)
+            out, lse = kernel_calls.forward(call.kernel, query, key, value, tile, scoring)
             accumulator.merge(tile.query_rows, tile.query_heads, out, lse)
     return accumulator.result(q.dtype)
 
@@ -118,18 +117,17 @@ def _row_products(dout: torch.Tensor, out: torch.Tensor, work: torch.dtype) -> t
 def _add_gradients(scoring: Scores, call: KernelCall, arrival: Arrival, rows: _QueryRows) -> None:
     """Add the gradients of one kernel call to the sums of its rows and keys."""
     assert arrival.key_grad is not None and arrival.value_grad is not None
-    tile, view = call.tile, StridedView.batched if call.batched else StridedView.view
+    tile, view = call.tile, StridedView.batched if call.kernel.batched else StridedView.view
     queries, keys = (tile.query_rows, tile.query_heads), (tile.key_rows, tile.key_heads)
     query, dout, out = view(rows.q, *queries), view(rows.dout, *queries), view(rows.out, *queries)
     key, value = view(arrival.key, *keys), view(arrival.value, *keys)
-    if call.batched:
+    if call.kernel.batched:
         dlse = None if rows.dlse is None else lse_view(rows.dlse).batched(*queries, aligned=False)
-        saved = SavedRows(dout, out, rows.lse.batched(*queries, aligned=False), None, dlse)
+        saved = SavedRows(dout, out, rows.lse.batched(*queries, aligned=False), None, dlse, _in_place(call, rows))
     else:
         lse = rows.lse.view(*queries).squeeze(-1)
-        saved = SavedRows(dout, out, lse, rows.delta.view(*queries).squeeze(-1) if call.kernel == "math" else None)
-    into = _in_place(call, rows) if call.queries_in_place or call.keys_in_place else None
-    dq, dk, dv = kernels.backward(call.kernel, query, key, value, saved, tile, scoring, into)
+        saved = SavedRows(dout, out, lse, rows.delta.view(*queries).squeeze(-1) if call.kernel.reads_delta else None)
+    dq, dk, dv = kernel_calls.backward(call.kernel, query, key, value, saved, tile, scoring)
     rows.dq.add(*queries, dq)
     arrival.key_grad.add(*keys, dk)
     arrival.value_grad.add(*keys, dv)

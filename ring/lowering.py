@@ -17,14 +17,13 @@ head. The math kernel computes so few keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from ring.compute import kernel_choice, kernels
-from ring.compute.kernel_choice import KernelSetting
+from ring.compute import kernel_calls, kernel_choice
+from ring.compute.kernels.kernel import Kernel, KernelSetting
 from ring.plan.cover import cover
 from ring.plan.plan import Plan
 from ring.plan.tile import Tile
@@ -32,20 +31,19 @@ from ring.plan.tile import Tile
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
-    """A tile and its kernel: "math", "flash", "cudnn" or "fa4". batched: it takes tiles of `StridedView.batched`.
-    queries_in_place, keys_in_place: it writes the gradients of its queries, or own keys, in place (`ring.plan.cover`).
+    """A tile and its kernel. queries_in_place, keys_in_place: it writes the gradients of its queries, or own keys, in
+    place (`ring.plan.cover`).
     """
 
-    kernel: str
+    kernel: Kernel
     tile: Tile
-    batched: bool
     queries_in_place: bool = False
     keys_in_place: bool = False
 
     def __str__(self) -> str:
         rows, keys, heads = self.tile.query_rows, self.tile.key_rows, self.tile.query_heads
         return (
-            f"{self.kernel:5}  {self.tile.mask.name:8}  rows {rows.folds} x {rows.length}, "
+            f"{self.kernel.name:5}  {self.tile.mask.name:8}  rows {rows.folds} x {rows.length}, "
             f"keys {keys.folds} x {keys.length}, heads {heads.groups} x {heads.per_group}"
         )
 
@@ -59,7 +57,7 @@ class Program:
     @cached_property
     def batched(self) -> bool:
         """True if every call uses a fused GPU kernel."""
-        return all(call.batched for calls in self.arrivals for call in calls)
+        return all(call.kernel.batched for calls in self.arrivals for call in calls)
 
     def __str__(self) -> str:
         lines = []
@@ -73,7 +71,7 @@ class BlockPrograms:
 
     def __init__(self, plan: Plan, q: torch.Tensor, setting: KernelSetting) -> None:
         self.plan, self.scoring, self._setting = plan, setting.scoring, setting
-        self.forward = self._lower(q, lambda name, tile: [tile], False)
+        self.forward = self._lower(q, False)
         self._backward: dict[tuple[bool, bool], Program] = {}
 
     @property
@@ -85,17 +83,15 @@ class BlockPrograms:
         """Program of a backward. dlse: see `ring.compute.kernel_choice.choose`."""
         key = dlse, q.is_cuda and torch.are_deterministic_algorithms_enabled()  # on CPUs every kernel is repeatable
         if key not in self._backward:
-            value_dim = self._setting.dims[1]
-            program = self._lower(q, lambda name, tile: kernels.portions(name, tile, q, value_dim), True, *key)
-            self._backward[key] = self._in_place(program, q)
+            self._backward[key] = self._in_place(self._lower(q, True, *key), q)
         return self._backward[key]
 
     def _in_place(self, program: Program, q: torch.Tensor) -> Program:
-        """Mark the calls that write gradients in place, as only FlashAttention-4 can. None is marked for an exchange by
-        heads, where a block has other rows and heads than q.
+        """Mark the calls that write gradients in place. None is marked for an exchange by heads, where a
+        block has other rows and heads than q.
         """
         calls = [call for calls in program.arrivals for call in calls]
-        tiles = [call.tile if call.kernel == "fa4" and call.tile.sequences is None else None for call in calls]
+        tiles = [call.tile if call.kernel.writes_in_place(call.tile) else None for call in calls]
         if not any(tiles):
             return program
         own = tiles[: len(program.arrivals[0])]
@@ -108,11 +104,11 @@ class BlockPrograms:
         )
         return Program(tuple(tuple(next(marked) for _ in arrival) for arrival in program.arrivals))
 
-    def _lower(self, q: torch.Tensor, portions: Callable[[str, Tile], list[Tile]], *how: bool) -> Program:
+    def _lower(self, q: torch.Tensor, backward: bool, *how: bool) -> Program:
         def calls(tile: Tile) -> list[KernelCall]:
-            name = kernel_choice.choose(self._setting, tile, *how)
-            batched = q.is_cuda and name != "math"
-            return [KernelCall(name, portion, batched) for portion in portions(name, tile)]
+            kernel = kernel_choice.choose(self._setting, tile, backward, *how)
+            portions = kernel_calls.portions(kernel, tile, q, self._setting.dims[1]) if backward else [tile]
+            return [KernelCall(kernel, portion) for portion in portions]
 
         stages = (self.plan.local, *(step.tiles for step in self.plan.steps))
         return Program(tuple(tuple(call for tile in tiles for call in calls(tile)) for tiles in stages))

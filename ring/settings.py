@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from reference.documents import describe
-from ring.compute.kernel_choice import KERNELS
+from ring.compute.kernels import NAMES
 from ring.plan.exchange import check_name
 from ring.plan.exchanges import RING
 
@@ -37,8 +37,8 @@ def _check_bucket(bucket: object) -> None:
 
 
 def _check_kernel(kernel: object) -> None:
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel must be one of {KERNELS}, got {kernel!r}")
+    if kernel not in NAMES:
+        raise ValueError(f"kernel must be one of {NAMES}, got {kernel!r}")
 
 
 def _check_scale(scale: object) -> None:

@@ -11,9 +11,9 @@ import torch
 
 from reference.pattern import Pattern, check_pattern
 from ring.comm.transport import Transport
-from ring.compute.kernel_choice import fused_kernels, setting_of
-from ring.compute.kernel_limits import describe_limits, fa4_missing
-from ring.compute.scores import Scores
+from ring.compute.kernel_choice import setting_of
+from ring.compute.kernels import FUSED, KERNELS
+from ring.compute.kernels.kernel import Scores
 from ring.layout import Layout
 from ring.plan.exchange import parse
 from ring.precision import accumulator_dtype
@@ -167,8 +167,8 @@ def _validate_tensors(call: Call, queries: int, keys: int) -> None:
             got = f"{x.shape[1]}: heads first? Write {name}.transpose(1, 2)" if x.shape[2] == tokens else x.shape[1]
             other = "" if by == "key_layout" or name == "q" else "; keys of another sequence take key_layout="
             raise ValueError(f"{name} must have the {tokens} tokens that the {by} gives this rank, got {got}{other}")
-    if call.settings.kernel in ("flash", "cudnn", "fa4"):
-        _validate_fused(call)
+    if call.settings.kernel != "auto":
+        _validate_kernel(call)
 
 
 def _validate_sinks(sinks: Any, q: torch.Tensor) -> None:
@@ -200,23 +200,24 @@ def refuse_dtensor(name: str, x: Any) -> None:
         )
 
 
-def _validate_fused(call: Call) -> None:
-    """Refuse a fused kernel, requested by name, that supports no tile of the call."""
+def _validate_kernel(call: Call) -> None:
+    """Refuse a kernel, requested by name, that supports no tile of the call."""
     name, q = call.settings.kernel, call.q
-    devices = ("cpu", "cuda") if name == "flash" else ("cuda",)
-    if q.device.type not in devices:
-        kinds = " and ".join(devices)
+    named = {kernel.device: kernel for kernel in KERNELS if kernel.name == name}
+    kernel = named.get(q.device.type, named.get(None))
+    if kernel is None:
+        kinds = " and ".join(map(str, named))
         raise NotImplementedError(f"kernel {name!r} takes {kinds} tensors, got {q.device}; 'auto' and 'math' take any")
-    if name == "fa4" and (missing := fa4_missing()) is not None:
-        raise NotImplementedError(f"kernel 'fa4' is FlashAttention-4: {missing}; 'auto' takes other kernels")
-    if (softcap := call.settings.softcap) is not None and name != "fa4":
+    if (missing := kernel.missing()) is not None:
+        raise NotImplementedError(f"kernel {name!r} cannot be called: {missing}; 'auto' takes other kernels")
+    if (softcap := call.settings.softcap) is not None and not kernel.softcap:
+        others = " or ".join(repr(other.name) for other in FUSED if other.softcap)
         raise NotImplementedError(
-            f"kernel {name!r} has no softcap, got softcap={softcap}: use kernel 'auto', 'math' or, on GPUs, 'fa4'"
+            f"kernel {name!r} has no softcap, got softcap={softcap}: use kernel 'auto', 'math' or, on GPUs, {others}"
         )
     setting = setting_of(name, q, call.k, call.v, call.scoring)
-    if name not in fused_kernels(setting._replace(scoring=call.scoring._replace(scale=1.0))):
+    if not kernel.takes(setting._replace(scoring=call.scoring._replace(scale=1.0))):
         dims = f"head dim {q.shape[3]}, of values {call.v.shape[3]}, and {setting.share} query heads per key/value head"
         raise NotImplementedError(
-            f"kernel {name!r} takes {describe_limits(name, q.device.type)}, got dtype {q.dtype}, {dims}; 'auto' and "
-            "'math' take any"
+            f"kernel {name!r} takes {kernel.limits}, got dtype {q.dtype}, {dims}; 'auto' and 'math' take any"
         )

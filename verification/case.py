@@ -28,8 +28,8 @@ ORDERS = (
 SEEDED_ORDERS = ("shuffled", "permuted", "swapped")  # these depend on the seed, too
 # Orders within each document. They are not drawn; claims of peers move Cases to them.
 ORDERS_BY_DOCUMENT = ("contiguous by document", "zigzag by document")
-GPU_KERNELS = ("cudnn", "fa4")
-KERNELS = ("auto", "math", "flash", *GPU_KERNELS)
+CPU_KERNELS, GPU_KERNELS = ("auto", "math", "flash"), ("cudnn", "fa4")
+KERNELS = (*CPU_KERNELS, *GPU_KERNELS)
 DEVICES = ("cpu", "cuda")
 LSE = ("unused", "returned", "differentiated", "alone", "apart")
 AGAIN = (

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from ring.compute.gpu.kernel_times import PASSES, fastest
 from ring.compute.gpu.partial_results import MAX_PENDING
-from ring.compute.kernel_choice import taking, work_of
-from ring.compute.kernel_limits import HOPPER
-from ring.compute.kernels import MAX_WORKSPACE
+from ring.compute.kernel_calls import MAX_WORKSPACE
+from ring.compute.kernel_choice import work_of
+from ring.compute.kernels import FA4, MATH
+from ring.compute.kernels.kernel import HOPPER, Kernel
 from ring.estimate.counting import Counted
-from ring.estimate.rank_work import names_of, rank_plan, size_of
+from ring.estimate.rank_work import kernels_for, rank_plan, size_of
 from ring.estimate.rates import Kernels
+from ring.estimate.tile_seconds import taking
 from ring.plan.cover import cover
 from ring.plan.exchanges.key_exchange import KeyExchange
 from ring.plan.plan import Plan
@@ -75,8 +77,8 @@ def _forward(plan: Plan, setting: Counted) -> int:
 def _backward(plan: Plan, setting: Counted, narrow: bool, kernels: Kernels) -> int:
     q, kv, out, lse = _inputs(plan, setting)
     tiles, tokens = plan.tiles, int(setting.counts[plan.rank])
-    names = [kernel_of(tile, setting, kernels) for tile in tiles]
-    in_place = [name == "fa4" and tile.sequences is None for tile, name in zip(tiles, names, strict=True)]
+    chosen = [kernel_of(tile, setting, kernels) for tile in tiles]
+    in_place = [kernel.writes_in_place(tile) for tile, kernel in zip(tiles, chosen, strict=True)]
     queries = cover(
         ((x.query_rows, x.query_heads) if placed else None for x, placed in zip(tiles, in_place, strict=True)),
         tokens, setting.heads,
@@ -89,11 +91,11 @@ def _backward(plan: Plan, setting: Counted, narrow: bool, kernels: Kernels) -> i
     held = q + kv + 2 * out + 2 * lse + _received(plan, setting) + plan.sizes.returned * gradient
     held += (q if queries else 0) + (kv if keys else 0)
     peak, of_dq, wide = 0, 0, q // setting.itemsize * _WIDE
-    for number, (tile, name) in enumerate(zip(tiles, names, strict=True)):
+    for number, (tile, kernel) in enumerate(zip(tiles, chosen, strict=True)):
         rows, of_keys = size_of(tile.query_rows, tile.query_heads), size_of(tile.key_rows, tile.key_heads) * slot
         of_dq += 0 if number in queries else rows * setting.dims[0] * setting.batch * setting.itemsize
         new = 0 if number in keys else of_keys
-        peak = max(peak, held + of_dq + new + _workspace(tile, name, setting))
+        peak = max(peak, held + of_dq + new + _workspace(tile, kernel, setting))
         of_dq = wide if of_dq > MAX_PENDING * wide else of_dq  # summed
         held += new if number < len(plan.local) else 0
     held += of_dq
@@ -101,16 +103,16 @@ def _backward(plan: Plan, setting: Counted, narrow: bool, kernels: Kernels) -> i
     return max(peak, held + (0 if whole else q))
 
 
-def _workspace(tile: Tile, name: str, setting: Counted) -> int:
-    """Return the bytes of a fused backward beyond its operands and results, which `kernels.portions` bounds."""
+def _workspace(tile: Tile, kernel: Kernel, setting: Counted) -> int:
+    """Return the bytes of a fused backward beyond its operands and results, which `kernel_calls.portions` bounds."""
     rows = size_of(tile.query_rows, tile.query_heads) * setting.batch
     slots, share = size_of(tile.key_rows, tile.key_heads), setting.heads // setting.kv_heads
     elements, bytes_of = setting.batch * sum(setting.dims), setting.itemsize
-    of_keys = 0 if share == 1 else slots * elements * (_WIDE if name == "fa4" else share * bytes_of)
+    of_keys = 0 if share == 1 else slots * elements * (_WIDE if kernel is FA4 else share * bytes_of)
     return min(MAX_WORKSPACE, rows * _WIDE * (setting.dims[0] + 2) + of_keys)
 
 
-def kernel_of(tile: Tile, setting: Counted, kernels: Kernels) -> str:
+def kernel_of(tile: Tile, setting: Counted, kernels: Kernels) -> Kernel:
     """Return the kernel of a tile's backward, as `ring.compute.kernel_choice` chooses it."""
-    names = taking(names_of(setting, kernels), tile)
-    return fastest(names, HOPPER, work_of(tile, PASSES[1], setting.dims, setting.batch)) if names else "math"
+    usable = taking(kernels_for(setting, kernels), tile)
+    return fastest(usable, HOPPER, work_of(tile, PASSES[1], setting.dims, setting.batch)) if usable else MATH

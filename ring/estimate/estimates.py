@@ -15,7 +15,7 @@ import torch
 
 from reference import cost, validators
 from reference.pattern import Pattern, check_pattern
-from ring.compute.kernel_limits import HALF
+from ring.compute.kernels.kernel import HALF
 from ring.default_bucket import default_bucket
 from ring.estimate.allocator import allocated
 from ring.estimate.counting import MAX_TOKENS, Counted

@@ -26,7 +26,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ring.compute.gpu.kernel_times import PASSES
-from ring.compute.kernel_choice import MAX_VARLEN_TOKENS, MAX_WINDOW
+from ring.compute.kernels import MEASURED
+from ring.compute.kernels.kernel import Kernel
 from ring.default_bucket import default_local_bucket
 from ring.estimate.counting import Counted
 from ring.estimate.rates import Kernels, Rates
@@ -65,7 +66,7 @@ def rank_work(
     if not listed and setting.pattern.documents is None and (runs := _runs(setting, rank)) > _MOST_RUNS:
         return _of_runs(setting, int(setting.counts[rank]) // runs, rates.kernels)
     plan = rank_plan(setting, exchange, bucket, by_default, rates.kernels, rank)
-    tiles, names = plan.tiles, names_of(setting, rates.kernels)
+    tiles, kernels = plan.tiles, kernels_for(setting, rates.kernels)
     if strict and any(tile.mask is Mask.POSITION for tile in tiles):
         raise ValueError(
             "rates have no time of masks by position, which queries and keys at unequal distances need here: give "
@@ -74,7 +75,7 @@ def rank_work(
     own_pairs = int(setting.work[rank, 0])
     own, others = (
         [
-            sum(tile_seconds(tile, passed, setting.dims, setting.batch, names) for tile in some) / max(1, pairs)
+            sum(tile_seconds(tile, passed, setting.dims, setting.batch, kernels) for tile in some) / max(1, pairs)
             for passed in PASSES[:2]
         ]
         for some, pairs in (
@@ -100,28 +101,29 @@ def _of_runs(setting: Counted, length: int, kernels: Kernels) -> RankWork:
     """Return the work of large calls on sequences as long as a run."""
     areas, heads = np.array([max(1, length) ** 2]), setting.batch * setting.heads * _MANY
     forward, backward = (
-        call_seconds(areas, heads, False, passed, setting.dims, names_of(setting, kernels))
+        call_seconds(areas, heads, False, passed, setting.dims, kernels_for(setting, kernels))
         / (heads / setting.batch * areas[0])
         for passed in PASSES[:2]
     )
     return RankWork((forward, backward), (forward, backward), (0.0, 0.0))
 
 
-def names_of(setting: Counted, kernels: Kernels) -> tuple[str, ...]:
+def kernels_for(setting: Counted, kernels: Kernels) -> tuple[Kernel, ...]:
     """Return the kernels that take the head dims; all of them if none does, as for calls that are only ordered."""
-    return kernels.taking(setting.dims, setting.heads // setting.kv_heads) or kernels.names
+    usable = kernels.taking(setting.dims, setting.heads // setting.kv_heads)
+    return usable or tuple(kernel for kernel in MEASURED if kernel.name in kernels.names)
 
 
 def rank_plan(
     setting: Counted, exchange: KeyExchange, bucket: int, by_default: bool, kernels: Kernels, rank: int
 ) -> Plan:
     """Return the plan of a rank on GPUs. by_default: the bucket is not the caller's."""
-    sizes, names = (setting.batch, setting.heads, max(setting.dims)), names_of(setting, kernels)
+    sizes, usable = (setting.batch, setting.heads, max(setting.dims)), kernels_for(setting, kernels)
     return plan_of(
         setting.pattern, setting.layout, rank, setting.heads, setting.kv_heads, exchange, bucket,
         default_local_bucket(*sizes, bucket, "cuda") if by_default else None,
-        varlen=max(MAX_VARLEN_TOKENS.get(name, 0) for name in names),
-        window=max(MAX_WINDOW.get(name, 0) for name in names), key_layout=setting.key_layout,
+        varlen=max(kernel.max_varlen_tokens for kernel in usable),
+        window=max(kernel.max_window for kernel in usable), key_layout=setting.key_layout,
     )  # fmt: skip
 
 
@@ -148,7 +150,7 @@ def _packed(plan: Plan, setting: Counted, narrow: bool) -> tuple[float, float]:
 def _merged(plan: Plan, setting: Counted, narrow: bool, kernels: Kernels) -> tuple[int, int]:
     """Count the bytes that merges read and write, forward and backward."""
     (dim, value_dim), item = setting.dims, setting.batch * setting.itemsize
-    in_place = "fa4" in names_of(setting, kernels)
+    in_place = any(kernel.in_place for kernel in kernels_for(setting, kernels))
     slot, gradient = setting.slot_bytes(narrow)
     tokens, keys = int(setting.counts[plan.rank]), int(setting.key_counts[plan.rank])
     of_queries = [(x.query_rows, x.query_heads) for x in plan.tiles]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reference import validators
-from ring.compute.kernel_limits import HOPPER, takes_dims
-from ring.estimate.tile_seconds import GPU, KERNELS
+from ring.compute.kernels import MEASURED
+from ring.compute.kernels.kernel import HOPPER, Kernel
+from ring.estimate.tile_seconds import GPU
 
+_NAMES = tuple(kernel.name for kernel in MEASURED)
 _LEAST = 1e-9  # so that times are finite
 
 
@@ -24,7 +26,7 @@ class Kernels:
         ValueError: names are none or unknown, launch is negative, or merging less than 1e-9.
     """
 
-    names: tuple[str, ...] = KERNELS
+    names: tuple[str, ...] = _NAMES
     launch: float = 0.0
     merging: float | None = None
 
@@ -33,14 +35,15 @@ class Kernels:
         validators.optional(_rate, "merging", self.merging)
         _check_names("names", self.names)
 
-    def taking(self, dims: tuple[int, int], share: int) -> tuple[str, ...]:
-        """Return the names of those that take these head dims, of keys and of values.
+    def taking(self, dims: tuple[int, int], share: int) -> tuple[Kernel, ...]:
+        """Return those that take these head dims, of keys and of values.
 
         Args:
             dims: of keys and of values.
             share: query heads of a key/value head.
         """
-        return tuple(name for name in self.names if takes_dims(name, HOPPER, *dims, share))
+        named = (kernel for kernel in MEASURED if kernel.name in self.names)
+        return tuple(kernel for kernel in named if kernel.takes_dims(HOPPER, *dims, share))
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Rates:
 
     @classmethod
     def of(
-        cls, gpu: str, *, ranks_per_host: int | None = None, kernels: tuple[str, ...] = KERNELS,
+        cls, gpu: str, *, ranks_per_host: int | None = None, kernels: tuple[str, ...] = _NAMES,
         link_between: float | None = None, latency_between: float | None = None,
     ) -> Rates:  # fmt: skip
         """Return the rates of a GPU that was measured.
@@ -163,8 +166,8 @@ _LINK_BETWEEN, _LATENCY_BETWEEN = 4e10, 3e-5
 
 
 def _check_names(name: str, given: object) -> None:
-    if not (isinstance(given, tuple) and given and set(given) <= set(KERNELS)):
-        raise ValueError(f"{name} is {given!r}; it must be a tuple of some of {', '.join(map(repr, KERNELS))}")
+    if not (isinstance(given, tuple) and given and set(given) <= set(_NAMES)):
+        raise ValueError(f"{name} is {given!r}; it must be a tuple of some of {', '.join(map(repr, _NAMES))}")
 
 
 def _rate(name: str, given: object) -> None:

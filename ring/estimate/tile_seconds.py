@@ -22,18 +22,18 @@ backward, 1.55 and 4.46 by the table.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ring.compute.gpu.kernel_times import FILE, PASSES
-from ring.compute.kernel_choice import taking
-from ring.plan.tile import Tile
+from ring.compute.kernels import MEASURED
+from ring.compute.kernels.kernel import Kernel
+from ring.plan.tile import Mask, Tile
 
 GPU = "NVIDIA H200"  # of the table
-KERNELS = ("cudnn", "flash", "fa4")
 _BLOCK = 128  # rows
 THROTTLED = 0.1
 
@@ -51,7 +51,15 @@ def products(passed: str, dim: int, value_dim: int) -> int:
     return 2 * (dim + value_dim) if passed == PASSES[0] else 2 * (3 * dim + 2 * value_dim)
 
 
-def tile_seconds(tile: Tile, passed: str, dims: tuple[int, int], batch: int, kernels: Sequence[str] = KERNELS) -> float:
+def taking(kernels: tuple[Kernel, ...], tile: Tile) -> tuple[Kernel, ...]:
+    """Return those that take a tile. A mask by position counts as none: the table has no times of one."""
+    tile = replace(tile, mask=Mask.FULL) if tile.mask is Mask.POSITION else tile
+    return tuple(kernel for kernel in kernels if kernel.takes_tile(tile))
+
+
+def tile_seconds(
+    tile: Tile, passed: str, dims: tuple[int, int], batch: int, kernels: tuple[Kernel, ...] = MEASURED
+) -> float:
     """Return the seconds of a tile's kernel, by the fastest of those that take it; of all of some if none does.
 
     Args:
@@ -59,18 +67,20 @@ def tile_seconds(tile: Tile, passed: str, dims: tuple[int, int], batch: int, ker
         passed: "forward" or "backward".
         dims: head dims of keys and of values.
         batch: sequences.
-        kernels: of KERNELS.
+        kernels: of MEASURED.
     """
     heads = batch * tile.query_rows.folds * tile.query_heads.groups * tile.query_heads.per_group
     sequences = None if tile.sequences is None else tile.sequences.key_bytes
-    lengths, names = (tile.query_rows.length, tile.key_rows.length), taking(kernels, tile) or tuple(kernels)
-    return _shape_seconds(lengths, sequences, tile.window, heads, tile.is_triangle, passed, dims, names)
+    lengths = tile.query_rows.length, tile.key_rows.length
+    return _shape_seconds(
+        lengths, sequences, tile.window, heads, tile.is_triangle, passed, dims, taking(kernels, tile) or kernels
+    )
 
 
 @lru_cache(maxsize=4096)  # a plan has thousands of tiles of few shapes
 def _shape_seconds(
     lengths: tuple[int, int], sequences: tuple[bytes, bytes] | None, window: int | None, heads: int, causal: bool,
-    passed: str, dims: tuple[int, int], kernels: tuple[str, ...],
+    passed: str, dims: tuple[int, int], kernels: tuple[Kernel, ...],
 ) -> float:  # fmt: skip
     rows, keys = (np.array([x]) for x in lengths)
     if sequences is not None:
@@ -84,7 +94,7 @@ def _shape_seconds(
 
 def call_seconds(
     areas: np.ndarray, heads: int | np.ndarray, causal: bool, passed: str, dims: tuple[int, int],
-    kernels: Sequence[str] = KERNELS,
+    kernels: tuple[Kernel, ...] = MEASURED,
 ) -> float:  # fmt: skip
     """Return the seconds of a call on sequences of so many rows times keys, (sequences,), for each of the heads.
 
@@ -94,7 +104,7 @@ def call_seconds(
         causal: True for a causal mask.
         passed, dims, kernels: as in `tile_seconds`.
     """
-    curves = _curves(passed, dims, causal, tuple(kernels))
+    curves = _curves(passed, dims, causal, kernels)
     length, operations = np.log(areas) / 2, products(passed, *dims) * heads * areas
     rate = np.exp(np.interp(length, curves.length, curves.rate) + np.minimum(length - curves.length[0], 0))
     seconds = np.interp(length, curves.length, curves.start).max() + (operations / rate).sum()
@@ -105,11 +115,12 @@ def call_seconds(
 
 
 @lru_cache(maxsize=256)
-def _curves(passed: str, dims: tuple[int, int], causal: bool, kernels: tuple[str, ...]) -> _Curves:
+def _curves(passed: str, dims: tuple[int, int], causal: bool, kernels: tuple[Kernel, ...]) -> _Curves:
     """Return the curves of the table's nearest head dims, scaled to these."""
+    names = {kernel.name for kernel in kernels}
     calls = [
         row for row in _rows() if (row["passed"], row["causal"], row["varied"]) == (passed, causal, False)
-        and not row["ms"].keys().isdisjoint(kernels)
+        and not row["ms"].keys().isdisjoint(names)
     ]  # fmt: skip
     near = min(
         ((row["dim"], row["value_dim"]) for row in calls),
@@ -118,7 +129,7 @@ def _curves(passed: str, dims: tuple[int, int], causal: bool, kernels: tuple[str
     times: dict[int, dict[int, float]] = {}
     for row in calls:
         if (row["dim"], row["value_dim"]) == near:
-            fastest = min(ms for name, ms in row["ms"].items() if name in kernels)
+            fastest = min(ms for name, ms in row["ms"].items() if name in names)
             times.setdefault(row["length"], {})[row["heads"]] = 1e-3 * fastest
     lengths = sorted(times)
     start, rate = zip(*(_line(times[x], products(passed, *near) * x**2) for x in lengths), strict=True)

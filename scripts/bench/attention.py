@@ -24,7 +24,7 @@ from bench.rank_group import RankGroup
 from bench.sections import SECTIONS, Bench
 from bench.timing import Repeats
 from bench.workload import DTYPES, PATTERNS, RATES, SEGMENTS, AttentionShape, named
-from ring.compute.kernel_choice import KERNELS
+from ring.compute.kernels import NAMES
 from ring.plan.exchange import parse
 from ring.plan.exchanges import KEY_EXCHANGES
 
@@ -82,7 +82,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "(1Ki ... 128Ki)")  # fmt: skip
     add("--exchange", nargs="+", default=[*KEY_EXCHANGES][::-1], metavar="NAME", help="of ring_attention, as direct, "
         f"all-to-all or all-to-all:2+direct (default: {' '.join([*KEY_EXCHANGES][::-1])})")  # fmt: skip
-    add("--kernel", choices=KERNELS, default="auto", help="of ring_attention (default: auto)")
+    add("--kernel", choices=NAMES, default="auto", help="of ring_attention (default: auto)")
     add("--baseline-kernels", nargs="+", choices=fused.KERNELS, default=["torch"], help="of the other methods, each "
         "timed with all of these (default: torch)")  # fmt: skip
     add("--bucket", nargs="+", type=tokens, default=[None], metavar="N", help="of ring_attention, timed with each "

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from bench import fused
+from ring.compute.kernels import MEASURED
 
-KERNELS = ("cudnn", "flash", "fa4")
+KERNELS = tuple(kernel.name for kernel in MEASURED)
 Grads = tuple[Tensor, ...]
 
 

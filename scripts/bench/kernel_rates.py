@@ -31,7 +31,7 @@ from bench.fused_calls import KERNELS, Call, Grads, Sizes, call_of
 from bench.rank_group import RankGroup, described
 from bench.timing import clocked
 from bench.workload import named
-from ring.compute.kernel_limits import fa4_missing
+from ring.compute.kernels import FA4, FLASH
 
 SECTIONS, KINDS = ("lengths", "order"), ("documents", "shards")
 PASSES = ("forward", "backward")
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cuda":
         if not torch.cuda.is_available():
             stop("there is no GPU: --device cpu is a trial without")
-        if (missing := fa4_missing()) is not None:
+        if (missing := FA4.missing()) is not None:
             print(f"without FlashAttention-4: {missing}", flush=True)
     place = torch.device(options.device)
     alone = command_line(1).replace("torchrun --nproc-per-node=1 ", "python ")
@@ -162,8 +162,8 @@ def measured(
 ) -> Iterator[dict[str, Any]]:
     """Iterate over a row for each kernel, pass and order of sums. packed: with cumulative lengths."""
     inputs, expected = sizes.draw(device, packed), None
-    for name in ("flash", *(name for name in KERNELS if name != "flash")):
-        if name == "fa4" and device.type == "cuda" and fa4_missing() is not None:
+    for name in sorted(KERNELS, key=lambda name: name != FLASH.name):
+        if name == FA4.name and device.type == "cuda" and FA4.missing() is not None:
             continue
         call = call_of(name, sizes, device, packed)
         for fixed in orders:

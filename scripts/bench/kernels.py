@@ -24,11 +24,11 @@ import torch
 from bench.command import Parser, command_line, stop, tokens
 from bench.workload import document_lengths
 from ring import whole_file
-from ring.compute import kernel_choice, kernels
+from ring.compute import kernel_calls
 from ring.compute.gpu.kernel_times import FILE, PASSES, Work
-from ring.compute.kernel_limits import FA4_VERSION, GPU_LIMITS, fa4_missing
-from ring.compute.math_kernel import SavedRows
-from ring.compute.scores import Scores
+from ring.compute.kernels import FA4, FUSED
+from ring.compute.kernels.fa4 import VERSION
+from ring.compute.kernels.kernel import Kernel, KernelSetting, SavedRows, Scores
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Sequences, Tile
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parsed(arguments)
     if not torch.cuda.is_available():
         stop("there is no GPU: kernel times are of GPUs")
-    if (missing := fa4_missing()) is not None:
+    if (missing := FA4.missing()) is not None:
         print(f"without FlashAttention-4: {missing}", flush=True)
     rows = []
     for dims in options.dims:
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(" ".join(map(str, work)), {name: round(time, 4) for name, time in ms.items()}, flush=True)
     record = surroundings("cuda", 1, command_line(1).replace("torchrun --nproc-per-node=1 ", "python "))
     record |= {
-        "flash-attn-4": None if missing else FA4_VERSION,
+        "flash-attn-4": None if missing else VERSION,
         "capability": torch.cuda.get_device_capability(),
         "rows": rows,
     }
@@ -99,24 +99,21 @@ def grid(dims: tuple[int, int], longest: int) -> Iterator[tuple[Work, list[int]]
 
 def timed(work: Work, sizes: list[int]) -> Iterator[tuple[str, float | None]]:
     """Iterate over the kernels that take a call, with milliseconds; None for one that raises."""
-    for name in GPU_LIMITS:
-        limits = GPU_LIMITS[name]
-        if (work.varied and not limits.sequences) or (work.passed == PASSES[2] and not limits.repeatable):
-            continue
+    for kernel in FUSED:
         heads, kv_heads = HEADS[work.dim, work.value_dim]
         tile, tensors = call_of(work, sizes, heads, kv_heads)
-        setting = kernel_choice.KernelSetting(
-            name, "cuda", torch.cuda.get_device_capability(), DTYPE, (work.dim, work.value_dim), heads // kv_heads, 1,
-            Scores(work.dim**-0.5),
+        setting = KernelSetting(
+            (kernel,), "cuda", torch.cuda.get_device_capability(), DTYPE, (work.dim, work.value_dim), heads // kv_heads,
+            1, Scores(work.dim**-0.5),
         )  # fmt: skip
-        if name not in kernel_choice.fused_kernels(setting):
+        if not (kernel.takes(setting) and kernel.takes_tile(tile, repeatable=work.passed == PASSES[2])):
             continue
         torch.use_deterministic_algorithms(work.passed == PASSES[2])
         try:
-            yield name, milliseconds(calls(name, work, tile, tensors, setting.scoring))
+            yield kernel.name, milliseconds(calls(kernel, work, tile, tensors, setting.scoring))
         except RuntimeError as error:
-            print(f"{name} raised {str(error).splitlines()[0][:200]}", flush=True)
-            yield name, None
+            print(f"{kernel.name} raised {str(error).splitlines()[0][:200]}", flush=True)
+            yield kernel.name, None
         finally:
             torch.use_deterministic_algorithms(False)
 
@@ -135,15 +132,15 @@ def call_of(work: Work, sizes: list[int], heads: int, kv_heads: int) -> tuple[Ti
     ]
 
 
-def calls(name: str, work: Work, tile: Tile, tensors: list[torch.Tensor], scoring: Scores) -> Callable[[], object]:
+def calls(kernel: Kernel, work: Work, tile: Tile, tensors: list[torch.Tensor], scoring: Scores) -> Callable[[], object]:
     """Return the call to time."""
     q, k, v, dout = tensors
     if work.passed == PASSES[0]:
-        return lambda: kernels.forward(name, q, k, v, tile, scoring)
-    out, lse = kernels.forward(name, q, k, v, tile, scoring)
+        return lambda: kernel_calls.forward(kernel, q, k, v, tile, scoring)
+    out, lse = kernel_calls.forward(kernel, q, k, v, tile, scoring)
     batched = out.flatten(2, 3).flatten(0, 1), lse.flatten(2, 3).flatten(0, 1).unsqueeze(-1)
     saved = SavedRows(dout, *batched, None)
-    return lambda: kernels.backward(name, q, k, v, saved, tile, scoring)
+    return lambda: kernel_calls.backward(kernel, q, k, v, saved, tile, scoring)
 
 
 def milliseconds(call: Callable[[], object]) -> float:

@@ -19,7 +19,7 @@ from bench.step_models import ModelShape
 from bench.workload import PATTERNS, Attend, AttentionShape, Unsupported, Workload
 from ring import Layout
 from ring.comm.transport import SoloTransport
-from ring.compute.kernel_limits import fa4_missing
+from ring.compute.kernels import FA4
 from ring.nn import Batch, ContextParallel, next_tokens, shard_batch
 from ring.nn.rotary import THETA, cached_angles
 
@@ -132,7 +132,7 @@ def _way_of(name: str, problem: StepProblem) -> Way:
 
 
 def _on_fa4(name: str, problem: StepProblem) -> Way:
-    if problem.device.type != "cuda" or (reason := fa4_missing()) is not None:
+    if problem.device.type != "cuda" or (reason := FA4.missing()) is not None:
         raise Unsupported("it needs a GPU" if problem.device.type != "cuda" else str(reason))
     way = _way_of(name.removesuffix(ON_FA4), problem)
 

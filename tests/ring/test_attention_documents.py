@@ -13,8 +13,8 @@ from reference import Branch, Pattern
 from reference.oracle import attention_and_gradients
 from ring import Layout
 from ring.caching.bounded_cache import BoundedCache
-from ring.compute import kernel_choice, math_kernel
-from ring.compute.scores import Scores
+from ring.compute import kernel_calls, kernel_choice
+from ring.compute.kernels.kernel import Kernel, Scores
 from ring.plan.tile import Tile
 from tests.support.attention_cases import call, inputs
 from verification.run.simulation.simulated_transport import SimulatedTransport
@@ -71,13 +71,13 @@ def tiles_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> list[Tile]:
     monkeypatch.setattr(kernel_choice, "max_window", lambda *_: 4)
     monkeypatch.setattr(kernel_choice, "max_varlen_tokens", lambda *_: 6)
     monkeypatch.setattr(ring.execute, "_programs", BoundedCache(128))  # without plans for other kernels
-    forward, tiles = math_kernel.forward, []
+    forward, tiles = kernel_calls.forward, []
 
-    def noted(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scoring: Scores) -> tuple[Tensor, Tensor]:
+    def noted(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scoring: Scores) -> tuple[Tensor, Tensor]:
         tiles.append(tile)
-        return forward(q, k, v, tile, scoring)
+        return forward(kernel, q, k, v, tile, scoring)
 
-    monkeypatch.setattr(math_kernel, "forward", noted)
+    monkeypatch.setattr(kernel_calls, "forward", noted)
     return tiles
 
 

@@ -15,7 +15,7 @@ from reference.oracle import attention, gradients
 from reference.pattern import Branch, Pattern
 from ring import Layout
 from ring.caching.bounded_cache import BoundedCache
-from ring.compute import kernel_choice, kernels
+from ring.compute import kernel_calls, kernel_choice
 from tests.support import plain_case
 from tests.support.attention_cases import LAYOUTS, PACKED, PATTERNS, call, inputs, normal, plain
 from verification.check.expectation import arithmetic_of
@@ -172,11 +172,11 @@ def test_kernels_are_chosen_by_the_head_dim_and_only_one_is_given_delta(
     kernel: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the CPU any dim goes with any kernel, so that results do not tell by what a kernel was chosen."""
-    choose, backward = Mock(wraps=kernel_choice.choose), Mock(wraps=kernels.backward)
+    choose, backward = Mock(wraps=kernel_choice.choose), Mock(wraps=kernel_calls.backward)
     monkeypatch.setattr(kernel_choice, "choose", choose)
-    monkeypatch.setattr(kernels, "backward", backward)
+    monkeypatch.setattr(kernel_calls, "backward", backward)
     monkeypatch.setattr(ring.execute, "_programs", BoundedCache(8))  # what was chosen before is kept
     check(inputs(), Pattern.dense(), Layout.contiguous(17, 1), False, kernel=kernel)
     assert {call.args[0].dims for call in choose.call_args_list} == {(5, 5)}  # of 4 heads and 17 tokens
-    given = {(call.args[0], call.args[4].delta is not None) for call in backward.call_args_list}
+    given = {(call.args[0].name, call.args[4].delta is not None) for call in backward.call_args_list}
     assert given == {(name, name == "math")}

@@ -19,10 +19,8 @@ import torch
 from reference.pattern import Branch, Pattern
 from ring import Layout, ring_attention, validation
 from ring.comm.transport import MissingRanks, SoloTransport
-from ring.compute import kernel_choice
-from ring.compute.kernel_choice import KernelSetting
-from ring.compute.kernel_limits import HOPPER
-from ring.compute.scores import Scores
+from ring.compute.kernels import candidates, fa4
+from ring.compute.kernels.kernel import HOPPER, KernelSetting, Scores
 from ring.settings import Settings
 from tests.support.attention_cases import inputs
 from verification.run.simulation.simulated_transport import SimulatedTransport
@@ -288,12 +286,11 @@ def test_a_fused_kernel_of_gpus_is_refused_where_it_takes_no_tile(
     """Needs no GPU: nothing is computed."""
     q, v = (SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 8, 3, dim)) for dim in dims)
     call: Any = SimpleNamespace(settings=Settings(kernel=kernel), q=q, k=q, v=v, scoring=Scores(1.0))
-    monkeypatch.setattr(validation, "fa4_missing", lambda: None)
-    monkeypatch.setattr(kernel_choice, "fa4_missing", lambda: None)
-    setting = KernelSetting(kernel, "cuda", HOPPER, dtype, dims, 1, 1, call.scoring)
+    monkeypatch.setattr(fa4, "installed_version", lambda: fa4.VERSION)
+    setting = KernelSetting(candidates(kernel), "cuda", HOPPER, dtype, dims, 1, 1, call.scoring)
     monkeypatch.setattr(validation, "setting_of", lambda *_: setting)
     with nullcontext() if refused is None else pytest.raises(NotImplementedError, match=refused):
-        validation._validate_fused(call)
+        validation._validate_kernel(call)
 
 
 @pytest.mark.parametrize("kernel", ["flash", "cudnn", "fa4"])
@@ -303,9 +300,7 @@ def test_what_a_kernel_lacks_is_named(kernel: str, monkeypatch: pytest.MonkeyPat
     call: Any = SimpleNamespace(
         settings=Settings(kernel=kernel, softcap=30.0), q=q, k=q, v=q, scoring=Scores(1.0, 30.0)
     )
-    monkeypatch.setattr(validation, "fa4_missing", lambda: "flash-attn-4 is not installed: pip install")
-    said = (
-        "FlashAttention-4: flash-attn-4 is not" if kernel == "fa4" else f"{kernel!r} has no softcap, got softcap=30.0"
-    )
-    with pytest.raises(NotImplementedError, match=said):
-        validation._validate_fused(call)
+    monkeypatch.setattr(fa4, "installed_version", lambda: None)
+    missing, lacking = "flash-attn-4 is not installed: pip", f"{kernel!r} has no softcap, got softcap=30.0"
+    with pytest.raises(NotImplementedError, match=missing if kernel == "fa4" else lacking):
+        validation._validate_kernel(call)

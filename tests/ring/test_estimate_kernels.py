@@ -13,10 +13,9 @@ from bench.workload import document_lengths
 
 from reference.pattern import Pattern
 from ring.compute.gpu.kernel_times import FILE
-from ring.compute.kernel_choice import KernelSetting
 from ring.compute.kernel_choice import choose as choose_kernel
-from ring.compute.kernel_limits import HOPPER
-from ring.compute.scores import Scores
+from ring.compute.kernels import CUDNN, FA4, FLASH, candidates
+from ring.compute.kernels.kernel import HOPPER, KernelSetting, Scores
 from ring.estimate import Kernels, Rates, allocator, choose, estimate, rank_work, timeline
 from ring.estimate.estimates import Call
 from ring.estimate.tile_seconds import GPU, call_seconds, tile_seconds
@@ -63,15 +62,15 @@ def test_calls_on_several_lengths_take_the_time_of_their_sequences(passed: str) 
             rows, rows, Heads(8, 4, 0, 4, 1), Heads(8, 1, 0, 1, 1), Mask.CAUSAL,
             sequences=Sequences.of(lengths, lengths),
         )  # fmt: skip
-        seconds = tile_seconds(tile, passed, (128, 128), 1, ("fa4",))
+        seconds = tile_seconds(tile, passed, (128, 128), 1, (FA4,))
         assert 0.8 < seconds / (1e-3 * row["ms"]["fa4"]) < 1.2
 
 
 def test_fewer_kernels_and_other_head_dims() -> None:
     areas = np.array([4096**2])
     times = [
-        call_seconds(areas, 32, False, "forward", dims, names)
-        for dims, names in (((128, 128), ("fa4",)), ((128, 128), ("flash",)), ((96, 96), ("fa4",)))
+        call_seconds(areas, 32, False, "forward", dims, kernels)
+        for dims, kernels in (((128, 128), (FA4,)), ((128, 128), (FLASH,)), ((96, 96), (FA4,)))
     ]
     assert times[1] > 1.5 * times[0] and 0.6 < times[2] / times[0] < 1.1
 
@@ -148,7 +147,7 @@ def test_the_allocator_has_the_kernels_of_the_call(window: int | None) -> None:
     """Without FlashAttention-4: cuDNN would be faster at some tiles with a window, which it does not take."""
     pattern, layout, kernels = Pattern.dense(True, window=window), Layout.zigzag(2**14, 2), Kernels(("cudnn", "flash"))
     setting = Call(pattern, 32, 8, 128, 128, 1, torch.bfloat16, "ring", None, "cuda").counted(layout, layout)
-    call = KernelSetting("auto", "cuda", HOPPER, torch.bfloat16, (128, 128), 4, 1, Scores(1.0, None))
+    call = KernelSetting(candidates("auto"), "cuda", HOPPER, torch.bfloat16, (128, 128), 4, 1, Scores(1.0, None))
     for tile in rank_work.rank_plan(setting, RING, 2**16, True, kernels, 0).tiles:
         assert allocator.kernel_of(tile, setting, kernels) == choose_kernel(call, tile, backward=True)
 
@@ -167,7 +166,7 @@ def test_cudnn_prices_no_window(passed: str) -> None:
     for length in (512, 2**12, 2**15):
         rows = Rows(0, 1, length)
         tile = Tile(rows, rows, Heads(8, 4, 0, 4, 1), Heads(8, 1, 0, 1, 1), Mask.CAUSAL, window=511)
-        several, alone = (tile_seconds(tile, passed, (128, 128), 1, x) for x in (("cudnn", "flash"), ("flash",)))
+        several, alone = (tile_seconds(tile, passed, (128, 128), 1, x) for x in ((CUDNN, FLASH), (FLASH,)))
         assert several == alone
 
 

@@ -19,7 +19,7 @@ import ring.programs
 from ring import Layout, Pattern, ring_attention
 from ring.caching.bounded_cache import BoundedCache
 from ring.compute.kernel_choice import setting_of
-from ring.compute.scores import Scores
+from ring.compute.kernels.kernel import Scores
 from ring.lowering import BlockPrograms
 from ring.plan.exchanges import DIRECT
 from ring.plan.plan import plan_of

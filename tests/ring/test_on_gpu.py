@@ -19,9 +19,10 @@ from reference import Branch, Pattern
 from ring import Layout
 from ring.caching.bounded_cache import BoundedCache
 from ring.comm.symmetric_memory import SymmetricTransport, transport_of
-from ring.compute import kernel_choice, kernels
+from ring.compute import kernel_calls
 from ring.compute.accumulator import Accumulator, Sum
 from ring.compute.kernel_counts import count_kernels
+from ring.compute.kernels import fa4
 from ring.plan.blocks import Heads
 from ring.plan.exchange import key_exchange
 from ring.plan.plan import plan_of
@@ -38,7 +39,7 @@ SHAPES = tuple(itertools.product((1, 2, 7, 16, 129), (1, 5, 16, 130)))
 @pytest.fixture(autouse=True)
 def _without_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" chooses among torch's kernels, if FlashAttention-4 is installed or not."""
-    monkeypatch.setattr(kernel_choice, "fa4_missing", lambda: "left out of these tests")
+    monkeypatch.setattr(fa4, "installed_version", lambda: None)
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash"])
@@ -279,11 +280,11 @@ def test_whole_calls_with_sinks_are_the_math_kernel_s(
 
 @pytest.mark.parametrize("most", [1, 3 * 2**19])
 def test_a_backward_by_groups_of_heads_is_the_whole_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = kernels.MAX_WORKSPACE
+    usual = kernel_calls.MAX_WORKSPACE
     for pattern, kv_heads in ((Pattern.dense(True), 4), (Pattern.longnet([64, 256], [1, 4], 8, True), 8)):
         (leaves, dout), results, calls = drawn(512, 8, kv_heads), [], []
         for limit in (usual, most):
-            monkeypatch.setattr(kernels, "MAX_WORKSPACE", limit)
+            monkeypatch.setattr(kernel_calls, "MAX_WORKSPACE", limit)
             monkeypatch.setattr(ring.execute, "_programs", BoundedCache(8))  # what was lowered before is kept
             out = plain(*leaves, pattern, Layout.contiguous(512, 1))
             with count_kernels() as picked:

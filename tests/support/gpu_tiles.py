@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ring.compute import kernels
-from ring.compute.kernel_limits import GPU_LIMITS
-from ring.compute.math_kernel import SavedRows
-from ring.compute.scores import Scores
+from ring.compute import kernel_calls
+from ring.compute.kernels import KERNELS, MATH
+from ring.compute.kernels.kernel import SavedRows, Scores
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Sequences, Tile
 from ring.strided_view import batched
 
+ON_GPUS = {kernel.name: kernel for kernel in KERNELS if kernel.device != "cpu"}
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 WINDOWS = (1, 7, 63, 64, 100, 1000)
 LENGTHS_OF_DOCUMENTS = (1, 5, 64, 300, 1, 130, 17)
@@ -50,8 +50,8 @@ def check_kernel(
     """Hold both ways of a fused kernel to the math kernel in fp64."""
     unit, scoring = UNIT[q.dtype], Scores(q.shape[-1] ** -0.5, softcap)
     doubles, fused = [x.double() for x in (q, k, v)], [batched(x) for x in (q, k, v)]
-    out, lse = kernels.forward(name, fused[0], fused[1], fused[2], tile, scoring)
-    exact, exact_lse = kernels.forward("math", doubles[0], doubles[1], doubles[2], tile, scoring)
+    out, lse = kernel_calls.forward(ON_GPUS[name], fused[0], fused[1], fused[2], tile, scoring)
+    exact, exact_lse = kernel_calls.forward(MATH, doubles[0], doubles[1], doubles[2], tile, scoring)
     assert lse.dtype == torch.float32
     close(out, exact, 4 * unit, what)
     close(lse, exact_lse, 1e-4 if softcap is None else 2.0**-10 * softcap, "lse")  # tanh to some 11 bits
@@ -62,10 +62,10 @@ def check_kernel(
     dlse = torch.randn_like(whole_lse) if with_dlse else None
     batched_dlse = None if dlse is None else dlse.flatten(2, 3).flatten(0, 1).unsqueeze(-1)
     saved = SavedRows(batched(dout), batched(whole), rows, None, batched_dlse)
-    found = kernels.backward(name, fused[0], fused[1], fused[2], saved, tile, scoring)
+    found = kernel_calls.backward(ON_GPUS[name], fused[0], fused[1], fused[2], saved, tile, scoring)
     delta = (dout.float() * whole.float()).sum(-1) - (0 if dlse is None else dlse)
     double = SavedRows(dout.double(), whole.double(), whole_lse.double(), delta.double())
-    wanted = kernels.backward("math", doubles[0], doubles[1], doubles[2], double, tile, scoring)
+    wanted = kernel_calls.backward(MATH, doubles[0], doubles[1], doubles[2], double, tile, scoring)
     for x, y, which in zip(found, wanted, ("dq", "dk", "dv"), strict=True):
         close(x, y, 8 * unit, (which, what))
 
@@ -80,7 +80,7 @@ def check_windows(
     tile = tile_of(mask, rows, rows, folds, 2, share, sequences, window)
     q, k, v, dout = tensors(torch.bfloat16, folds, 2, 2, share, rows, rows, *dims)
     check_kernel(name, q, k, v, dout, tile, (mask, window, dims, share))
-    if GPU_LIMITS[name].dlse:
+    if ON_GPUS[name].dlse:
         check_kernel(name, q, k, v, dout, tile, (mask, window, dims, share, "dlse"), with_dlse=True)
 
 

@@ -31,7 +31,7 @@ CAUSAL = Pattern.dense(causal=True)
 def _kernel(direction: str, results: str, changed: str) -> Edit:
     end = "def portions("  # the next function of the file
     lines = f"def {direction}(*x, real={direction}):\n    {results} = real(*x)\n    return {changed}\n"
-    return Edit("ring/compute/kernels.py", end, f"{lines}\n\n{end}")
+    return Edit("ring/compute/kernel_calls.py", end, f"{lines}\n\n{end}")
 
 
 KERNELS = {

@@ -7,7 +7,7 @@ from verification.case import GPU_KERNELS, Case
 _MAX_NUMBERS = 2**28  # of a tensor
 _MAX_SCORES = 2**31  # of the oracle: the problem of real size has less than half as many
 
-# Head dims, of keys and of values, on Hopper GPUs: independent of `ring.compute.kernel_limits`.
+# Head dims, of keys and of values, on Hopper GPUs: independent of `ring.compute.kernels`.
 _FA4 = (32, 64, 96, 128, 160, 192, 256)
 FUSED = {
     "flash": "equal head dims, multiples of 8 up to 256, and no softcap",

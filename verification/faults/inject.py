@@ -79,8 +79,8 @@ ERRORS: dict[str, type[BaseException]] = {"interrupt": KeyboardInterrupt, "memor
 # Functions that raise an error from a consensus on; a rank that needs none of them raises it at the end.
 PLACES = (
     "ring.comm.shared_page.SharedPage.has_come", "ring.consensus.agree_backward", "ring.attend.accumulator_for",
-    "ring.attend.sum_class_for", "ring.comm.transport.LocalBuffers.empty", "ring.compute.kernels.forward",
-    "ring.compute.kernels.backward", "ring.comm.process_group._PendingWorks.arrive",
+    "ring.attend.sum_class_for", "ring.comm.transport.LocalBuffers.empty", "ring.compute.kernel_calls.forward",
+    "ring.compute.kernel_calls.backward", "ring.comm.process_group._PendingWorks.arrive",
 )  # fmt: skip
 BY_NAME = {kind.name: kind for kind in KINDS}
 

@@ -21,7 +21,7 @@ from reference.fast_oracle import multiplicity
 from reference.head_groups import ALL_TO_ALL, AUTO, BY_HOST
 from reference.pattern import Branch, Pattern
 from reference.shards import Shards
-from verification.case import AGAIN, DTYPES, EXCHANGES, GPU_KERNELS, KERNELS, LSE, ORDERS, VALUES, Case
+from verification.case import AGAIN, CPU_KERNELS, DTYPES, EXCHANGES, LSE, ORDERS, VALUES, Case
 from verification.check.workspace_limits import MIN_BLOCK
 from verification.report.text import listing, paragraph
 from verification.wording import counted
@@ -326,7 +326,7 @@ GROUPS["cross-attention"] = {
     }.items()
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "order": ORDERS, "exchange": EXCHANGES, "kernel": tuple(kernel for kernel in KERNELS if kernel not in GPU_KERNELS),
+    "order": ORDERS, "exchange": EXCHANGES, "kernel": CPU_KERNELS,
     "dtype": tuple(DTYPES), "values": VALUES, "lse": LSE, "again": AGAIN,
 }  # fmt: skip
 

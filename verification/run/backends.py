@@ -17,7 +17,7 @@ import ring
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import transport_of
 from ring.comm.transport import SoloTransport, Transport
-from ring.compute.kernel_limits import fa4_missing
+from ring.compute.kernels import FA4
 from verification.case import Case
 from verification.failures import RankFailure
 from verification.protocols import CaseLike
@@ -178,7 +178,7 @@ class NcclBackend(GlooBackend):
         if gpus < world:
             needed = f"{counted(world, 'GPU')} for {counted(world, 'rank')}"
             raise Unavailable(f"argument --backend: nccl needs {needed}, there are {gpus}")
-        if fa4_missing() is None:
+        if FA4.missing() is None:
             self.timeout = max(self.timeout, COMPILE_TIMEOUT)
         self.open_pool(world, "nccl")
 

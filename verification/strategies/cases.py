@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from reference.head_groups import ALL_TO_ALL, AUTO, BY_HOST, KEY_EXCHANGES
 from reference.pattern import Branch, Pattern
-from verification.case import EXCHANGES, Case, Keys
+from verification.case import CPU_KERNELS, EXCHANGES, Case, Keys
 from verification.case_line import read_case_line
 from verification.strategies.corner_cases import MAX_TOKENS, rare, shifted
 from verification.strategies.decoding import digits, head_range, permutation
@@ -43,7 +43,7 @@ _exchanges = st.sampled_from(EXCHANGES)
 _by_host = st.sampled_from(BY_HOST)
 _by_host_or_chosen = st.sampled_from((*BY_HOST, AUTO))
 MAX_CHOOSING = 4  # ranks; choosing takes 0.1 s for so many, and seconds for 64
-_kernels = st.sampled_from(("auto", "math", "flash"))
+_kernels = st.sampled_from(CPU_KERNELS)
 _lse = st.sampled_from(("unused", "returned", "differentiated", "alone", "apart"))
 # Every Case has a second run, so the special ones come as often as the plain one. The most effective ones come twice;
 # those with several variants (autocast, lse, documents, dtype) come more often.

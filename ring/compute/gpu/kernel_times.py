@@ -2,21 +2,21 @@
 
 The table, `kernel_times.json`, is written by `python scripts/bench kernels`, on one GPU. A call takes the row that is
 nearest in head dims, length and number of sequences. A GPU of another compute capability than the table's has no row:
-there cuDNN comes first, then FlashAttention-2.
+there the first kernel of the table `ring.compute.kernels` is taken.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ring.compute.kernels.kernel import Kernel
+
 FILE = Path(__file__).with_name("kernel_times.json")
 PASSES = ("forward", "backward", "repeatable backward")
-_UNMEASURED = ("cudnn", "flash", "fa4")
 
 
 class Work(NamedTuple):
@@ -53,22 +53,23 @@ def _tables() -> dict[tuple[int, int], dict[tuple[str, bool, bool], list[tuple[W
 
 
 @lru_cache(maxsize=4096)
-def fastest(names: Sequence[str], capability: tuple[int, int], work: Work) -> str:
+def fastest(kernels: tuple[Kernel, ...], capability: tuple[int, int], work: Work) -> Kernel:
     """Return the fastest of some kernels for a call.
 
     Args:
-        names: at least one of "cudnn", "flash", "fa4".
+        kernels: at least one, in the order of `ring.compute.kernels`.
         capability: of the GPU.
         work: sizes of the call.
     """
-    if len(names) == 1:
-        return names[0]
+    if len(kernels) == 1:
+        return kernels[0]
+    names = {kernel.name for kernel in kernels}
     rows = _tables().get(capability, {}).get((work.passed, work.causal, work.varied), [])
-    rows = [row for row in rows if len(row[1].keys() & set(names)) > 1]
+    rows = [row for row in rows if len(row[1].keys() & names) > 1]
     if not rows:
-        return min(names, key=_UNMEASURED.index)
+        return kernels[0]
     _, times = min(rows, key=lambda row: _distance(row[0], work))
-    return min((name for name in names if name in times), key=times.__getitem__)
+    return min((kernel for kernel in kernels if kernel.name in times), key=lambda kernel: times[kernel.name])
 
 
 def _distance(row: Work, work: Work) -> float:

@@ -28,7 +28,7 @@ from ring.comm.missing_ranks import SLOW, done_by_event, done_by_work, wait_for_
 from ring.comm.process_group import _tell
 from ring.comm.shared_page import _StoreGather
 from ring.comm.transport import MissingRanks
-from ring.compute import kernels
+from ring.compute import kernel_calls
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -167,10 +167,10 @@ def _one_ends_in_the_middle(error: BaseException, place: str, exchange: str) -> 
         (KeyboardInterrupt(), "ring.comm.shared_page.SharedPage.has_come", "forward", "ring"),
         (MemoryError("no room\nfor anything"), "ring.attend.accumulator_for", "forward", "direct"),
         (torch.OutOfMemoryError("no room"), "ring.comm.transport.LocalBuffers.empty", "forward", "all-to-all"),
-        (SystemExit(3), "ring.compute.kernels.forward", "forward", "direct"),
+        (SystemExit(3), "ring.compute.kernel_calls.forward", "forward", "direct"),
         (KeyboardInterrupt(), "ring.consensus._compare", "forward", "gather"),
         (torch.OutOfMemoryError("no room"), "ring.attend.sum_class_for", "backward", "ring"),
-        (KeyboardInterrupt(), "ring.compute.kernels.backward", "backward", "direct"),
+        (KeyboardInterrupt(), "ring.compute.kernel_calls.backward", "backward", "direct"),
     ],
 )
 def test_an_interrupted_call_closes_its_group_on_all_ranks(
@@ -196,7 +196,7 @@ def _one_dies(rank: int, folder: str, killed: int, number: int, agreed: bool) ->
     for _ in range(1, number):
         forward(None)
     if rank == killed and agreed:
-        kernels.forward = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        kernel_calls.forward = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     elif rank == killed:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()

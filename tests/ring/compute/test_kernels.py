@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ring.compute import kernel_choice, kernels, math_kernel
-from ring.compute.kernel_choice import KERNELS, KernelSetting
+from ring.compute import kernel_calls, kernel_choice
 from ring.compute.kernel_counts import count_kernels
-from ring.compute.math_kernel import SavedRows
-from ring.compute.scores import Scores
+from ring.compute.kernels import FLASH_CPU, MATH, NAMES, candidates, fa4, math
+from ring.compute.kernels.kernel import KernelSetting, SavedRows, Scores
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Sequences, Tile
 from ring.precision import accumulator_dtype
 
 INF = float("inf")
+ON_CPUS = {kernel.name: kernel for kernel in (MATH, FLASH_CPU)}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Inputs are of size 1, with 8 dims and up to 33 keys: the kernels round some tens of operations.
 ROUNDING = {torch.float64: 2**-53, torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -103,7 +103,7 @@ def laid(x: torch.Tensor) -> torch.Tensor:
 
 
 # So many rows that the math kernel takes them in several blocks, the last of them a short one.
-MANY = 2 * math_kernel._MIN_ROWS + 5
+MANY = 2 * math._MIN_ROWS + 5
 SQUARES = Size(keys=7), Size(share=3, queries=5, keys=5), Size(1, 1, 1, 1, 1, 1, 1), Size(2, 1, 1, 2, MANY, MANY, 2)
 OTHERS = (
     Size(), Size(share=3), Size(1, 1, 1, queries=1, keys=1), Size(queries=1, keys=33, dim=3),
@@ -129,7 +129,7 @@ def test_a_tile_is_dense_attention_and_its_part_of_the_gradients(
     given = drawn(size, dtype)
     q, k, v, dout = (laid(x) if size.share > 1 else x for x in given)  # may be strided, and is not changed
     tile, work = tile_of(mask, size, window), accumulator_dtype(dtype)
-    out, lse = kernels.forward(name, q, k, v, tile, Scores(scale))
+    out, lse = kernel_calls.forward(ON_CPUS[name], q, k, v, tile, Scores(scale))
     assert out.dtype is work and lse.dtype is work
     unseen = hidden(tile, size)
     bound = 400 * ROUNDING[work]  # whatever the inputs are
@@ -150,10 +150,11 @@ def test_a_tile_is_dense_attention_and_its_part_of_the_gradients(
 
     delta = (dout * whole.detach()).sum(-1) - dlse
     rest = whole.detach().to(dtype), whole_lse.detach().to(work), delta.to(work)
-    saved = SavedRows(dout, *(laid(x) if size.share > 1 else x for x in rest))
+    whole_out, lse, delta = (laid(x) if size.share > 1 else x for x in rest)
+    saved = SavedRows(dout, whole_out, lse, delta)
     # The fused kernel forms delta by itself, from an output that was rounded to the inputs' type.
     bound = 4 * (16 * ROUNDING[dtype] if name == "flash" and dtype.itemsize == 2 else bound)
-    gradients = kernels.backward(name, q, k, v, saved, tile, Scores(scale))
+    gradients = kernel_calls.backward(ON_CPUS[name], q, k, v, saved, tile, Scores(scale))
     for found, exact in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=bound, atol=bound)
     assert mask is not Mask.POSITION or gradients[0][..., 0, :].eq(0).all()
@@ -168,12 +169,12 @@ def test_fp16_scores_beyond_its_range(name: str) -> None:
     q = torch.full(size.q, 256.0, dtype=torch.float16)
     k, v = torch.tensor([[256, 256, 128], [1, 3, 100]]).half().repeat_interleave(64).view(2, *size.k)
     tile = tile_of(Mask.FULL, size)
-    out, lse = kernels.forward(name, q, k, v, tile, Scores(1.0))
+    out, lse = kernel_calls.forward(ON_CPUS[name], q, k, v, tile, Scores(1.0))
     assert out.eq(2.0).all()
     assert lse.sub(2.0**22).abs().max() <= 1.0  # log 2 and an ulp of 2^22 in fp32
     dout = torch.full(size.q, 0.5, dtype=torch.float16)
     saved = SavedRows(dout, out.half(), lse, (dout.float() * out).sum(-1))
-    dq, dk, dv = kernels.backward(name, q, k, v, saved, tile, Scores(1.0))
+    dq, dk, dv = kernel_calls.backward(ON_CPUS[name], q, k, v, saved, tile, Scores(1.0))
     # exp(s - lse) with lse rounded to a half: between e^-1 and 1; what matters is that it is finite and in place.
     assert all(x.isfinite().all() for x in (dq, dk, dv))
     assert dv[..., 2, :].eq(0).all() and dk[..., 2, :].eq(0).all() and dv[..., 0, :].gt(0).all()
@@ -184,7 +185,7 @@ def test_fp16_scores_beyond_its_range(name: str) -> None:
 def test_scores_of_ten_thousand(score: float, name: str) -> None:
     """No sentinel: -1e4 is a score like any other, and a row in which all scores are such sees its keys alone."""
     q, k, v = torch.tensor([[1.0, 1.0], [score, score], [1.0, 3.0]]).view(3, 1, 1, 1, 1, 2, 1)
-    out, lse = kernels.forward(name, q, k, v, tile_of(Mask.CAUSAL, Size(queries=2, keys=2)), Scores(1.0))
+    out, lse = kernel_calls.forward(ON_CPUS[name], q, k, v, tile_of(Mask.CAUSAL, Size(queries=2, keys=2)), Scores(1.0))
     torch.testing.assert_close(out.flatten(), torch.tensor([1.0, 2.0]))
     torch.testing.assert_close(lse.flatten(), score + torch.tensor([0.0, 0.6931]))
 
@@ -202,33 +203,35 @@ def test_rows_whose_scores_are_all_minus_infinity_weigh_nothing(name: str) -> No
     exact, exact_lse = dense(scores_of(q, k, 1.0, unseen), v)
     q[..., 5, -1] = 8.0
     with count_kernels() as count:
-        out, lse = kernels.forward(name, q, k, v, tile, Scores(1.0))
+        out, lse = kernel_calls.forward(ON_CPUS[name], q, k, v, tile, Scores(1.0))
     assert count[name] == count["math"] == 1 and (lse[..., 0] == 0).all()
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-5)
-    dq, dk, dv = kernels.backward(name, q, k, v, SavedRows(dout, out, lse, (dout * out).sum(-1)), tile, Scores(1.0))
+    dq, dk, dv = kernel_calls.backward(
+        ON_CPUS[name], q, k, v, SavedRows(dout, out, lse, (dout * out).sum(-1)), tile, Scores(1.0)
+    )
     assert (dq[..., 5, :] == 0).all() and all(x.isfinite().all() for x in (dk, dv))
 
 
-@pytest.mark.parametrize("fa4", (False, True))
+@pytest.mark.parametrize("with_fa4", (False, True))
 @pytest.mark.parametrize("device", ("cpu", "cuda", "meta"))
 @pytest.mark.parametrize("keys", (1, 15, 16, 40))
-def test_which_kernel_takes_a_tile(keys: int, device: str, fa4: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_kernel_takes_a_tile(keys: int, device: str, with_fa4: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of one fold count, though there are three. Sums in any order are not repeatable."""
-    monkeypatch.setattr(kernel_choice, "fa4_missing", lambda: None if fa4 else "not installed")
+    monkeypatch.setattr(fa4, "installed_version", lambda: fa4.VERSION if with_fa4 else None)
     size, rows = Size(queries=keys, keys=keys), Rows(0, 1, keys, keys, 3)
     for kernel, mask, dlse, scale, dtype, dims, softcap, repeatable in itertools.product(
-        KERNELS, Mask, (False, True), (0.5, 0.0, -0.5), (torch.float32, torch.bfloat16, torch.float16),
+        NAMES, Mask, (False, True), (0.5, 0.0, -0.5), (torch.float32, torch.bfloat16, torch.float16),
         ((4, 4), (8, 8), (128, 128), (192, 128), (264, 264)), (None, 30.0), (False, True),
     ):  # fmt: skip
         takers, windowed = set(), mask is Mask.ANTICAUSAL
         if device == "cpu" and keys >= 16 and dims[0] == dims[1] and softcap is None and not dlse and not windowed:
-            takers = {"flash"}
+            takers = {"flash"} if kernel in ("auto", "flash") else set()
         if device == "cuda" and dtype != torch.float32:
             if dims not in ((4, 4), (264, 264)) and softcap is None and not dlse:
                 takers |= {"cudnn"} if keys > 1 and not repeatable else set()
                 takers |= {"flash"} if dims[0] == dims[1] and (kernel != "cudnn" or repeatable) else set()
-            if fa4 and dims in ((128, 128), (192, 128)):
+            if with_fa4 and dims in ((128, 128), (192, 128)):
                 takers |= {"fa4"}
             takers -= {"cudnn"} if windowed else set()
             asked = {"auto": {"cudnn", "flash", "fa4"}, "cudnn": {"cudnn", "flash"}}
@@ -236,8 +239,8 @@ def test_which_kernel_takes_a_tile(keys: int, device: str, fa4: bool, monkeypatc
         if kernel == "math" or mask is Mask.POSITION or scale <= 0:
             takers = set()
         tile = replace(tile_of(mask, size), query_rows=rows, key_rows=rows)
-        setting = KernelSetting(kernel, device, (9, 0), dtype, dims, 1, 2, Scores(scale, softcap))
-        chosen = kernel_choice.choose(setting, tile, True, dlse, repeatable)
+        setting = KernelSetting(candidates(kernel), device, (9, 0), dtype, dims, 1, 2, Scores(scale, softcap))
+        chosen = kernel_choice.choose(setting, tile, True, dlse, repeatable).name
         assert chosen in (takers or {"math"}), (kernel, mask, dlse, scale, dtype, dims, softcap, repeatable)
 
 
@@ -246,13 +249,13 @@ def test_what_was_picked_is_counted() -> None:
     (q, k, v, dout), tile = drawn(Size()), tile_of(Mask.FULL, Size())
     with count_kernels() as outer:
         with count_kernels() as first:
-            out, lse = kernels.forward("math", q, k, v, tile, Scores(1.0))
+            out, lse = kernel_calls.forward(MATH, q, k, v, tile, Scores(1.0))
         with count_kernels() as inner:
-            kernels.backward("flash", q, k, v, SavedRows(dout, out, lse, None), tile, Scores(1.0))
+            kernel_calls.backward(FLASH_CPU, q, k, v, SavedRows(dout, out, lse, None), tile, Scores(1.0))
             with pytest.raises(KeyError), count_kernels() as ended:
                 raise KeyError
-        kernels.forward("math", q, k, v, tile, Scores(1.0))
-    kernels.forward("math", q, k, v, tile, Scores(1.0))
+        kernel_calls.forward(MATH, q, k, v, tile, Scores(1.0))
+    kernel_calls.forward(MATH, q, k, v, tile, Scores(1.0))
     assert (outer, first, inner, ended) == ({"math": 2, "flash": 1}, {"math": 1}, {"flash": 1}, {})
 
 
@@ -264,15 +267,15 @@ def test_sequences_of_a_tile_see_nothing_of_each_other(mask: Mask) -> None:
     tile = replace(tile_of(mask, size), sequences=Sequences.of(np.array(queries), np.array(keys)))
     (q, k, v, dout), out = drawn(size), normal(size.q, 4)
     lse, delta = normal(size.q[:-1], 7), normal(size.q[:-1], 8)
-    found = kernels.forward("math", q, k, v, tile, Scores(0.3))
-    dq, dk, dv = kernels.backward("math", q, k, v, SavedRows(dout, out, lse, delta), tile, Scores(0.3))
+    found = kernel_calls.forward(MATH, q, k, v, tile, Scores(0.3))
+    dq, dk, dv = kernel_calls.backward(MATH, q, k, v, SavedRows(dout, out, lse, delta), tile, Scores(0.3))
     assert tile.sequences is not None and tile.sequences.longest == (20, max(keys))
     for rows, of_keys in tile.sequences.slices():
         one, two, three = q[..., rows, :], k[..., of_keys, :], v[..., of_keys, :]
         alone = tile_of(mask, replace(size, queries=one.shape[4], keys=two.shape[4]))
-        whole = kernels.forward("math", one, two, three, alone, Scores(0.3))
+        whole = kernel_calls.forward(MATH, one, two, three, alone, Scores(0.3))
         saved = SavedRows(dout[..., rows, :], out[..., rows, :], lse[..., rows], delta[..., rows])
-        grads = kernels.backward("math", one, two, three, saved, alone, Scores(0.3))
+        grads = kernel_calls.backward(MATH, one, two, three, saved, alone, Scores(0.3))
         parts = found[0][..., rows, :], found[1][..., rows], dq[..., rows, :], dk[..., of_keys, :], dv[..., of_keys, :]
         assert all(torch.equal(x, y) for x, y in zip(parts, (*whole, *grads), strict=True))
 
@@ -284,9 +287,9 @@ def test_the_bits_of_a_row_do_not_depend_on_other_rows(name: str) -> None:
     """
     size = Size(2, 1, 1, 1, 20, 20, 8)
     q, k, v, _ = drawn(size)
-    before = kernels.forward(name, q, k, v, tile_of(Mask.CAUSAL, size), Scores(1.0))
+    before = kernel_calls.forward(ON_CPUS[name], q, k, v, tile_of(Mask.CAUSAL, size), Scores(1.0))
     q[1, ..., 0, :] = 0.0
-    after = kernels.forward(name, q, k, v, tile_of(Mask.CAUSAL, size), Scores(1.0))
+    after = kernel_calls.forward(ON_CPUS[name], q, k, v, tile_of(Mask.CAUSAL, size), Scores(1.0))
     assert (after[1][1, ..., 0] == 0).all()
     for a, b in zip(before, after, strict=True):
         assert a[0].equal(b[0]) and a[1, :, :, :, 1:].equal(b[1, :, :, :, 1:])
@@ -317,7 +320,7 @@ def test_the_math_kernels_scores_are_no_larger_than_its_operands(size: tuple[int
     q, k = torch.randn(folds, batch, groups, share, queries, dim), torch.randn(folds, batch, groups, 1, keys, dim)
     tile = tile_of(Mask.FULL, Size(queries=queries, keys=keys))
     with Operations() as seen:
-        out, lse = kernels.forward("math", q, k, k, tile, Scores(0.5))
-        kernels.backward("math", q, k, k, SavedRows(q, out, lse, (q * out).sum(-1)), tile, Scores(0.5))
+        out, lse = kernel_calls.forward(MATH, q, k, k, tile, Scores(0.5))
+        kernel_calls.backward(MATH, q, k, k, SavedRows(q, out, lse, (q * out).sum(-1)), tile, Scores(0.5))
     least = folds * batch * groups * share * min(8, queries) * keys
     assert seen.most == max(q.numel(), k.numel(), least)

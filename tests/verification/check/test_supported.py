@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from ring.compute.kernel_limits import GPU_LIMITS, HALF, HOPPER, takes_dims
+from ring.compute.kernels import FLASH_CPU, MEASURED, NAMES
+from ring.compute.kernels.kernel import HALF, HOPPER
 from tests.support.plain_case import plain
+from verification.case import GPU_KERNELS, KERNELS
 from verification.check.expectation import kernel_of
 from verification.check.supported import FUSED, check_supported, fused
 from verification.search.experiment import on_device
@@ -41,5 +43,9 @@ def test_the_limits_of_kernels_of_gpus_are_those_of_ring(changes: dict[str, Any]
     case = plain(1, **{"dtype": "bfloat16", "device": "cuda"} | changes)
     assert {kernel for kernel in FUSED if fused(case, kernel)} == set(kernels)
     limits = (HOPPER, *case.dims, case.heads // case.kv_heads)
-    of_ring = {name for name, x in GPU_LIMITS.items() if takes_dims(name, *limits) and x.softcap >= bool(case.softcap)}
+    of_ring = {x.name for x in MEASURED if x.takes_dims(*limits) and x.softcap >= bool(case.softcap)}
     assert of_ring == set(kernels) or case.torch_dtype not in HALF
+
+
+def test_the_kernels_of_cases_are_those_of_ring() -> None:
+    assert (KERNELS, {FLASH_CPU.name, *GPU_KERNELS}) == (NAMES, {kernel.name for kernel in MEASURED})

@@ -13,10 +13,9 @@ import ring.execute
 from reference import Pattern
 from ring import Layout, count_kernels, lowering
 from ring.caching.bounded_cache import BoundedCache
-from ring.compute import kernels
-from ring.compute.gpu import fa4_kernel
-from ring.compute.kernel_limits import HOPPER, fa4_missing, takes_dims
-from ring.compute.scores import Scores
+from ring.compute import kernel_calls
+from ring.compute.kernels import FA4, fa4
+from ring.compute.kernels.kernel import HOPPER, Scores
 from ring.plan.tile import Mask, Sequences
 from ring.precision import accumulator_dtype
 from tests.support.attention_cases import call, plain
@@ -25,7 +24,7 @@ from tests.support.gpu_tiles import LENGTHS_OF_DOCUMENTS, UNIT, WINDOWS, check_k
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(fa4_missing() is not None, reason=str(fa4_missing())),
+    pytest.mark.skipif(FA4.missing() is not None, reason=str(FA4.missing())),
     pytest.mark.skipif(
         torch.cuda.is_available() and torch.cuda.get_device_capability() != HOPPER, reason="needs a GPU of Hopper"
     ),
@@ -38,7 +37,7 @@ LENGTHS = ((130, 130), (1, 300), (300, 1), (520, 77))
 @pytest.mark.parametrize(("dims", "share"), DIMS, ids=str)
 @pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL])
 def test_it_is_the_math_kernel_to_within_rounding(dims: tuple[int, int], share: int, mask: Mask) -> None:
-    assert takes_dims("fa4", HOPPER, *dims, share)
+    assert FA4.takes_dims(HOPPER, *dims, share)
     for queries, keys in LENGTHS if mask is Mask.FULL else ((130, 130), (1, 1), (700, 700)):
         q, k, v, dout = tensors(torch.bfloat16, 2, 1, 2, share, queries, keys, *dims)
         check_kernel("fa4", q, k, v, dout, tile_of(mask, queries, keys, 2, 2, share), (dims, share, queries, keys))
@@ -138,7 +137,7 @@ def test_gradients_written_in_place_are_those_that_are_merged(
     )
     from ring.compute.gpu.gpu_accumulator import CombinedSum  # not at the top: torch for CPUs has no Triton
 
-    monkeypatch.setattr(kernels, "MAX_WORKSPACE", 2**20)
+    monkeypatch.setattr(kernel_calls, "MAX_WORKSPACE", 2**20)
     taken: list[bool] = []
     place = CombinedSum.place
 
@@ -164,8 +163,8 @@ def test_gradients_written_in_place_are_those_that_are_merged(
 
 
 def test_a_compilation_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    fa4_kernel._called.clear()
+    fa4._called.clear()
     q, k, v, _ = (x.flatten(2, 3).flatten(0, 1) for x in tensors(torch.float16, 1, 1, 3, 3, 150, 150, 32))
     with caplog.at_level(logging.INFO, "ring"):
-        fa4_kernel.forward(q, k, v, tile_of(Mask.FULL, 150, 150, 1, 3, 3), Scores(0.3, 7.0))
+        fa4.forward(q, k, v, tile_of(Mask.FULL, 150, 150, 1, 3, 3), Scores(0.3, 7.0))
     assert "FlashAttention-4 compiled a kernel" in caplog.text and "float16" in caplog.text

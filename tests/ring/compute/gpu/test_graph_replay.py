@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from reference import Pattern
 from ring import Layout, ring_attention
-from ring.compute import kernel_choice
 from ring.compute.gpu import graph_replay
 from ring.compute.gpu.graph_replay import WARMUP_CALLS
 from ring.compute.kernel_counts import count_kernels
+from ring.compute.kernels import fa4
 from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.fixture(autouse=True)
 def _without_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep to torch's kernels, if FlashAttention-4 is installed or not."""
-    monkeypatch.setattr(kernel_choice, "fa4_missing", lambda: "left out of these tests")
+    monkeypatch.setattr(fa4, "installed_version", lambda: None)
 
 
 LONGNET = Pattern.longnet([64, 256], [1, 4], 8, True)

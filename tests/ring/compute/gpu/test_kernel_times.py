@@ -8,7 +8,8 @@ import pytest
 
 from ring.compute.gpu import kernel_times
 from ring.compute.gpu.kernel_times import FILE, PASSES, Work, fastest
-from ring.compute.kernel_limits import HOPPER
+from ring.compute.kernels import CUDNN, FA4, FLASH, KERNELS, MEASURED
+from ring.compute.kernels.kernel import HOPPER, Kernel
 
 ROWS = json.loads(FILE.read_text())["rows"]
 SOME = Work("forward", 128, 128, True, False, 1000.0, 32)
@@ -16,10 +17,16 @@ SOME = Work("forward", 128, 128, True, False, 1000.0, 32)
 
 def test_the_kernel_of_a_row_is_its_fastest() -> None:
     for row in ROWS:
-        work, names = Work(**{name: row[name] for name in Work._fields}), tuple(row["ms"])
-        assert fastest(names, HOPPER, work) == min(row["ms"], key=row["ms"].get)
-        for name in names:
-            assert fastest((name,), HOPPER, work) == name
+        work = Work(**{name: row[name] for name in Work._fields})
+        kernels = tuple(kernel for kernel in MEASURED if kernel.name in row["ms"])
+        assert fastest(kernels, HOPPER, work).name == min(row["ms"], key=row["ms"].get)
+        for kernel in kernels:
+            assert fastest((kernel,), HOPPER, work) is kernel
+
+
+def test_records_say_which_kernels_were_measured() -> None:
+    timed = {name for row in ROWS for name in row["ms"]}
+    assert timed == {kernel.name for kernel in KERNELS if kernel.measured}
 
 
 def test_every_pass_mask_and_kind_of_lengths_was_measured() -> None:
@@ -30,11 +37,9 @@ def test_every_pass_mask_and_kind_of_lengths_was_measured() -> None:
         assert len(kinds) == 4 * len(PASSES), dims
 
 
-@pytest.mark.parametrize(("names", "wanted"), [
-    (("flash", "cudnn", "fa4"), "cudnn"), (("fa4", "flash"), "flash"), (("fa4",), "fa4"),
-])  # fmt: skip
-def test_a_gpu_that_was_not_measured(names: tuple[str, ...], wanted: str) -> None:
-    assert fastest(names, (8, 0), SOME) == wanted
+@pytest.mark.parametrize("kernels", [MEASURED, (FLASH, FA4), (FA4,)])
+def test_a_gpu_that_was_not_measured(kernels: tuple[Kernel, ...]) -> None:
+    assert fastest(kernels, (8, 0), SOME) is kernels[0]
 
 
 @pytest.mark.parametrize(("work", "wanted"), [
@@ -48,5 +53,5 @@ def test_the_nearest_row_decides(work: Work, wanted: str, monkeypatch: pytest.Mo
     rows += [(SOME._replace(heads=3200, length=2000.0), {"cudnn": 2.0, "flash": 1.0})]
     monkeypatch.setattr(kernel_times, "_tables", lambda: {HOPPER: {("forward", True, False): rows}})
     fastest.cache_clear()
-    assert fastest(("cudnn", "flash"), HOPPER, work) == wanted
+    assert fastest((CUDNN, FLASH), HOPPER, work).name == wanted
     fastest.cache_clear()

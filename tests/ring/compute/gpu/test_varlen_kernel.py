@@ -11,10 +11,10 @@ import torch
 from reference import Pattern
 from reference.oracle import attention_and_gradients
 from ring import Layout, ring_attention
-from ring.compute import kernel_choice, kernels
+from ring.compute import kernel_calls
 from ring.compute.kernel_counts import count_kernels
-from ring.compute.math_kernel import SavedRows
-from ring.compute.scores import Scores
+from ring.compute.kernels import FLASH, MATH, fa4
+from ring.compute.kernels.kernel import SavedRows, Scores
 from ring.layout import Run
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
@@ -30,7 +30,7 @@ ROWS, KEYS = (1, 5, 64, 1, 130, 17), (3, 1, 64, 200, 129, 16)
 @pytest.fixture(autouse=True)
 def _without_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" chooses among torch's kernels, if FlashAttention-4 is installed or not."""
-    monkeypatch.setattr(kernel_choice, "fa4_missing", lambda: "left out of these tests")
+    monkeypatch.setattr(fa4, "installed_version", lambda: None)
 
 
 def tile_of(mask: Mask, groups: int, share: int) -> Tile:
@@ -57,18 +57,18 @@ def test_it_is_the_math_kernel_to_within_rounding(
 
     q, dout = drawn(share, tile.query_rows.length), drawn(share, tile.query_rows.length)
     k, v = drawn(1, tile.key_rows.length), drawn(1, tile.key_rows.length)
-    out, lse = kernels.forward("flash", batched(q), batched(k), batched(v), tile, Scores(dim**-0.5))
-    exact, exact_lse = kernels.forward("math", q.double(), k.double(), v.double(), tile, Scores(dim**-0.5))
+    out, lse = kernel_calls.forward(FLASH, batched(q), batched(k), batched(v), tile, Scores(dim**-0.5))
+    exact, exact_lse = kernel_calls.forward(MATH, q.double(), k.double(), v.double(), tile, Scores(dim**-0.5))
     assert out.shape == q.shape and lse.shape == q.shape[:-1] and lse.dtype == torch.float32
     close(out, exact, 4 * UNIT[dtype])
     close(lse, exact_lse, 1e-4)
     # The global lse and out of a larger whole, half of which is elsewhere.
     whole, whole_lse = exact.to(dtype), exact_lse.float() + 0.7
     saved = SavedRows(batched(dout), batched(whole), whole_lse.flatten(2, 3).flatten(0, 1).unsqueeze(-1), None)
-    found = kernels.backward("flash", batched(q), batched(k), batched(v), saved, tile, Scores(dim**-0.5))
+    found = kernel_calls.backward(FLASH, batched(q), batched(k), batched(v), saved, tile, Scores(dim**-0.5))
     delta = (dout.double() * whole.double()).sum(-1)
     double = SavedRows(dout.double(), whole.double(), whole_lse.double(), delta)
-    wanted = kernels.backward("math", q.double(), k.double(), v.double(), double, tile, Scores(dim**-0.5))
+    wanted = kernel_calls.backward(MATH, q.double(), k.double(), v.double(), double, tile, Scores(dim**-0.5))
     for x, y in zip(found, wanted, strict=True):
         close(x, y, 8 * UNIT[dtype])
 

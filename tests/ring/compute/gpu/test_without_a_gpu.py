@@ -15,21 +15,23 @@ import pytest
 import torch
 
 from ring.caching.bounded_cache import BoundedCache
-from ring.compute import kernels
+from ring.compute import kernel_calls
 from ring.compute.gpu import graph_replay
 from ring.compute.gpu.partial_results import Part, as_output, takes_part
-from ring.compute.gpu.varlen_kernel import over_batch
+from ring.compute.kernels import CUDNN, FLASH_CPU, MATH
+from ring.compute.kernels.kernel import Kernel
+from ring.compute.kernels.operands import over_batch
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Tile
 from ring.strided_view import batched
 
 
-def portioned(tile: Tile, most: int, monkeypatch: pytest.MonkeyPatch, gpu: bool = True, name: str = "cudnn") -> Any:
+def portioned(tile: Tile, most: int, monkeypatch: pytest.MonkeyPatch, kernel: Kernel = CUDNN) -> Any:
     """In portions of so many bytes, of a call with batch 3 and head dim 8."""
-    monkeypatch.setattr(kernels, "MAX_WORKSPACE", most)
-    whole: Any = SimpleNamespace(is_cuda=gpu, shape=(3, 1000, 1000, 8))
-    return kernels.portions(name, tile, whole, 8)
+    monkeypatch.setattr(kernel_calls, "MAX_WORKSPACE", most)
+    whole: Any = SimpleNamespace(shape=(3, 1000, 1000, 8))
+    return kernel_calls.portions(kernel, tile, whole, 8)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_portions_of_listed_rows_and_what_has_none(monkeypatch: pytest.MonkeyPat
     assert second.query_rows.listed().tolist() == second.key_rows.listed().tolist() == [[8, 9, 14]]
     unordered = replace(tile, key_heads=Heads.of(((0,), (3,), (4,))))
     assert portioned(unordered, 1, monkeypatch) == [unordered]
-    assert portioned(tile, 1, monkeypatch, gpu=False) == [tile] == portioned(tile, 1, monkeypatch, name="math")
+    assert portioned(tile, 1, monkeypatch, FLASH_CPU) == [tile] == portioned(tile, 1, monkeypatch, MATH)
 
 
 STRIDED = {  # of (batch, head, row), and where it begins, in numbers of 2 bytes; strides of what is given, None: a copy

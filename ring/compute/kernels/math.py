@@ -12,36 +12,21 @@ A softcap t gives dS one more factor, 1 - (S / t)^2.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ring.caching.graph_keepalive import keep_alive_in_graph
 from ring.caching.weak_cache import cached_on
-from ring.compute.scores import Scores
+from ring.compute.kernels.kernel import ANY_LENGTH, Kernel, SavedRows, Scores, Tensors3
 from ring.plan.tile import Mask, Tile
 from ring.precision import accumulator_dtype
-
-Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Into = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 _MIN_ROWS = 8  # least query rows of a block
 
 
-@dataclass(frozen=True)
-class SavedRows:
-    """Arguments of a tile's backward besides q, k, v: its rows of dout, out, lse, delta and the gradient of lse. For
-    fused kernels on GPUs they are batched (`ring.strided_view`), lse and its gradient with a last dim of 1.
-    """
-
-    dout: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    delta: torch.Tensor | None  # None for other kernels
-    dlse: torch.Tensor | None = None  # None if lse has no gradient; for other kernels it is a part of delta
-
-
-def _blocks(q: torch.Tensor, k: torch.Tensor, tile: Tile) -> Iterator[tuple[slice, slice]]:
+def _blocks(q: Tensor, k: Tensor, tile: Tile) -> Iterator[tuple[slice, slice]]:
     """Split query rows into blocks whose scores are no larger than q: the workspace is O(n / p) for every bucket. Yield
     the rows and the keys of each: all keys, or those that a window lets its rows see.
     """
@@ -54,13 +39,13 @@ def _blocks(q: torch.Tensor, k: torch.Tensor, tile: Tile) -> Iterator[tuple[slic
 
 
 @cached_on
-def _positions(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _positions(tile: Tile, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return positions of query rows (F, L) and of keys (F, Lk), copied to a GPU once."""
     assert tile.query_positions is not None and tile.key_positions is not None
     return tile.query_positions.to(device), tile.key_positions.to(device)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scoring: Scores, rows: slice, keys: slice) -> torch.Tensor:
+def _scores(q: Tensor, k: Tensor, tile: Tile, scoring: Scores, rows: slice, keys: slice) -> Tensor:
     """Return the scores of q k^T, -inf where hidden: (F, B, G, P * L, Lk). q (F, B, G, P, L, D), k (F, B, G, Lk, D) are
     those rows and keys of the tile.
     """
@@ -84,9 +69,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, tile: Tile, scoring: Scores, rows:
     return scores
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scoring: Scores
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scoring: Scores) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of the tile. A row that sees no key of the tile has out 0, lse -inf."""
     work = accumulator_dtype(q.dtype)
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=work, device=q.device)
@@ -110,9 +93,7 @@ def forward(
     return out, lse
 
 
-def backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scoring: Scores
-) -> Tensors3:
+def backward(q: Tensor, k: Tensor, v: Tensor, saved: SavedRows, tile: Tile, scoring: Scores) -> Tensors3:
     """Return the tile's summands of dq, dk, dv, shaped like q, k, v."""
     if tile.sequences is not None:
         return _varlen_backward(q, k, v, saved, tile, scoring)
@@ -140,9 +121,7 @@ def backward(
     return dq, dk.unsqueeze(3), dv.unsqueeze(3)
 
 
-def _varlen_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saved: SavedRows, tile: Tile, scoring: Scores
-) -> Tensors3:
+def _varlen_backward(q: Tensor, k: Tensor, v: Tensor, saved: SavedRows, tile: Tile, scoring: Scores) -> Tensors3:
     """Compute the backward of a tile with sequences, one by one."""
     assert tile.sequences is not None and saved.delta is not None
     work, sequence = accumulator_dtype(q.dtype), replace(tile, sequences=None)
@@ -154,3 +133,10 @@ def _varlen_backward(
         grads = backward(q[..., rows, :], k[..., keys, :], v[..., keys, :], part, sequence, scoring)
         dq[..., rows, :], dk[..., keys, :], dv[..., keys, :] = grads
     return dq, dk, dv
+
+
+MATH = Kernel(
+    name="math", device=None, forward=forward, backward=backward, takes_dims=lambda *_: True,
+    limits="any dtype and head dims", dtypes=None, softcap=True, any_scale=True, positions=True, dlse=True,
+    max_varlen_tokens=ANY_LENGTH, max_window=ANY_LENGTH, batched=False, reads_delta=True,
+)  # fmt: skip
