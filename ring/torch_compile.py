@@ -93,8 +93,8 @@ def named_transport(group: str) -> Transport:
 # --- the operators ----------------------------------------------------------------------------------------------------
 
 _CALL = (
-    "SymInt layout, SymInt key_layout, str pattern, SymInt packed, str group, bool differentiated, bool sinks_differentiated, "
-    + OPERATOR_SCHEMA
+    "SymInt layout, SymInt key_layout, str pattern, SymInt packed, str group, bool differentiated, "
+    f"bool sinks_differentiated, {OPERATOR_SCHEMA}"
 )
 
 
