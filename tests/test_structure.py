@@ -26,11 +26,11 @@ ROAD = (
     "ring.consensus", "ring.attend", "ring.execute", "ring.dispatcher_op", "ring.torch_compile", "ring.attention",
     "ring.nn", "ring",
     "verification.wording", "verification.failures", "verification.protocols", "verification.saved_fields",
-    "verification.case", "verification.case_line", "verification.strategies", "verification.run",
-    "verification.check", "verification.causes", "verification.search", "verification.experiments",
+    "verification.record_kinds", "verification.case", "verification.case_line", "verification.strategies",
+    "verification.run", "verification.check", "verification.causes", "verification.search", "verification.experiments",
     "verification.report", "verification.problems", "verification.runner", "verification.whole_run",
-    "verification.replay", "verification.faults", "verification.models", "verification.training",
-    "verification.mutants", "verification.peers", "verification.testing", "verification.pytest_plugin",
+    "verification.faults", "verification.models", "verification.training", "verification.mutants",
+    "verification.peers", "verification.replay", "verification.testing", "verification.pytest_plugin",
     "verification.cli", "verification.__main__",
 )  # fmt: skip
 NO_BEGINNINGS = (

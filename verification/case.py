@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
-from dataclasses import fields as fields_of
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from reference.cost import EXCHANGES
 from reference.head_groups import ALL_TO_ALL, AUTO, groups_of, numbered
 from reference.pattern import Pattern
 from reference.shards import Division, Shards
-from verification.saved_fields import read_fields
+from verification.saved_fields import FLAG, SavedFields, choice, instance, integer, number, optional
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ORDERS = (
@@ -40,10 +39,49 @@ _REQUIRES_GRAD = ("qkv", "q", "k", "v", "qk", "qv", "kv")
 _LOSSES = ("returned", "differentiated", "neither", "alone")
 SINKS = ("normal", "large", "some")
 
-_SMALLEST = {"world": 1, "tokens": 1, "batch": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "seed": 0}
 _GREATEST_SEED = 2**63 - 1  # what torch.Generator takes
 _GREATEST_SCALE = 1024.0  # beyond it every softmax is a plain maximum, or overflows
-_SOFTCAPS = (1e-30, 1e30)  # the least and the greatest one of `ring_attention`
+_SOFTCAPS = (1e30, 1e-30)  # the greatest and the least one of `ring_attention`
+
+
+_GREATEST_HALF = 65504.0  # the largest finite number of float16
+_HUGE = 128.0  # products of normal numbers times this exceed 65504 in their tails
+# Exponents e of the smallest normal number, 2**-e: products of two numbers with half the exponent lie there.
+_UNDERFLOW = {"float64": 1022, "float32": 126, "bfloat16": 126, "float16": 14}
+
+
+def _huge(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
+    """Return inputs far below 65504 whose q . k exceeds it, with scores of hundreds to thousands. Only two components
+    are large: the rounding error of a score grows with |q| . |k|, and the check would be vacuous if it came near 1."""
+    q, k, v, dout = x
+    q[..., :2] *= _HUGE
+    k[..., :2] *= _HUGE
+    return q, k, v, dout / 16  # gradients carry another factor of the queries: keep them inside fp16
+
+
+def _tiny(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
+    """Return numbers whose products lie around the smallest normal number, some of them below the subnormals."""
+    middle = _UNDERFLOW[case.dtype] // 2
+    exponents = (torch.randint(middle - 8, middle + 9, t.shape, generator=generator) for t in x)
+    return tuple(torch.ldexp(t, -e) for t, e in zip(x, exponents, strict=True))
+
+
+_VALUES: dict[str, Any] = {
+    "normal": lambda case, generator, *x: x,
+    # Small integers: many scores are exactly equal.
+    "ties": lambda case, generator, *x: (t.round_() for t in x),
+    "huge": _huge,
+    "tiny": _tiny,
+    # Every row is a unit vector: scores are scale or 0, and each output entry is a share of the softmax.
+    "onehot": lambda case, generator, *x: (
+        torch.zeros_like(t).scatter_(-1, t.argmax(-1, keepdim=True), 1.0) for t in x
+    ),
+    # Every token has the same query, key and value: the output is that value, whatever the pattern.
+    "constant": lambda case, generator, *x: (*(t[:, :1].expand_as(t) for t in x[:3]), x[3]),
+    # All components of a vector are equal, as in the gradient of a sum: strided tensors store one of them.
+    "flat": lambda case, generator, *x: (t[..., :1].expand_as(t) for t in x),
+}
+VALUES = tuple(_VALUES)
 
 
 def division_of(
@@ -64,7 +102,7 @@ class Keys(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(SavedFields):
     """One example. Frozen, hashable, and travels as JSON.
 
     world         ranks that exist
@@ -121,59 +159,52 @@ class Case:
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """
 
-    world: int
+    world: int = field(metadata=integer(1))
     group: tuple[int, ...] | None
-    tokens: int
-    order: str
+    tokens: int = field(metadata=integer(1))
+    order: str = field(metadata=choice(*ORDERS, *ORDERS_BY_DOCUMENT))
     cuts: tuple[int, ...] | None
-    pattern: Pattern
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    scale: float | None
-    score_scale: float
-    values: str
-    seed: int
+    pattern: Pattern = field(metadata=instance(Pattern, "reference.Pattern"))
+    batch: int = field(metadata=integer(1))
+    heads: int = field(metadata=integer(1))
+    kv_heads: int = field(metadata=integer(1))
+    head_dim: int = field(metadata=integer(1))
+    dtype: str = field(metadata=choice(*DTYPES))
+    scale: float | None = field(metadata=optional(number(_GREATEST_SCALE)))
+    score_scale: float = field(metadata=number(_GREATEST_SCALE))
+    values: str = field(metadata=choice(*VALUES))
+    seed: int = field(metadata=integer(0, _GREATEST_SEED))
     exchange: str
-    bucket: int | None
-    kernel: str
-    lse: str
-    strided: bool
-    again: str = "alike"
-    measured: bool = False
-    device: str = "cpu"
-    backward: bool = True
-    value_dim: int | None = None
-    softcap: float | None = None
-    sinks: str | None = None
+    bucket: int | None = field(metadata=optional(integer(1)))
+    kernel: str = field(metadata=choice(*KERNELS))
+    lse: str = field(metadata=choice(*LSE))
+    strided: bool = field(metadata=FLAG)
+    again: str = field(default="alike", metadata=choice(*AGAIN))
+    measured: bool = field(default=False, metadata=FLAG)
+    device: str = field(default="cpu", metadata=choice(*DEVICES))
+    backward: bool = field(default=True, metadata=FLAG)
+    value_dim: int | None = field(default=None, metadata=optional(integer(1)))
+    softcap: float | None = field(default=None, metadata=optional(number(*_SOFTCAPS)))
+    sinks: str | None = field(default=None, metadata=optional(choice(*SINKS)))
     keys: Keys | None = None
-    hosts: int = 1
+    hosts: int = field(default=1, metadata=integer(1))
 
     def __post_init__(self) -> None:
-        for name, least in _SMALLEST.items():
-            validators.integer(name, getattr(self, name), least)
-        validators.at_most("seed", self.seed, _GREATEST_SEED)
-        for name, allowed in _CHOICES.items():
-            validators.choice(name, getattr(self, name), allowed)
-        for name in ("strided", "measured", "backward"):
-            validators.flag(name, getattr(self, name))
+        super().__post_init__()
         validators.grouped_heads(self.heads, self.kv_heads)
-        if not isinstance(self.pattern, Pattern):
-            raise ValueError(f"pattern is {self.pattern!r}; it must be a reference.Pattern")
         self.pattern.validate(self.heads)
         self.pattern.validate_tokens(self.tokens)
         if not self.backward and self.through_lse:
             raise ValueError(f"backward is False and lse is {self.lse!r}; lse must be 'unused' or 'returned' then")
-        validators.optional(validators.integer, "bucket", self.bucket, 1)
-        self._validate_scores()
+        if self.score_scale <= 0:
+            raise ValueError(f"score_scale is {self.score_scale}; it must be greater than 0")
+        if self.value_dim == self.head_dim:
+            object.__setattr__(self, "value_dim", None)  # equal Cases compare equal
         if self.group is not None:
             group = validators.integers("group", self.group)
             if not group or list(group) != sorted(set(group)) or group[0] < 0 or group[-1] >= self.world:
                 raise ValueError(f"group is {group}; it must be ascending ranks of range({self.world}), at least one")
             object.__setattr__(self, "group", group)
-        validators.integer("hosts", self.hosts, 1)
         if len(self.ranks) % self.hosts:
             raise ValueError(f"hosts is {self.hosts}; it must divide the {len(self.ranks)} ranks of the group")
         if self.exchange != AUTO:
@@ -197,18 +228,6 @@ class Case:
         if cuts is not None:
             cuts = validators.offsets("cuts of keys", cuts, len(self.ranks), tokens)
         return Keys(tokens, validators.choice("order of keys", order, ORDERS), cuts)
-
-    def _validate_scores(self) -> None:
-        object.__setattr__(self, "score_scale", validators.number("score_scale", self.score_scale, _GREATEST_SCALE))
-        if self.score_scale <= 0:
-            raise ValueError(f"score_scale is {self.score_scale}; it must be greater than 0")
-        for name, most in (("scale", _GREATEST_SCALE), ("softcap", _SOFTCAPS[1])):
-            object.__setattr__(self, name, validators.optional(validators.number, name, getattr(self, name), most))
-        if self.softcap is not None:
-            validators.at_least("softcap", self.softcap, _SOFTCAPS[0])
-        if validators.optional(validators.integer, "value_dim", self.value_dim, 1) == self.head_dim:
-            object.__setattr__(self, "value_dim", None)  # equal Cases compare equal
-        validators.optional(validators.choice, "sinks", self.sinks, SINKS)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -359,58 +378,12 @@ class Case:
 
     def to_json(self) -> str:
         """Return one line of JSON; `from_json` turns it back into an equal Case."""
-        data = {f.name: getattr(self, f.name) for f in fields_of(self)}
-        return json.dumps(data | {"pattern": self.pattern.to_dict()})
+        return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> Case:
-        """Read a Case. Fields with a default may be missing, so that older files stay valid.
-
-        Raises ValueError for text that is no JSON object, an unknown or missing field, or a value not allowed.
-        """
-        data = read_fields(cls, "a Case", json.loads(text))
-        return cls(**data | {"pattern": Pattern.from_dict(data["pattern"])})
-
-
-_GREATEST_HALF = 65504.0  # the largest finite number of float16
-_HUGE = 128.0  # products of normal numbers times this exceed 65504 in their tails
-# Exponents e of the smallest normal number, 2**-e: products of two numbers with half the exponent lie there.
-_UNDERFLOW = {"float64": 1022, "float32": 126, "bfloat16": 126, "float16": 14}
-
-
-def _huge(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
-    """Return inputs far below 65504 whose q . k exceeds it, with scores of hundreds to thousands. Only two components
-    are large: the rounding error of a score grows with |q| . |k|, and the check would be vacuous if it came near 1."""
-    q, k, v, dout = x
-    q[..., :2] *= _HUGE
-    k[..., :2] *= _HUGE
-    return q, k, v, dout / 16  # gradients carry another factor of the queries: keep them inside fp16
-
-
-def _tiny(case: Case, generator: torch.Generator, *x: Tensor) -> tuple[Tensor, ...]:
-    """Return numbers whose products lie around the smallest normal number, some of them below the subnormals."""
-    middle = _UNDERFLOW[case.dtype] // 2
-    exponents = (torch.randint(middle - 8, middle + 9, t.shape, generator=generator) for t in x)
-    return tuple(torch.ldexp(t, -e) for t, e in zip(x, exponents, strict=True))
-
-
-_VALUES: dict[str, Any] = {
-    "normal": lambda case, generator, *x: x,
-    # Small integers: many scores are exactly equal.
-    "ties": lambda case, generator, *x: (t.round_() for t in x),
-    "huge": _huge,
-    "tiny": _tiny,
-    # Every row is a unit vector: scores are scale or 0, and each output entry is a share of the softmax.
-    "onehot": lambda case, generator, *x: (
-        torch.zeros_like(t).scatter_(-1, t.argmax(-1, keepdim=True), 1.0) for t in x
-    ),
-    # Every token has the same query, key and value: the output is that value, whatever the pattern.
-    "constant": lambda case, generator, *x: (*(t[:, :1].expand_as(t) for t in x[:3]), x[3]),
-    # All components of a vector are equal, as in the gradient of a sum: strided tensors store one of them.
-    "flat": lambda case, generator, *x: (t[..., :1].expand_as(t) for t in x),
-}
-VALUES = tuple(_VALUES)
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "order": (*ORDERS, *ORDERS_BY_DOCUMENT), "dtype": tuple(DTYPES), "values": VALUES,
-    "kernel": KERNELS, "lse": LSE, "again": AGAIN, "device": DEVICES,
-}  # fmt: skip
+        """Read a Case, or the record of one. Raises ValueError for text that is no JSON object, and as `from_dict`."""
+        data = json.loads(text)
+        if isinstance(data, dict) and data.get("kind") == "case":  # of a record
+            del data["kind"]
+        return cls.from_dict(data)

@@ -15,7 +15,7 @@ from verification.check.laws import Law
 from verification.check.supported import check_supported
 from verification.run.backends import Backend
 from verification.run.rank import observe
-from verification.search.experiment import Experiment, case_record
+from verification.search.experiment import Experiment
 from verification.strategies.cases import cases
 
 
@@ -47,9 +47,8 @@ def law_experiment(law: Law, attention: Implementation = OURS) -> Experiment:
         law.name,
         law.draw,
         check=lambda backend, subject: {law.name: law.check(AttentionOnRanks(backend, attention), *subject)},
-        case_of=lambda subject: subject[0],
-        with_case=lambda subject, case: (case, subject[1]),
-        record_of=lambda subject: {"law": law.name, "case": case_record(subject[0]), "how": subject[1]},
+        kind="law",
+        names={"law": law.name},
         property_of=lambda subject, failure: law.name,
         fewest_ranks=law.fewest_ranks,
         validate=lambda subject: law.validate(*subject),

@@ -11,7 +11,6 @@ from verification.__main__ import main
 from verification.failures import WrongResult
 from verification.report.counter_example import counter_example
 from verification.report.summary import in_full
-from verification.search.experiment import case_record
 from verification.wording import printable
 
 ACTING = "\x00\x07\x08\r\x1b[2J\x7f\x85\x9b31m\xad\u061c\u200f\u2028\u202e\u2066\ufeff\ud800\U000e0001"
@@ -30,7 +29,7 @@ def test_every_acting_character_is_escaped() -> None:
 
 
 def test_a_counter_example_is_printed_without_them() -> None:
-    failure, record = WrongResult(f"{ACTING} is wrong"), {"peer": ACTING, "case": case_record(plain(2))}
+    failure, record = WrongResult(f"{ACTING} is wrong"), {"peer": ACTING, "case": plain(2).to_dict()}
     lines = in_full(counter_example(failure, "values", 2, record, Path("/\x1b\u202e"), "gloo"))
     assert all(x.isprintable() for line in lines for x in str(line))
 

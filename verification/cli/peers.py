@@ -45,6 +45,7 @@ from verification.peers.peer_experiment import (
 )
 from verification.peers.peer_rank import prepare
 from verification.peers.probe import probe
+from verification.record_kinds import Record
 from verification.report.counter_example import CounterExample
 from verification.report.coverage import NOT_LOOKED_AT, Coverage
 from verification.report.provenance import processor_run, typed_words
@@ -160,13 +161,11 @@ class Kind:
     """Peers of attention, or of training steps (`verification.cli.training`), and how to run them.
 
     command      of `python -m verification`
-    case_of      field of a saved record with the Case
     load, ready  find a peer by its name; `ready` does its imports and looks for faults of the adapter
     experiments  of a peer on a world size, each with its number of examples
     """
 
     command: str
-    case_of: str
     known: Mapping[str, Any]
     load: Callable[[str], Any]
     ready: Callable[[str], object]
@@ -194,7 +193,7 @@ def attention_experiments(
 
 
 ATTENTIONS = Kind(
-    "peers", "case", KNOWN, load, rehearse, attention_experiments, prepare, PRELOAD, TIMEOUT, Coverage,
+    "peers", KNOWN, load, rehearse, attention_experiments, prepare, PRELOAD, TIMEOUT, Coverage,
     attend_of,
 )  # fmt: skip
 
@@ -215,10 +214,10 @@ class PeerOutcome:
     failures: list[CounterExample] = field(default_factory=list)
     coverage: Coverage = field(default_factory=Coverage)
 
-    def to_dict(self, case_of: str) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return JSON with the first counter-example inline, those of other properties under "others"."""
         failures = [
-            {"case": dict(f.record)[case_of], "check": f.broken, "message": f.message, "replay": f.replay}
+            {"case": Record.from_dict(f.record).case, "check": f.broken, "message": f.message, "replay": f.replay}
             for f in self.failures
         ] or [{"case": None, "check": None, "message": self.reason or None, "replay": None}]
         return {
@@ -254,7 +253,7 @@ def run_peers(kind: Kind, names: Sequence[str], plan: RunPlan, console: Console,
     seconds = time.perf_counter() - started
     _summary(kind, outcomes, seconds, console, options.verbose)
     record = processor_run(f"python -m verification {kind.command} {typed_words(sys.argv[2:])}".rstrip())
-    record |= {"peers": [outcome.to_dict(kind.case_of) for outcome in outcomes]}
+    record |= {"peers": [outcome.to_dict() for outcome in outcomes]}
     write_json(options.json, record | {"seconds": round(seconds, 3), "seed": plan.seed})
     verdicts = {outcome.verdict for outcome in outcomes}
     return 2 if NOT_RUN in verdicts else 1 if FAILED in verdicts else 0

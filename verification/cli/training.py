@@ -14,8 +14,7 @@ from verification.cli import peers
 from verification.cli.run import plan_of
 from verification.models.model_run import STEP_BACKENDS
 from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS, load_step_peer, ready_step_peer
-from verification.peers.training.saved_step_peer import TIMEOUT as STEP_TIMEOUT
-from verification.peers.training.step_peer_experiment import prepare_step_peer, step_experiment
+from verification.peers.training.step_peer_experiment import STEP_TIMEOUT, prepare_step_peer, step_experiment
 from verification.report.coverage import Coverage
 from verification.report.provenance import processor_run, surroundings, typed_words
 from verification.report.report import Report
@@ -39,7 +38,7 @@ def step_experiments(name: str, world: int, plan: RunPlan, options: argparse.Nam
 
 
 STEPS = peers.Kind(
-    "training", "training_case", KNOWN_STEP_PEERS, load_step_peer, ready_step_peer, step_experiments, prepare_step_peer,
+    "training", KNOWN_STEP_PEERS, load_step_peer, ready_step_peer, step_experiments, prepare_step_peer,
     TRAINING_PRELOAD, STEP_TIMEOUT, partial(Coverage, groups=TRAINING_GROUPS),
 )  # fmt: skip
 

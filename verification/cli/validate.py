@@ -27,8 +27,9 @@ from verification.peers.peer_rank import run_named
 from verification.peers.probe import probe
 from verification.problems import links, long_problems
 from verification.problems.long_problems import LongProblem
+from verification.record_kinds import Record
 from verification.replay import replay as replays
-from verification.replay.torchrun_problems import read_torchrun_problem
+from verification.replay.registry import parse
 from verification.report.counter_example import CounterExample, save_record
 from verification.report.provenance import surroundings
 from verification.report.report import Report
@@ -36,7 +37,7 @@ from verification.run.backends import Preparation, Unavailable
 from verification.run.torchrun.agents import Address, Agent, NotUnderTorchrun, RankZeroLost, connect
 from verification.run.torchrun.backend import ShrinkBackend, TorchrunBackend
 from verification.run.torchrun.rank_zero import AgentLost, Agents
-from verification.search.experiment import ToolError, case_record
+from verification.search.experiment import ToolError
 from verification.search.search import Search
 from verification.wording import counted, printable
 
@@ -203,7 +204,8 @@ def _refuse(why: str) -> int:
 def _record_loss(lost: AgentLost, report: Report, backend: TorchrunBackend, folder: Path) -> None:
     """Save the example that was running, unshrunk: too few ranks are left to shrink it on."""
     last = backend.last
-    record = case_record(last) if isinstance(last, Case) else last if isinstance(last, dict) else {}
+    last = Record("case", last.to_dict()).to_dict() if isinstance(last, Case) else last
+    record = last if isinstance(last, dict) else {}
     failure = (RankHang if lost.silent else RankCrash)(
         f"{lost}; the example that was running, if any, is saved as it was drawn, not shrunk"
     )
@@ -269,7 +271,7 @@ def run_links(report: Report, backend: TorchrunBackend, folder: Path) -> bool:
         large = any(isinstance(x, int) and x > 2**20 for x in arguments)
         return backend.run(function, *arguments, timeout=max(LARGE_TIMEOUT if large else 0, backend.timeout))
 
-    backend.last = {"links": {"world": world}}
+    backend.last = Record("links", links.Links(world).to_dict()).to_dict()
     try:
         rates = links.check_links(run, links.SIZES[backend.name])
     except VerificationFailure as failure:
@@ -300,7 +302,8 @@ def run_long(
             return
         case = claimed
         arguments = partial(run_named, attention), partial(peer_experiment.arithmetic_named, attention)
-    timeout, started, record = backend.timeout, time.perf_counter(), {"long": asdict(problem)}
+    timeout, started = backend.timeout, time.perf_counter()
+    record = Record("long", problem.to_dict()).to_dict()
     report.start_world(problem.world, 1, problem.kind)
     backend.timeout, about = max(LARGE_TIMEOUT, timeout), f"{problem.kind}, {problem.tokens} tokens"
     try:
@@ -323,7 +326,7 @@ def run_long(
     report.notable.append(f"{about}: {cost}")
     report.detail("  worst error / bound " + ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios.items()))
     report.extras.setdefault("long", []).append(
-        asdict(problem) | {"rows": rows, "worst_ratio": ratios, "seconds": seconds, "bytes": peak}
+        problem.to_dict() | {"rows": rows, "worst_ratio": ratios, "seconds": seconds, "bytes": peak}
     )
 
 
@@ -331,18 +334,18 @@ def _replay(options: argparse.Namespace, report: Report, backend: TorchrunBacken
     file: Path = options.replay
     world = backend.agents.address.world_size
     with replays.naming(file, "--replay"):
-        problem = read_torchrun_problem(replays.read_record(file))
-        if problem is not None and problem.long is None and problem.world != world:
+        problem = parse(replays.read_record(file), options.attention).case
+        if isinstance(problem, links.Links) and problem.world != world:
             raise ValueError(f"it was found on {counted(problem.world, 'rank')}; torchrun must start as many")
-    if problem is None:
+    if not isinstance(problem, (links.Links, LongProblem)):
         replays.replay(file, report, backend, "--replay", options.attention)
         return
     with report:
         backend.start(problem.world)
-        if problem.long is None:
-            run_links(report, backend, options.failures)
+        if isinstance(problem, LongProblem):
+            run_long(report, backend, problem, options.failures, options.attention)
         else:
-            run_long(report, backend, problem.long, options.failures, options.attention)
+            run_links(report, backend, options.failures)
     report.summary(replayed=True)
 
 

@@ -25,7 +25,7 @@ from verification.faults.inject import BY_NAME, KINDS, WORDS_SEPARATOR, Fault, F
 from verification.run.backends import CASES_PER_CROSS_HOST, Backend, PoolBackend, SimBackend
 from verification.run.processes.process_tree import descendants
 from verification.search.diagnose import cause_in
-from verification.search.experiment import Experiment, case_record
+from verification.search.experiment import Experiment
 from verification.strategies.cases import cases
 
 How = dict[str, Any]
@@ -155,9 +155,7 @@ def strike_on(backend: Backend, case: Case, fault: Fault) -> dict[str, float]:
 
 
 # Runs in the simulation, too. A subject is a Case with its fault.
-STRIKING = Experiment(
-    "a fault", faults, lambda backend, subject: strike_on(backend, *subject), case_of=lambda subject: subject[0]
-)
+STRIKING = Experiment("a fault", faults, lambda backend, subject: strike_on(backend, *subject), kind="fault")
 
 
 def judge(kind: FaultKind, fault: Fault, case: Case, failure: VerificationFailure | None) -> None:
@@ -239,9 +237,7 @@ FAULTS = Experiment(
     "faults",
     faults,
     check=lambda backend, subject: check_fault(backend, *subject),
-    case_of=lambda subject: subject[0],
-    with_case=lambda subject, case: (case, subject[1]),
-    record_of=lambda subject: {"fault": subject[1], "case": case_record(subject[0])},
+    kind="fault",
     property_of=lambda subject, failure: BY_NAME[subject[1]["kind"]].title,
     validate=lambda subject: validate_fault(*subject),
 )

@@ -1,19 +1,15 @@
-"""A run of faults on several world sizes over gloo, and the reader of saved faults: {"fault": how, "case": ...}."""
+"""A run of faults on several world sizes over gloo."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-from reference import validators
-from verification.faults.fault_experiment import FAULTS, validate_fault
+from verification.faults.fault_experiment import FAULTS
 from verification.faults.inject import KINDS, observe_with_fault
-from verification.replay.records import read_case
-from verification.replay.registry import Saved, SavedExample
 from verification.report.report import Report
-from verification.run.backends import PRELOAD, Backend, GlooBackend, Unavailable
+from verification.run.backends import PRELOAD, GlooBackend
 from verification.runner import save
 from verification.search.search import Search
 
@@ -43,19 +39,3 @@ def table(report: Report) -> list[str]:
         row = report.rows.total(kind.title)
         lines.append(f"{kind.title:<24}{row.examples:>8}  {kind.named_as:<38}{row.seconds:>8.1f}")
     return lines
-
-
-class SavedFault(SavedExample):
-    """A mishandled fault. It needs processes: a simulation has none that could be killed."""
-
-    def prepare(self, backend: Backend) -> None:
-        if type(backend) is not GlooBackend:  # torchrun would not start killed ranks again
-            raise Unavailable(f"argument --backend: faults need ranks on gloo; got {type(backend).__name__}")
-
-
-def read_fault(record: dict[str, Any]) -> Saved:
-    """Read a saved fault. Raises ValueError for a malformed record."""
-    validators.exactly("a mishandled fault", record, ["fault", "case"])
-    case = read_case(record["case"])
-    validate_fault(case, record["fault"])
-    return SavedFault(FAULTS, (case, record["fault"]), record)

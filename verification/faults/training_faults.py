@@ -1,5 +1,5 @@
 """Faults of a training, of its checkpoints in one process and of its processes, that a kind and a seed describe: their
-drawing, their run, and the reader of saved ones: {"training_fault": {"kind": ..., "seed": ...}}."""
+drawing and their run."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-from reference import validators
 from verification.faults import checkpoint_faults, training_process
 from verification.faults.fault_experiment import MishandledFault
-from verification.replay.registry import Saved
-from verification.report.counter_example import counter_example, save_record
+from verification.record_kinds import Record
+from verification.report.counter_example import save_record
 from verification.report.report import Report
-from verification.run.backends import Backend
+from verification.saved_fields import SavedFields, choice, integer
 
 DTYPE = "float64"  # for the report's rows: these faults have no dtype of their own
 EVERY = 32  # one fault in so many is of processes, and takes seconds
@@ -49,14 +48,25 @@ IN_PROCESSES = {
 KINDS = IN_FILES | IN_PROCESSES
 
 
-def drawn(seed: int, count: int) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True)
+class DrawnFault(SavedFields):
+    """A fault of a run. seed: of what its kind leaves open. It starts processes of its own."""
+
+    title: ClassVar[str] = "training_fault"
+    world: ClassVar[int] = 1
+
+    kind: str = field(metadata=choice(*KINDS))
+    seed: int = field(metadata=integer(0, MAX_SEED))
+
+
+def drawn(seed: int, count: int) -> Iterator[DrawnFault]:
     """Yield the faults of a run: rounds of every kind in an order of their own, each with a seed of its own."""
     seeds, left = random.Random(seed), {True: list[str](), False: list[str]()}
     for number in range(count):
         slow = number % EVERY == 0
         kinds = list(IN_PROCESSES if slow else IN_FILES)
         left[slow] = left[slow] or seeds.sample(kinds, len(kinds))
-        yield {"kind": left[slow].pop(), "seed": seeds.getrandbits(32)}
+        yield DrawnFault(left[slow].pop(), seeds.getrandbits(32))
 
 
 def run_faults(report: Report, count: int, seed: int, failures: Path) -> None:
@@ -68,21 +78,21 @@ def run_faults(report: Report, count: int, seed: int, failures: Path) -> None:
         failure = struck(report, fault)
         if failure is None:
             continue
-        if fault["kind"] in failed:
+        if fault.kind in failed:
             report.failed_again()
             continue
-        failed.add(fault["kind"])
-        title = KINDS[fault["kind"]].title
-        report.failed(save_record(failure, title, 1, {"training_fault": fault}, failures, "gloo"))
+        failed.add(fault.kind)
+        record = Record("training fault", fault.to_dict()).to_dict()
+        report.failed(save_record(failure, KINDS[fault.kind].title, 1, record, failures, "gloo"))
     report.end_world("faults of trainings")
 
 
-def struck(report: Report, fault: dict[str, Any]) -> MishandledFault | None:
+def struck(report: Report, fault: DrawnFault) -> MishandledFault | None:
     """Inject a fault. Returns the failure, or counts one that was handled."""
-    kind, started = KINDS[fault["kind"]], time.perf_counter()
+    kind, started = KINDS[fault.kind], time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="ring-fault-") as folder:
         try:
-            kind.strike(random.Random(fault["seed"]), Path(folder))
+            kind.strike(random.Random(fault.seed), Path(folder))
         except MishandledFault as failure:
             return failure
     report.held(DTYPE, {kind.title: 0.0}, time.perf_counter() - started)
@@ -96,29 +106,3 @@ def table(report: Report) -> list[str]:
         row = report.rows.total(kind.title)
         lines.append(f"{kind.title:<28}{row.examples:>8}  {kind.must:<34}{row.seconds:>8.1f}")
     return lines
-
-
-@dataclass(frozen=True)
-class SavedTrainingFault(Saved):
-    """A mishandled fault, which starts processes of its own."""
-
-    record: dict[str, Any]
-    world = 1
-
-    def run(self, backend: Backend, report: Report, file: Path) -> None:
-        fault = self.record["training_fault"]
-        report.start_world(1, 1)
-        failure = struck(report, fault)
-        if failure is not None:
-            title = KINDS[fault["kind"]].title
-            report.failed(counter_example(failure, title, 1, self.record, file, backend.name))
-        report.end_world("replay")
-
-
-def read_fault(record: dict[str, Any]) -> Saved:
-    """Read a saved fault. Raises ValueError for a malformed record."""
-    validators.exactly("a mishandled fault of a training", record, ["training_fault"])
-    fault = validators.exactly("training_fault", record["training_fault"], ["kind", "seed"])
-    validators.choice("kind", fault["kind"], KINDS)
-    validators.integer("seed", fault["seed"], 0, MAX_SEED)
-    return SavedTrainingFault(record)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from verification.models.declared import FLAG, INTEGERS, choice, integer, optional
 from verification.models.step_case import StepCase
+from verification.saved_fields import FLAG, INTEGERS, choice, integer
 
 MODEL_DTYPES = ("float64", "float32")
 
@@ -47,7 +47,7 @@ class ModelCase(StepCase):
         ValueError: a field has a wrong value. The message names the field, its value and the allowed values.
     """
 
-    packed: tuple[int, ...] | None = field(metadata=optional(INTEGERS))
+    packed: tuple[int, ...] | None = field(metadata=INTEGERS)
     padding: bool = field(metadata=FLAG)
     dtype: str = field(metadata=choice(*MODEL_DTYPES))
     held: int = field(default=0, metadata=integer(0, 64))

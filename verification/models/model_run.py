@@ -26,10 +26,9 @@ from verification.models.probing import Facts, probe
 from verification.models.setup import Misuse
 from verification.models.step_case import StepCase
 from verification.models.strategies import has_labels, model_cases
-from verification.replay.registry import SavedExample
 from verification.report.coverage import Coverage
 from verification.report.report import Report
-from verification.run.backends import PRELOAD, Backend, GlooBackend, PoolBackend, Task, Unavailable, open_backend
+from verification.run.backends import PRELOAD, Backend, GlooBackend, PoolBackend, Task, open_backend
 from verification.runner import Profile, RunPlan
 from verification.search.claim import apply_claim
 from verification.search.experiment import Experiment, ToolError
@@ -165,7 +164,7 @@ class ModelExperiment:
     def experiment(self) -> Experiment:
         return Experiment(
             f"model {self.name}", self.draw, self.check,
-            moved=on_device, record_of=lambda case: {"model": self.name, "case": case.to_dict()},
+            moved=on_device, kind="model", names={"model": self.name},
             on_fewer=True, validate=self.validate,
             explain=lambda failure, backend, case, first: self.cause(backend, case),
         )  # fmt: skip
@@ -173,15 +172,6 @@ class ModelExperiment:
 
 def on_device(case: AnyStepCase, device: str) -> AnyStepCase:
     return replace(case, device=device)
-
-
-class SavedStepExample(SavedExample):
-    """A counter-example that is replayed on real processes: wrappers and collectives need torch.distributed."""
-
-    def prepare(self, backend: Backend) -> None:
-        if backend.name not in STEP_BACKENDS:
-            allowed = " or ".join(STEP_BACKENDS)
-            raise Unavailable(f"argument --backend: a training step runs on {allowed}, got {backend.name}")
 
 
 def begin_alone(name: str) -> None:

@@ -11,8 +11,7 @@ from reference import shards, validators
 from reference.pattern import Pattern
 from reference.shards import Division, Shards
 from verification.case import DEVICES, DTYPES, EXCHANGES, ORDERS, ORDERS_BY_DOCUMENT, division_of
-from verification.models.declared import INTEGERS, REAL, check_fields, choice, integer, optional
-from verification.saved_fields import read_fields
+from verification.saved_fields import INTEGERS, REAL, SavedFields, choice, integer, optional
 
 ARRANGEMENTS = ("contiguous", "strided")
 CHECKPOINTING = ("none", "reentrant", "non-reentrant", "selective")
@@ -24,7 +23,7 @@ STEP_ORDERS = (*ORDERS, *ORDERS_BY_DOCUMENT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepCase:
+class StepCase(SavedFields):
     """A training run of a few steps: its mesh, tokens, labels, wrapper and optimizer. Frozen, hashable, saved as JSON:
     any process rebuilds the same tokens and labels from it. `verification.models.ModelCase` describes the fields."""
 
@@ -34,7 +33,7 @@ class StepCase:
     tokens: int = field(metadata=integer(1, 4096))
     batch: int = field(metadata=integer(1, 64))
     order: str = field(metadata=choice(*STEP_ORDERS))
-    cuts: tuple[int, ...] | None = field(metadata=optional(INTEGERS))
+    cuts: tuple[int, ...] | None = field(metadata=INTEGERS)
     exchange: str = field(metadata=choice(*EXCHANGES))
     dtype: str = field(metadata=choice(*STEP_DTYPES))
     wrapper: str = field(metadata=choice(*WRAPPERS))
@@ -48,7 +47,7 @@ class StepCase:
     device: str = field(default="cpu", metadata=choice(*DEVICES))
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         validators.integer("data", self.data, 1, self.world)
         if self.world % self.data:
             raise ValueError(f"data is {self.data}; it must divide world, {self.world}")
@@ -138,19 +137,3 @@ class StepCase:
     def division(self) -> Division:
         """Return the arguments of `reference.shards.shards`."""
         return division_of(self.order, self.tokens, self.context, self.cuts, self.seed, self.lengths)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object; `from_dict` turns it back into an equal Case."""
-        return dict(vars(self))
-
-    @classmethod
-    def from_dict(cls, data: object) -> Self:
-        """Read the JSON object that `to_dict` returns.
-
-        Args:
-            data: a dict of all fields by name.
-
-        Raises:
-            ValueError: data is something else, a field is unknown or missing, or its value is wrong.
-        """
-        return cls(**read_fields(cls, f"a {cls.__name__}", data))

@@ -29,7 +29,7 @@ from verification.peers.peer_rank import REPEATING, RUNS, observe_peer
 from verification.run.backends import Backend
 from verification.run.observation import Observation
 from verification.search.claim import apply_claim
-from verification.search.experiment import Experiment, ToolError, case_record
+from verification.search.experiment import Experiment, ToolError
 from verification.strategies.cases import LARGE, cases_of_others, large_cases
 from verification.wording import counted
 
@@ -89,7 +89,7 @@ def experiment(name: str, device: str = "cpu", checks: Sequence[str] = APPLICABL
 
     return Experiment(
         f"peer {load(name).name}", draw, partial(check, attention, checks),
-        record_of=lambda case: {"peer": name, "case": case_record(case)},
+        kind="peer", names={"peer": name},
         validate=partial(must_be_claimed, attention), explain=partial(cause_of, name, attention),
     )  # fmt: skip
 
@@ -114,7 +114,7 @@ def law_of(name: str, law: Law, device: str = "cpu") -> Experiment:
     return dataclasses.replace(
         own, name=f"peer {load(name).name}, {law.name}",
         draw=lambda world: law.draw(world, attention.claims).map(applicable),
-        record_of=lambda subject: {"peer": name, **own.record_of(subject)}, validate=precondition,
+        kind="peer law", names={"peer": name, "law": law.name}, validate=precondition,
         without_subjects=f"{law.name}: does not apply: {law.of_any}",
     )  # fmt: skip
 
@@ -193,7 +193,7 @@ def must_be_claimed(attention: Implementation, case: Case) -> None:
     if nearest is None:
         raise ValueError("the claim returns None for this Case; it must be one that the claim leaves as it is")
     if nearest != case:
-        before, after = ({**fields, **fields.pop("pattern")} for fields in map(case_record, (case, nearest)))
+        before, after = ({**fields, **fields.pop("pattern")} for fields in (case.to_dict(), nearest.to_dict()))
         changed = [
             f"{name}={json.dumps(after[name])}, not {json.dumps(x)}" for name, x in before.items() if x != after[name]
         ]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import Message, Transport
 from verification.failures import WrongResult
 from verification.run.rank import rank_device
+from verification.saved_fields import SavedFields, integer
 
 TITLE = "links between the ranks"
 # Bytes: sizes around a word and a page, odd ones, then large ones.
@@ -30,6 +31,15 @@ SIZES = {
 }
 ROUNDS = 4  # the fastest is reported
 PRIME = 251  # period of the contents in bytes; no power of two, so that a misplaced block is noticed
+
+
+@dataclass(frozen=True)
+class Links(SavedFields):
+    """The links between that many ranks, as saved."""
+
+    title: ClassVar[str] = "links"
+
+    world: int = field(metadata=integer(1, 2**16))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from verification.problems.longnet import case_of, longnet
 from verification.run.layouts import layout_of
 from verification.run.memory_meter import process_peak
 from verification.run.rank import CallResult, rank_device, repeats, run_attention, same_bits, shards
+from verification.saved_fields import SavedFields, checked_by, choice, integer
 
 TITLE = "long problems"
 HEADS, KV_HEADS = 4, 2
@@ -48,15 +49,17 @@ SAMPLED = 256  # rows of a problem with more scores
 
 
 @dataclass(frozen=True)
-class LongProblem:
+class LongProblem(SavedFields):
     """A long problem. kind: a name in KINDS, or OWN with a Case of the user's own in `line` (`verification.case_line`).
     Raises ValueError for a field that is not allowed."""
 
-    world: int
-    tokens: int
-    kind: str
-    seed: int = 0
-    line: str = ""
+    title: ClassVar[str] = "long"
+
+    world: int = field(metadata=integer(1, 2**16))
+    tokens: int = field(metadata=integer(1))
+    kind: str = field(metadata=choice(*KINDS, OWN))
+    seed: int = field(default=0, metadata=integer(0))
+    line: str = field(default="", metadata=checked_by(validators.text))
 
     @classmethod
     def own(cls, world: int, line: str) -> LongProblem:
@@ -70,10 +73,8 @@ class LongProblem:
         return cls(world, case.tokens, OWN, case.seed, line)
 
     def __post_init__(self) -> None:
-        validators.integer("world", self.world, 1)
+        super().__post_init__()
         validators.integer("tokens", self.tokens, 1 if self.kind == OWN else MIN_TOKENS)
-        validators.integer("seed", self.seed, 0)
-        validators.choice("kind", self.kind, (*KINDS, OWN))
 
     def case(self, device: str) -> Case:
         """Make its Case. device: "cuda" on GPUs, whose fused kernels have other bounds, otherwise "cpu"."""

@@ -12,15 +12,15 @@ import re
 import tempfile
 import time
 import zlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from reference import validators
 from reference.fast_oracle import evaluate
 from ring.comm.transport import Transport, one_sided
 from verification.case import Case
@@ -29,12 +29,14 @@ from verification.check.checks import costs
 from verification.check.expectation import arithmetic_of, inputs_of
 from verification.failures import VerificationFailure
 from verification.problems.longnet import HEAD_DIM, MIN_TOKENS, case_of, longnet
+from verification.record_kinds import Record
 from verification.report.counter_example import save_record
 from verification.report.report import Report
 from verification.run.backends import Backend
 from verification.run.memory_meter import Meter, process_peak
 from verification.run.observation import Observation
 from verification.run.rank import layout_answers, observation_of, run_attention, shards
+from verification.saved_fields import SavedFields, integer
 from verification.wording import counted
 
 TITLE = "one problem of real size"
@@ -45,17 +47,14 @@ TIMEOUT = 300.0  # seconds that the ranks may take
 
 
 @dataclass(frozen=True)
-class RealSizeProblem:
+class RealSizeProblem(SavedFields):
     """A problem by its ranks, tokens, and seed of embedding and projections. Raises ValueError for a wrong field."""
 
-    world: int
-    tokens: int = TOKENS
-    seed: int = 0
+    title: ClassVar[str] = "real_size"
 
-    def __post_init__(self) -> None:
-        validators.integer("world", self.world, 1, 2**16)
-        validators.integer("tokens", self.tokens, MIN_TOKENS, MAX_TOKENS)
-        validators.integer("seed", self.seed, 0, 2**63 - 1)
+    world: int = field(metadata=integer(1, 2**16))
+    tokens: int = field(default=TOKENS, metadata=integer(MIN_TOKENS, MAX_TOKENS))
+    seed: int = field(default=0, metadata=integer(0, 2**63 - 1))
 
     def case(self) -> Case:
         return case_of(
@@ -135,7 +134,7 @@ def run(backend: Backend, report: Report, problem: RealSizeProblem, failures: Pa
         ratios = properties.check(case, expectation, [x.observation for x in measurements])
     except VerificationFailure as failure:
         report.end_world(TITLE)
-        record = {"real_size": asdict(problem)}
+        record = Record("real size", problem.to_dict()).to_dict()
         report.failed(save_record(failure, TITLE, problem.world, record, failures, backend.name))
         return
     finally:

@@ -1,108 +1,174 @@
-"""Kinds of saved counter-examples, and the reader of each. A field such as "law" or "peer" tells the kind; a plain Case
-has none of these fields."""
+"""The table of replayers, by kind of record (`verification.record_kinds`), and the reader of records.
+
+A record may have been edited, or come from elsewhere: every field is validated. It imports no module that it names.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from verification.failures import Refused, VerificationFailure, WrongResult
-from verification.report.counter_example import counter_example
-from verification.report.report import Report
-from verification.run.backends import Backend, Unavailable
-from verification.search.experiment import Experiment, ToolError
-from verification.wording import counted
+from reference import validators
+from verification.check.laws import LAWS
+from verification.check.laws.law import Law
+from verification.experiments import EXAMPLES, law_experiment
+from verification.failures import Refused
+from verification.faults.fault_experiment import FAULTS, validate_fault
+from verification.faults.training_faults import DrawnFault
+from verification.models.loading import load as load_model
+from verification.models.model_case import ModelCase
+from verification.models.model_run import STEP_BACKENDS, TIMEOUT, ModelExperiment, preload_of
+from verification.peers.known_peers import FORM, load
+from verification.peers.peer_experiment import LAWS_OF_ANY, attend_of, law_of
+from verification.peers.peer_experiment import experiment as peer_experiment
+from verification.peers.peer_rank import prepare as prepare_peer
+from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS, load_step_peer
+from verification.peers.training.step_peer_experiment import STEP_TIMEOUT, prepare_step_peer, step_experiment
+from verification.problems.links import Links
+from verification.problems.real_size import RealSizeProblem
+from verification.record_kinds import KINDS, OPTIONS, Record
+from verification.replay.limits import read_case, read_long, read_own_case
+from verification.replay.saved import Replayer, Saved, run_real_size, run_training_fault
+from verification.run.backends import Backend, GlooBackend, Unavailable
+from verification.search.experiment import Experiment
+from verification.training.training_case import TrainingCase
+from verification.training.training_run import TRAINING, TRAINING_PRELOAD
 
-
-class Saved(Protocol):
-    """A saved counter-example, read and validated. world: the number of ranks that it needs."""
-
-    @property
-    def world(self) -> int: ...
-
-    def prepare(self, backend: Backend) -> None:
-        """Prepare the backend before it starts. Raises Unavailable if the example cannot be replayed on it."""
-        return
-
-    def run(self, backend: Backend, report: Report, file: Path) -> None:
-        """Check the example on the ranks of the backend, and report the result. file: the saved record."""
-
-
-UNKNOWN = (
-    "it failed when it was found, among other calls on the same ranks, and it may hold now because it needs some of "
-    "these, which the record does not have (before is null), or a certain timing; so it is not known to be mended"
-)
 OWN_ADAPTERS = "verification.peers.adapters."  # these modules may be named by a file
-
-# Field of the record -> function that reads it, or raises ValueError. Imported on use: some are in folders that import
-# this one.
-READERS = {
-    "peer": "verification.peers.saved_peer:read_peer_example",  # before "law": laws of any attention have both
-    "law": "verification.replay.records:read_law",
-    "real_size": "verification.replay.records:read_problem",
-    "fault": "verification.faults.fault_run:read_fault",
-    "training_fault": "verification.faults.training_faults:read_fault",
-    "training": "verification.training.saved_training:read_training_example",
-    "model": "verification.models.saved_model:read_model_example",
-    "step_peer": "verification.peers.training.saved_step_peer:read_step_peer_example",
+# Forms of names, by field.
+FORMS = {
+    "peer": FORM,
+    "step_peer": f"package.module:adapter, or one of {', '.join(KNOWN_STEP_PEERS)}",
+    "model": "package.module:attribute",
 }
 
 
-@dataclass(frozen=True)
-class SavedExample(Saved):
-    """A subject of an experiment, and its record. before: examples that run first on the same ranks; None: the failure
-    needed some that are not known."""
-
-    experiment: Experiment
-    subject: Any
-    record: dict[str, Any]
-    before: tuple[SavedExample, ...] | None = ()
-
-    @property
-    def world(self) -> int:
-        return self.experiment.case_of(self.subject).world
-
-    def run(self, backend: Backend, report: Report, file: Path) -> None:
-        report.start_world(self.world, 1)
-        subject = self.experiment.placed(self.subject, backend.device)
-        case, device = self.experiment.case_of(subject), self.experiment.case_of(self.subject).device
-        if subject is not self.subject:
-            report.say(f"the Case has device {device!r}; on {backend.name} it runs on {case.device!r}")
-        started = time.perf_counter()
-        try:
-            for earlier in self.before or ():
-                with suppress(WrongResult):
-                    earlier.experiment.check(backend, earlier.experiment.placed(earlier.subject, backend.device))
-            ratios = self.experiment.check(backend, subject)
-        except VerificationFailure as failure:
-            if self.before == ():
-                self.experiment.add_cause(failure, backend, subject, subject)
-            elif self.before:
-                failure.add_note(f"cause: earlier calls: {counted(len(self.before), 'example')} of `before` ran first")
-            title = self.experiment.property_of(subject, failure)
-            report.failed(counter_example(failure, title, case.world, self.record, file, backend.name))
-        except Unavailable as error:  # such as a peer whose package is not installed; the rest is the ranks' tracebacks
-            raise Unavailable(str(error).partition("\n")[0]) from error
-        except Exception as error:
-            raise ToolError(f"{self.experiment.name} of {file}") from error
-        else:
-            if self.before is None:
-                raise Unavailable(f"{file} did not fail this time: {UNKNOWN}")
-            report.held(case.dtype, ratios, time.perf_counter() - started)
-        report.end_world("replay")
+def _law(name: Any, laws: Sequence[Law]) -> Law:
+    return {law.name: law for law in laws}[validators.choice("law", name, [law.name for law in laws])]
 
 
-def experiment_with(record: Any, field: str, form: str, make: Callable[[str], Experiment]) -> Experiment:
-    """Return the Experiment with what a field of the record names. form: of the name. Raises ValueError for one that
-    cannot be loaded."""
-    name = record[field]
-    if not isinstance(name, str):
-        raise ValueError(f"{field} is {name!r}; it must be {form}")
+def _model(model: str) -> Experiment:
+    load_model(model)
+    return ModelExperiment(model).experiment()
+
+
+def _on_processes(backend: Backend, about: str) -> None:
+    if backend.name not in STEP_BACKENDS:  # wrappers and collectives need torch.distributed
+        allowed = " or ".join(STEP_BACKENDS)
+        raise Unavailable(f"argument --backend: {about} runs on {allowed}, got {backend.name}")
+
+
+def _for_peer(backend: Backend, peer: str, law: str = "") -> None:
+    _on_processes(backend, "a peer")
+    backend.timeout, backend.prepare = max(backend.timeout, load(peer).timeout), partial(prepare_peer, peer)
+    backend.calls = attend_of(peer)
+
+
+def _for_step_peer(backend: Backend, step_peer: str) -> None:
+    _on_processes(backend, "a peer")
+    backend.timeout, backend.prepare = STEP_TIMEOUT, partial(prepare_step_peer, step_peer)
+    backend.preload = (*TRAINING_PRELOAD, *load_step_peer(step_peer).preload)
+
+
+def _for_training(backend: Backend) -> None:
+    _on_processes(backend, "a training step")
+    backend.preload = TRAINING_PRELOAD
+
+
+def _for_model(backend: Backend, model: str) -> None:
+    _on_processes(backend, "a training step")
+    backend.timeout, backend.preload = TIMEOUT, preload_of(model)
+
+
+def _for_faults(backend: Backend) -> None:
+    if type(backend) is not GlooBackend:  # torchrun would not start killed ranks again
+        raise Unavailable(f"argument --backend: faults need ranks on gloo; got {type(backend).__name__}")
+
+
+# A peer or a model runs the case as saved, without applying a claim.
+REPLAYERS = {
+    "case": Replayer(read_own_case, lambda: EXAMPLES),
+    "law": Replayer(
+        read_own_case, lambda law: law_experiment(_law(law, LAWS)),
+        lambda case, how, law: _law(law, LAWS).validate(case, how),
+    ),
+    "peer": Replayer(read_case, peer_experiment, prepare=_for_peer),
+    "peer law": Replayer(
+        read_case, lambda peer, law: law_of(peer, _law(law, LAWS_OF_ANY)),
+        lambda case, how, peer, law: _law(law, LAWS_OF_ANY).validate(case, how), _for_peer,
+    ),
+    "step peer": Replayer(TrainingCase.from_dict, step_experiment, prepare=_for_step_peer),
+    "training": Replayer(TrainingCase.from_dict, lambda: TRAINING, prepare=_for_training),
+    "model": Replayer(ModelCase.from_dict, _model, prepare=_for_model),
+    "fault": Replayer(read_case, lambda: FAULTS, validate_fault, _for_faults),
+    "training fault": Replayer(DrawnFault.from_dict, run=run_training_fault),
+    "real size": Replayer(RealSizeProblem.from_dict, run=run_real_size),
+    "links": Replayer(Links.from_dict, run=None),
+    "long": Replayer(read_long, run=None),
+}  # fmt: skip
+
+
+def parse(data: object, attention: str | None = None) -> Saved:
+    """Return the counter-example of a JSON record.
+
+    Args:
+        data: as saved.
+        attention: name of a peer, or of a Setup of a model, that runs it in place of the one that the record names.
+
+    Raises:
+        ValueError: no counter-example; or one of a user's own module, which only `attention` may name, since data
+            imports nothing.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"a counter-example must be a JSON object, got {type(data).__name__}")
+    if "before" in data:
+        return _after(data["before"], {name: x for name, x in data.items() if name != "before"}, attention)
+    record = Record.from_dict(data)
+    if attention is None:
+        _refuse_modules(record.names)
+    else:
+        record = _with_attention(record, attention)
+    replayer, names = REPLAYERS[record.kind], record.names
+    for field, form in FORMS.items():
+        if not isinstance(names.get(field, ""), str):
+            raise ValueError(f"{field} is {names[field]!r}; it must be {form}")
+    case = replayer.read(record.case)
     try:
-        return make(name)
+        experiment = replayer.experiment(*names.values()) if replayer.experiment else None
     except Refused as error:
         raise ValueError(str(error)) from error
+    replayer.validate(case, record.how, *names.values())
+    return Saved(record, case, experiment, replayer)
+
+
+def _after(before: object, data: dict[str, Any], attention: str | None) -> Saved:
+    """Return the counter-example of the record with the examples before it, None where these are not known."""
+    example = parse(data, attention)
+    if not (before is None or isinstance(before, list)) or example.experiment is None:
+        raise ValueError("before must be null, or a list of examples, in the record of an example")
+    examples = tuple(parse(earlier, attention) for earlier in before or ())
+    if any(x.experiment is None or x.before != () or x.world != example.world for x in examples):
+        raise ValueError(f"an entry of before must be an example on {example.world} ranks, without a before")
+    return replace(example, before=None if before is None else examples)
+
+
+def _refuse_modules(names: Mapping[str, Any]) -> None:
+    """Raise ValueError for a user's own module."""
+    for field, option in OPTIONS.items():
+        name = names.get(field)
+        if isinstance(name, str) and ":" in name and not name.startswith(OWN_ADAPTERS):
+            raise ValueError(
+                f"{field} is {name!r}, and a replay imports no module that a file names; if it is yours, "
+                f"write {option} {name}"
+            )
+
+
+def _with_attention(record: Record, attention: str) -> Record:
+    """Return the record with that attention. Raises ValueError for one of a kind that no other attention can run."""
+    kind = KINDS[record.kind].attention
+    if kind is None:
+        raise ValueError(f"it is {KINDS[record.kind].title}, which --attention cannot run")
+    names = {field: attention if field in OPTIONS else record.names[field] for field in KINDS[kind].names}
+    return replace(record, kind=kind, names=names)

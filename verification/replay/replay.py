@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ring.regular_file import read_regular
-from verification.replay.records import parse
-from verification.replay.torchrun_problems import read_torchrun_problem
+from verification.replay.registry import parse
+from verification.replay.saved import Saved
 from verification.report.report import Report
 from verification.run.backends import MAX_RANKS, Backend, Unavailable
 
@@ -37,26 +37,24 @@ def naming(file: Path, argument: str) -> Iterator[None]:
         raise Unavailable(f"argument {argument}: cannot read a counter-example from {file}: {reason}") from error
 
 
-def _refuse_torchrun(record: object, file: Path, backend: Backend) -> None:
-    """Raise ValueError with the command for problems of ranks that torchrun starts: links and long sequences."""
-    problem = read_torchrun_problem(record)
-    if problem is not None:
-        words = ["torchrun", f"--nproc-per-node={problem.world}", "-m", "verification.cli.validate"]
-        words += ["--backend", "nccl" if backend.name == "nccl" else "gloo", "--replay", str(file)]
-        raise ValueError(f"it is a problem of ranks that torchrun starts; write {shlex.join(words)}")
+def _with_torchrun(saved: Saved, file: Path, backend: Backend) -> str:
+    """Return the command for a problem of ranks that torchrun starts: links and long sequences."""
+    words = ["torchrun", f"--nproc-per-node={saved.world}", "-m", "verification.cli.validate"]
+    return shlex.join([*words, "--backend", "nccl" if backend.name == "nccl" else "gloo", "--replay", str(file)])
 
 
 def replay(
     file: Path, report: Report, backend: Backend, argument: str = "FILE", attention: str | None = None
 ) -> Report:
     """Replay a saved counter-example, report the result, and close the backend. argument: that named the file.
-    attention: as for `verification.replay.records.parse`.
+    attention: as for `verification.replay.registry.parse`.
 
     Raises Unavailable for a file that cannot be read or holds no counter-example."""
     with naming(file, argument):
-        record = read_record(file)
-        _refuse_torchrun(record, file, backend)
-        saved = parse(record, attention)
+        saved = parse(read_record(file), attention)
+        if (run := saved.replayer.run) is None:
+            command = _with_torchrun(saved, file, backend)
+            raise ValueError(f"it is a problem of ranks that torchrun starts; write {command}")
     saved.prepare(backend)
     most = MAX_RANKS[backend.name]
     if saved.world > most:
@@ -66,7 +64,7 @@ def replay(
     try:
         backend.start(saved.world)
         with report:
-            saved.run(backend, report, file)
+            run(saved, backend, report, file)
     finally:
         backend.close()
     report.summary(replayed=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from ring.whole_file import write
 from verification.failures import VerificationFailure
+from verification.record_kinds import OPTIONS
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class CounterExample:
 
     kind      of failure, as in `verification.failures`
     broken    title of the property or law
-    record    the Case as JSON; for a law also its other arguments
+    record    a `verification.record_kinds.Record`, as JSON
     file      of the record
     backend   on which it fails
     command   words of the command line that replays it
@@ -61,11 +62,9 @@ def counter_example(
     case = record.get("case")
     if backend == "gloo" and isinstance(case, Mapping) and case.get("device") == "cuda":  # a kernel on one GPU
         options += ["--device", "cuda"]
-    peer = record.get("peer", record.get("step_peer"))
-    if isinstance(peer, str) and ":" in peer:  # a user's own module, which the file alone must not import
-        options += ["--attention", peer]
-    if "model" in record:
-        options += ["--model", str(record["model"])]
+    for name_field, option in OPTIONS.items():
+        if ":" in str(record.get(name_field)):  # a user's own module, which the file alone must not import
+            options += [option, str(record[name_field])]
     command = (sys.executable, "-m", "verification", "replay", *options, str(file.resolve()))
     first, *rest = str(failure).splitlines() or [""]
     message = "\n".join([first, *getattr(failure, "__notes__", ()), *rest])

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from rich.text import Text
 
 from verification.failures import RankHang
+from verification.record_kinds import KINDS, kind_of
 from verification.report.counter_example import CounterExample
 from verification.report.run_record import DTYPES, RunRecord, Summed
 from verification.report.text import WIDTH, command_lines, json_lines, paragraph
@@ -46,9 +47,8 @@ def describe(failure: CounterExample, most: int | None = None) -> list[Text]:
     if most is not None and len(message) > most:
         message = [*message[: most - 1], f"  ... ({len(message) - most + 1} more lines were printed when it was found)"]
     lines = [_headline(failure), *_plain(message)]
-    # A simulation has no process groups.
-    needs_groups = {"peer", "training", "step_peer", "model"} & set(failure.record)
-    if failure.kind == RankHang.kind and failure.backend != "sim" and not needs_groups:
+    simulated = KINDS[kind_of(failure.record)].simulated
+    if failure.kind == RankHang.kind and failure.backend != "sim" and simulated:
         lines.append(Text("  if a replay with --backend sim hangs too, it says which rank waits for which"))
     return lines
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis.strategies import SearchStrategy
@@ -14,17 +13,12 @@ from verification.check.properties import broken_by
 from verification.check.supported import fused
 from verification.failures import VerificationFailure, WrongResult
 from verification.protocols import CaseLike
+from verification.record_kinds import KINDS, Record
 from verification.run.backends import Backend
 
 
 class ToolError(BaseException):
     """Failure of the tool itself on an example. Not an `Exception`, so that Hypothesis passes it on at once."""
-
-
-def case_record(case: Case) -> dict[str, Any]:
-    """Return a Case as a JSON object."""
-    data: dict[str, Any] = json.loads(case.to_json())
-    return data
 
 
 def on_device(case: Case, device: str) -> Case:
@@ -36,15 +30,14 @@ def on_device(case: Case, device: str) -> Case:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A strategy of subjects with their check. By default a subject is a Case, and a failure breaks a property of
+    """A strategy of subjects with their check. A subject is a Case, or another `verification.protocols.CaseLike`; or,
+    if the kind of its record has a `how`, a pair of both. By default a failure breaks a property of
     `verification.check.properties`.
 
     draw          strategy of subjects, by world size
     check         worst error / bound, by title of the property or law; raises VerificationFailure
-    case_of       the Case of a subject, or another `verification.protocols.CaseLike`
-    with_case     the subject with another Case
     moved         the Case on the device "cpu" or "cuda"
-    record_of     the JSON object of a subject, saved and replayed
+    kind, names   of the records of its subjects (`verification.record_kinds`)
     property_of   title of the property or law that a failure of the subject breaks
     targets_error True if Hypothesis should draw around the subjects with the largest errors
     on_fewer      True if failures are searched for on fewer real processes, too; in a simulation they always are
@@ -59,10 +52,9 @@ class Experiment:
     name: str
     draw: Callable[[int], SearchStrategy[Any]]
     check: Callable[[Backend, Any], dict[str, float]]
-    case_of: Callable[[Any], Any] = lambda subject: subject
-    with_case: Callable[[Any, Any], Any] = lambda subject, case: case
     moved: Callable[[Any, str], Any] = on_device
-    record_of: Callable[[Any], dict[str, Any]] = case_record
+    kind: str = "case"
+    names: Mapping[str, str] = field(default_factory=dict)
     property_of: Callable[[Any, VerificationFailure], str] = lambda subject, failure: broken_by(failure)
     targets_error: bool = False
     on_fewer: bool = False
@@ -70,6 +62,19 @@ class Experiment:
     validate: Callable[[Any], None] | None = None
     explain: Callable[[WrongResult, Backend, Any, Any], str | None] | None = None
     without_subjects: str = ""
+
+    def case_of(self, subject: Any) -> Any:
+        """Return the Case of a subject."""
+        return subject[0] if KINDS[self.kind].how else subject
+
+    def with_case(self, subject: Any, case: Any) -> Any:
+        """Return the subject with another Case."""
+        return (case, subject[1]) if KINDS[self.kind].how else case
+
+    def record_of(self, subject: Any) -> dict[str, Any]:
+        """Return the record of a subject, which is saved and replayed."""
+        how = subject[1] if KINDS[self.kind].how else None
+        return Record(self.kind, self.case_of(subject).to_dict(), how, self.names).to_dict()
 
     def placed(self, subject: Any, device: str) -> Any:
         """Return the subject on that device: "cpu" or "cuda"."""

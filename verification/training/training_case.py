@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from reference import validators
 from reference.pattern import Pattern
-from verification.models.declared import FLAG, INTEGERS, choice, instance, integer, optional
 from verification.models.step_case import STEP_ORDERS, StepCase
-from verification.saved_fields import read_fields
+from verification.saved_fields import FLAG, INTEGERS, choice, instance, integer, optional
 from verification.training.training_model import Model
 
 HANDLES = ("recorded", "group", "mesh")
@@ -49,7 +47,7 @@ class TrainingCase(StepCase):
     spoilt: str | None = field(default=None, metadata=optional(choice("nan", "inf")))
     # Documents in the patterns of modules. Those of the batch replace them, so every step must have documents.
     # None with a "longnet", which builds its own pattern.
-    own_documents: tuple[int, ...] | None = field(default=None, metadata=optional(INTEGERS))
+    own_documents: tuple[int, ...] | None = field(default=None, metadata=INTEGERS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,15 +132,9 @@ class TrainingCase(StepCase):
         """The pattern that modules are built with: without the documents of the batches."""
         return replace(self.pattern, documents=self.own_documents)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object; `from_dict` turns it back into an equal TrainingCase."""
-        return vars(self) | {"model": asdict(self.model), "pattern": self.pattern.to_dict()}
-
     @classmethod
     def from_dict(cls, data: object) -> TrainingCase:
         """Read a JSON object. Raises ValueError for anything else, an unknown or missing field, or a wrong value."""
         if isinstance(data, dict) and data.get("calls") == []:  # of 0.1.0
             data = {name: value for name, value in data.items() if name != "calls"}
-        fields = read_fields(cls, "a TrainingCase", data)
-        model = Model(**read_fields(Model, "model", fields["model"]))
-        return cls(**fields | {"model": model, "pattern": Pattern.from_dict(fields["pattern"])})
+        return super().from_dict(data)

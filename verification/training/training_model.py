@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from reference import validators
-from verification.models.declared import FLAG, REAL, check_fields, choice, integer, optional
+from verification.saved_fields import FLAG, REAL, SavedFields, choice, integer, optional
 
 KINDS = ("llama", "longnet", "sdpa")
 NORMS = ("rms", "layer")
@@ -20,9 +21,11 @@ _SIZE = integer(1, 4096)  # any dimension of a model
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(SavedFields):
     """A small language model: embedding, layers, a norm, a head. Raises ValueError, naming the field, its value and
     the allowed values."""
+
+    title: ClassVar[str] = "model"
 
     # "llama": norm, `ring.nn.SelfAttention`, norm, gated feed-forward; "longnet": `ring.nn.LongNetBlock`s; "sdpa":
     # plain modules whose inner attention is `ring.nn.RingAttention`.
@@ -42,7 +45,7 @@ class Model:
     bases: int = field(default=1, metadata=integer(1, 2))  # rotary bases; two alternate by layer
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         validators.grouped_heads(self.heads, self.kv_heads)
         if self.positions == "rotary" and self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; it must be even with positions 'rotary'")

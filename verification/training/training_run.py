@@ -48,7 +48,7 @@ TRAINING = Experiment(
     training_cases,
     check_training,
     moved=on_device,
-    record_of=lambda case: {"training": case.to_dict()},
+    kind="training",
     on_fewer=True,
     validate=validate_case,
 )

@@ -27,7 +27,6 @@ from verification.replay.replay import replay
 from verification.report.report import Report
 from verification.run.backends import GlooBackend
 from verification.runner import titles
-from verification.search.experiment import case_record
 
 pytestmark = pytest.mark.ranks
 
@@ -274,7 +273,7 @@ def test_an_adapter_that_ends_the_process_fails(
     (tmp_path / "interrupts.py").write_text("raise KeyboardInterrupt")
     (tmp_path / "ends.py").write_text(ENDING)
     file = tmp_path / "case.json"
-    file.write_text(json.dumps({"peer": name, "case": case_record(plain(1))}))
+    file.write_text(json.dumps({"peer": name, "case": plain(1).to_dict()}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "ends", raising=False)
     monkeypatch.setattr(sys, "path", [*sys.path])

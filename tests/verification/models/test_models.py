@@ -35,7 +35,7 @@ from verification.models.probing import SMALLEST
 from verification.models.recording import train_in_one_process
 from verification.models.strategies import model_cases
 from verification.models.whole_batch import Rows, whole_batches
-from verification.replay.records import parse
+from verification.replay.registry import parse
 from verification.report.report import Report
 from verification.run.backends import GlooBackend
 from verification.runner import RunPlan

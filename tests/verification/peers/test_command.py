@@ -74,7 +74,7 @@ def test_the_command(tmp_path: Path) -> None:
     message = unbroken(found["message"])
     assert f"replay: {replay}" in unbroken(done.stdout) and message in unbroken(done.stdout)
     assert "the mask compared positions of queries within their shard, of keys global ones" in message
-    assert json.loads(Path(file).read_text()) == {"peer": "wrong:adapter", "case": found["case"]}
+    assert json.loads(Path(file).read_text()) == {"kind": "peer", "peer": "wrong:adapter", "case": found["case"]}
     assert verification(tmp_path, "replay", file).returncode == 2, "a file imports nothing by itself"
     again = verification(tmp_path, "replay", file, "--attention", "wrong:adapter")
     assert again.returncode == 1 and message in unbroken(again.stdout), again.stdout + again.stderr

@@ -21,7 +21,7 @@ from verification.check.laws.law import changed
 from verification.failures import VerificationFailure
 from verification.peers.known_peers import load
 from verification.peers.peer_experiment import LAWS_OF_ANY, experiments, law_of, nearest_claimed
-from verification.replay import records
+from verification.replay import registry
 from verification.run.backends import GlooBackend
 from verification.strategies.cases import LARGE
 
@@ -49,8 +49,8 @@ def test_a_peer_that_breaks_a_law_is_found(
         broken.check(backend, (case, how))
     record = json.loads(json.dumps(broken.record_of((case, how))))
     with pytest.raises(ValueError, match=f"imports no module that a file names; .* --attention {EXAMPLES}:{name}"):
-        records.parse(record)
-    saved: Any = records.parse(record, attention=f"{EXAMPLES}:{name}")
+        registry.parse(record)
+    saved: Any = registry.parse(record, attention=f"{EXAMPLES}:{name}")
     assert saved.subject == (case, how) and saved.experiment.name == broken.name
 
 

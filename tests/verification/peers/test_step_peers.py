@@ -150,7 +150,8 @@ def test_what_trains_wrong_is_found_shrunk_saved_and_replayed(tmp_path: Path, mo
     # The gradients of the second step are wrong: their norm shows it, or the parameters, or the loss of a third.
     assert case.steps == {"norms": 2, "parameters": 2, "losses": 3}[peer["message"].partition(":")[0]]
     file = Path(shlex.split(peer["replay"])[-1])
-    assert json.loads(file.read_text()) == {"step_peer": "fairscale/as-written", "training_case": peer["case"]}
+    record = {"kind": "step peer", "step_peer": "fairscale/as-written", "training_case": peer["case"]}
+    assert json.loads(file.read_text()) == record
     assert main(["replay", str(file)]) == 1
     file.write_text(json.dumps({"step_peer": "fairscale/guarded", "training_case": peer["case"]}))
     assert main(["replay", str(file)]) == 0

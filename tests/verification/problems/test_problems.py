@@ -79,7 +79,7 @@ def test_long_problems_are_judged_by_the_bounds_of_the_device_that_computes_them
     ranks.name = backend
     validate.run_long(Report(Console(quiet=True)), ranks, problem, tmp_path)
     assert [call.args[1].device for call in ranks.submit.mock_calls] == [device]
-    assert ranks.last == {"long": asdict(problem)}, "saved as that if the processes are ended, not as a Case"
+    assert ranks.last == {"kind": "long", "long": asdict(problem)}, "saved as that, not as a Case"
 
 
 def test_a_nan_is_not_within_its_bound() -> None:

@@ -21,7 +21,7 @@ from verification.faults.fault_experiment import FAULTS
 from verification.models.strategies import model_cases
 from verification.peers.peer_experiment import LAWS_OF_ANY, experiment, law_of
 from verification.peers.training.step_peer_experiment import step_experiment
-from verification.replay.registry import READERS
+from verification.record_kinds import KINDS, Record, kind_of
 from verification.run.backends import GlooBackend
 from verification.training.training_run import TRAINING
 
@@ -41,11 +41,12 @@ def stock() -> list[dict[str, Any]]:
     experiments += [experiment(peer), law_of(peer, LAWS_OF_ANY[0])]
     return [
         *(x.record_of(next(filter(None, draw_many(x.draw(2), 10)))) for x in experiments),
-        {"model": "trap:adapter", "case": draw_many(model_cases(2), 1)[0].to_dict()},
-        {"real_size": {"world": 2, "tokens": 512, "seed": 0}},
-        {"links": {"world": 2}},
-        {"long": {"world": 2, "tokens": 64, "kind": "own", "seed": 0, "line": "tokens=64 causal=true"}},
-        {"training_fault": {"kind": "flip", "seed": 1}},
+        Record("model", draw_many(model_cases(2), 1)[0].to_dict(), names={"model": "trap:adapter"}).to_dict(),
+        Record("real size", {"world": 2, "tokens": 512, "seed": 0}).to_dict(),
+        {"links": {"world": 2}},  # as an older record
+        Record("links", {"world": 2}).to_dict(),
+        Record("long", {"world": 2, "tokens": 64, "kind": "own", "line": "tokens=64 causal=true"}).to_dict(),
+        Record("training fault", {"kind": "flip", "seed": 1}).to_dict(),
     ]
 
 
@@ -84,7 +85,7 @@ class Started(BaseException):
 def test_a_mutated_record_is_refused_or_read(
     text: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert {*READERS, "links", "long", "pattern"} <= {field for record in stock() for field in record}
+    assert {*KINDS} == {kind_of(record) for record in stock()}
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("trap.py").write_text("import pathlib; pathlib.Path('imported').touch()")

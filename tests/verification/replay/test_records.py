@@ -1,4 +1,4 @@
-"""Files to replay that were edited, or never were counter-examples: refused in one line, status 2, nothing run."""
+"""Records say their kind and are read again, also older ones; what is no record is refused in one line, nothing run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,19 @@ from verification.case import Case
 from verification.check.laws import LAWS, Law
 from verification.check.laws.refusal_cases import MISTAKES
 from verification.experiments import law_experiment
-from verification.replay import records
-from verification.replay.registry import SavedExample
+from verification.problems.links import Links
+from verification.problems.long_problems import LongProblem
+from verification.record_kinds import KINDS, Record, kind_of
+from verification.replay import registry
 from verification.run.backends import SimBackend, Unavailable
-from verification.search.experiment import case_record as as_json
 from verification.strategies.cases import cases
+
+FOLDER, FINDINGS = Path(__file__).parent / "saved_before", Path(__file__).parents[3] / "verification/peers/findings"
+
+
+def as_json(case: Case) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(case.to_json())
+    return data
 
 
 def case(**changes: Any) -> dict[str, Any]:
@@ -58,6 +66,8 @@ MISTAKEN, GROWTH = "wrong calls refused everywhere", "error does not grow with r
 COMMON = next(name for name, mistake in MISTAKES.items() if mistake.who == "all")
 LIKE = "no call takes another for its like"
 MOVED = {"group": None, "order": "zigzag", "cuts": None, "exchange": "direct", "bucket": None}
+LONG = {"world": 2, "tokens": 128, "kind": "dense float32"}
+OWN = {"world": 2, "tokens": 64, "kind": "own", "line": "tokens=64 causal=true"}
 STEP = {"step_peer": "fairscale/guarded", "training_case": small_step(2).to_dict()}
 CALL = {"peer": "torchscale", "case": case()}
 REFUSED: list[tuple[Any, str]] = [
@@ -81,7 +91,7 @@ REFUSED: list[tuple[Any, str]] = [
     (case(kernel="flash", softcap=1.0), "softcap is 1.0; that kernel takes no value_dim and no softcap"),
     (case(value_dim=10**6), "value_dim is 1000000; it must be at most 4096"),
     ({"real_size": {"world": 2, "tokens": 10**18, "seed": 0}}, "tokens is 1000000000000000000;"),
-    ({"real_size": {"ranks": 2}}, "real_size must be an object with the fields world"),
+    ({"real_size": {"ranks": 2}}, "real_size: unknown field ranks, missing field world"),
     (law("gravity", {}), "law is 'gravity'; it must be one of"),
     ({"law": LATER, "case": CAUSAL}, "must be an object with the fields law, case, how"),
     (law(LATER, {}, CAUSAL), "how must be an object with the fields position, got the fields"),
@@ -113,7 +123,7 @@ REFUSED: list[tuple[Any, str]] = [
     (fault(case(), post=-1), "post is -1; it must be"),
     (fault(case(), more=1), "how must be an object with the fields kind, rank, post, send"),
     (fault(as_json(plain(2, pattern=Pattern((Branch(6),))))), "the ranks of case send no messages"),
-    ({"training_fault": {"kind": "flip"}}, "must be an object with the fields kind, seed"),
+    ({"training_fault": {"kind": "flip"}}, "training_fault: missing field seed"),
     ({"training_fault": {"kind": "flood", "seed": 1}}, "kind is 'flood'; it must be one of flip, zero"),
     ({"training_fault": {"kind": "flip", "seed": -1}}, "seed is -1; it must be an integer from 0"),
     (CALL | {"peer": 3}, "peer is 3; it must be package.module:adapter, or one of "),
@@ -123,21 +133,38 @@ REFUSED: list[tuple[Any, str]] = [
     (STEP | {"step_peer": 3}, "step_peer is 3; it must be package.module:adapter, or one of "),
     (STEP | {"training_case": {}}, "a TrainingCase: missing fields"),
     (STEP | {"more": 1}, "a counter-example of a peer in a training step"),
+    ({"kind": "gravity"} | case(), "kind is 'gravity'; it must be one of peer law, peer, "),
+    ({"kind": ["peer"]} | CALL, "kind is ['peer']; it must be one of"),
+    ({"kind": "law"} | CALL, "a counter-example of a law must be an object with the fields law, case, how"),
+    ({"kind": "peer", "peer": "os:system", "case": {}}, "a replay imports no module that a file names"),
+    ({"kind": "case"} | CALL, "a Case: unknown fields case, peer"),
+    ({"links": {"world": 2}, "before": []}, "before must be null, or a list of examples, in the record of an example"),
+    ({"links": 1}, "links must be a JSON object, got int"),
+    ({"links": {"world": "\x1b[31m"}}, r"world is '\x1b[31m'; it must be an integer from 1 to 65536"),
+    ({"links": {"world": 2}, "long": LONG}, "links between ranks must be an object with the fields links"),
+    ({"long": [LONG]}, "long must be a JSON object, got list"),
+    ({"long": {"tokens": 64}}, "long: missing fields kind, world"),
+    ({"long": LONG | {"world": None}}, "world is None; it must be an integer"),
+    ({"long": LONG | {"tokens": 10**12}}, "tokens is 1000000000000; it must be at most"),
+    ({"long": LONG | {"kind": []}}, "kind is "),
+    ({"long": OWN | {"line": 5}}, "line is 5"),
+    ({"long": OWN | {"line": "tokens=64 heads=9999999999"}}, "an integer of line is 9999999999"),
+    ({"long": OWN | {"line": "tokens=64 world=3"}}, "world is 3"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("record, said", REFUSED, ids=[said for _, said in REFUSED])
 def test_what_is_no_counter_example_is_refused(record: Any, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
-        records.parse(record)
+        registry.parse(record)
 
 
 def test_what_needs_processes_is_not_replayed_in_a_simulation() -> None:
     with pytest.raises(Unavailable, match="argument --backend: faults need ranks on gloo; got SimBackend"):
-        records.parse(fault(case())).prepare(SimBackend())
+        registry.parse(fault(case())).prepare(SimBackend())
     for record in (CALL, STEP):
-        with pytest.raises(Unavailable, match="argument --backend: a peer needs torch.distributed, on gloo; got sim"):
-            records.parse(record).prepare(SimBackend())
+        with pytest.raises(Unavailable, match="argument --backend: a peer runs on gloo or nccl, got sim"):
+            registry.parse(record).prepare(SimBackend())
 
 
 @pytest.mark.parametrize(
@@ -163,25 +190,61 @@ def test_a_refusal_is_one_short_line(content: str, tmp_path: Path, capsys: pytes
 def test_what_a_law_draws_is_read_again(law: Law, data: st.DataObject) -> None:
     subject = data.draw(law.draw(data.draw(st.sampled_from([p for p in (1, 2, 5) if p >= law.fewest_ranks]))))
     record = json.loads(json.dumps(law_experiment(law).record_of(subject)))
-    saved = records.parse(record)
-    assert isinstance(saved, SavedExample) and saved.experiment.name == law.name
+    saved = registry.parse(record)
+    assert record["kind"] == "law" and saved.experiment is not None and saved.experiment.name == law.name
     assert saved.subject == (subject[0], json.loads(json.dumps(subject[1])))
 
 
 @given(case=cases(3))
 @settings(max_examples=100, derandomize=True, deadline=None, database=None)
 def test_what_is_drawn_is_read_again(case: Case) -> None:
-    saved = records.parse(json.loads(case.to_json()))
-    assert isinstance(saved, SavedExample) and saved.subject == case
-    assert records.parse(law(MISTAKEN, mistakes([COMMON, None]))).world == 2
+    record = json.loads(json.dumps(Record("case", case.to_dict()).to_dict()))
+    assert registry.parse(record).subject == case == Case.from_json(json.dumps(record))
+    assert registry.parse(law(MISTAKEN, mistakes([COMMON, None]))).world == 2
 
 
-@pytest.mark.parametrize("name", ("example", "law", "wrong_calls"))
+# Records of every kind, saved before records said it.
+BEFORE = {
+    FOLDER / f"{name}.json": kind
+    for name, kind in {
+        "example": "case", "after_another": "case", "law": "law", "wrong_calls": "law", "fault": "fault",
+        "links": "links", "long": "long", "model": "model", "real_size": "real size", "training": "training",
+        "training_fault": "training fault",
+    }.items()
+} | {
+    FINDINGS / "torch_sdpa_nan.json": "peer law", FINDINGS / "torch_sdpa_scale.json": "peer",
+    FINDINGS / "diffusers_ring_checkpointing.json": "step peer",
+}  # fmt: skip
+
+
+def test_every_kind_was_saved_before_and_has_a_replayer() -> None:
+    assert {*BEFORE.values()} == {*KINDS} == {*registry.REPLAYERS}
+    assert {path for path in BEFORE if path.parent == FOLDER} == {*FOLDER.iterdir()}
+
+
+@pytest.mark.parametrize("file, kind", BEFORE.items(), ids=lambda value: getattr(value, "stem", None))
+def test_tells_the_kind_of_records_without_one(file: Path, kind: str) -> None:
+    old = json.loads(file.read_text())
+    saved = registry.parse(old, old.get("model"))
+    assert "kind" not in old and saved.record.kind == kind_of(old) == kind
+    new = json.loads(json.dumps(saved.to_dict()))
+    assert new["kind"] == kind and {**new, **old, "before": new.get("before")} == {"before": None, **new}
+    again = registry.parse(new, old.get("model"))
+    assert again.subject == saved.subject and again.to_dict() == saved.to_dict()
+
+
+@pytest.mark.parametrize("name", ("example", "law", "wrong_calls", "after_another"))
 def test_what_an_earlier_layout_of_the_code_saved_is_replayed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """These files were written before the modules were moved into folders: names of laws and mistakes last."""
-    file = Path(__file__).parent / "saved_before" / f"{name}.json"
+    file = FOLDER / f"{name}.json"
     assert main(("replay", str(file), "--backend", "sim")) == 0
     assert "1 example" in capsys.readouterr().out
+
+
+def test_problems_of_torchrun_are_read() -> None:
+    assert registry.parse({"links": {"world": 3}}).case == Links(3)
+    assert registry.parse({"long": LONG}).case == LongProblem(2, 128, "dense float32")
+    assert registry.parse({"long": OWN}).case == LongProblem(**OWN)  # type: ignore[arg-type]
 
 
 @pytest.mark.ranks

@@ -22,7 +22,6 @@ from verification.replay.replay import replay
 from verification.report.report import Report
 from verification.run.backends import GlooBackend, SimBackend, Unavailable
 from verification.runner import Profile, RunPlan
-from verification.training import saved_training
 from verification.training.rank import rank_step
 from verification.training.rank.graphs import Graphs
 from verification.training.training_case import HANDLES, TrainingCase
@@ -136,7 +135,6 @@ def test_a_wrong_loss_is_found_shrunk_saved_and_replayed(tmp_path: Path) -> None
     ],
 )
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path, changes: Any, backend: Any, said: str) -> None:
-    assert saved_training.TRAINING.name == "training steps"
     (tmp_path / "case.json").write_text(json.dumps({"training": small_step(2).to_dict() | changes}))
     with pytest.raises(Unavailable, match=said):
         replay(tmp_path / "case.json", quiet(), backend())

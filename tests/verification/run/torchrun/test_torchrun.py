@@ -283,7 +283,7 @@ def test_an_interrupt_reports_what_held_until_then(tmp_path: Path, word: signal.
 def test_links_that_lose_a_byte_end_the_run(tmp_path: Path) -> None:
     run = under_torchrun(tmp_path, "--examples", "5", defect="a byte lost")
     assert run.status == 1, run.text
-    assert run.failure["property"] == links.TITLE and run.failure["case"] == {"links": {"world": 2}}
+    assert run.failure["property"] == links.TITLE and run.failure["case"] == {"kind": "links", "links": {"world": 2}}
     assert re.search(r"of 4095 bytes from rank \d, 1 are wrong, the first at 4094", run.failure["message"])
     assert "everything else is skipped" in run.text and run.report["examples"] == 0
     file = run.failure["replay"].split()[-1]
@@ -295,7 +295,7 @@ def test_a_long_problem_that_is_wrong_is_found_and_replayed(tmp_path: Path) -> N
     problem = {"long": {"world": 2, "tokens": 96, "kind": "LongNet float32", "seed": 0}}
     (tmp_path / "long.json").write_text(json.dumps(problem))
     run = under_torchrun(tmp_path, "--replay", "long.json", defect="wrong when long")
-    assert run.status == 1 and run.failure["case"] == {"long": problem["long"] | {"line": ""}}, run.text
+    assert run.status == 1 and run.failure["case"] == {"kind": "long", "long": problem["long"] | {"line": ""}}, run.text
     assert re.search(r"on rank 0: out of token \d+ is off by .* times its bound", run.failure["message"])
     assert under_torchrun(tmp_path, "--replay", "long.json").status == 0
 
