@@ -65,28 +65,33 @@ OPTIONS = {"peer": "--attention", "step_peer": "--attention", "model": "--model"
 
 @dataclass(frozen=True)
 class Record:
-    """A record, taken apart. Its parts are of JSON types. names: by field."""
+    """A record, taken apart. Its parts are of JSON types. names: by field. before: records of examples that run first;
+    None: the failure needed some that are not known."""
 
     kind: str
     case: Any
     how: Any = None
     names: Mapping[str, Any] = field(default_factory=dict)
+    before: Any = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object that is saved."""
         fields = KINDS[self.kind]
         case = {fields.case: self.case} if fields.case else self.case
-        return {"kind": self.kind, **self.names, **case} | ({fields.how: self.how} if fields.how else {})
+        how = {fields.how: self.how} if fields.how else {}
+        before = {} if self.before == () else {"before": self.before}
+        return {"kind": self.kind, **self.names, **case, **how, **before}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Record:
         """Take a record apart. Raises ValueError for an unknown kind, or other fields than it has."""
-        kind, data = kind_of(record), {name: value for name, value in record.items() if name != "kind"}
+        kind, before = kind_of(record), record.get("before", ())
+        data = {name: value for name, value in record.items() if name not in ("kind", "before")}
         fields = KINDS[kind]
         if not fields.case:
-            return cls(kind, data)
+            return cls(kind, data, before=before)
         validators.exactly(fields.title, data, fields.fields)
-        return cls(kind, data[fields.case], data.get(fields.how), {name: data[name] for name in fields.names})
+        return cls(kind, data[fields.case], data.get(fields.how), {name: data[name] for name in fields.names}, before)
 
 
 def kind_of(record: Mapping[str, Any]) -> str:

@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from verification.report.report import Report
+    from verification.runner import Profile, RunPlan
+
 
 def command(module: str, script: str) -> str:
     """Return the console script if it is what the user started, else `python -m` and the module."""
@@ -76,6 +79,19 @@ def add_world(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
+def add_examples(parser: argparse.ArgumentParser, about: str, default: int | None = None) -> None:
+    """Add --examples. about: its help."""
+    parser.add_argument("--examples", type=count, default=default, metavar="N", help=about)
+
+
+def add_only(parser: argparse.ArgumentParser, about: str = "property or law") -> None:
+    """Add --only. about: what its titles are of."""
+    parser.add_argument(
+        "--only", action="append", metavar="TITLE",
+        help=f"check only this {about}, on as many examples: its title or a unique part of it; may be repeated",
+    )  # fmt: skip
+
+
 def add_profile(parser: argparse.ArgumentParser, profiles: Mapping[str, Any]) -> None:
     """Add --profile. profiles: by name; the help shows the `about` of each."""
     listed = "; ".join(f"{name}: {profile.about}" for name, profile in profiles.items())
@@ -96,12 +112,37 @@ def seed_of(options: argparse.Namespace) -> int:
     return random.SystemRandom().getrandbits(32) if options.seed is None else int(options.seed)
 
 
+def plan_of(
+    options: argparse.Namespace, worlds: tuple[int, ...], profiles: Mapping[str, Profile], only: tuple[str, ...] = ()
+) -> RunPlan:
+    """Return the plan of the command line. worlds: the default. profiles: by name; the only one without --profile.
+    Raises Unavailable for too many ranks or an unknown profile."""
+    from verification.run.backends import MAX_RANKS, Unavailable
+    from verification.runner import RunPlan
+
+    worlds, most = options.world or worlds, MAX_RANKS[options.backend]
+    if max(worlds, default=0) > most:
+        raise Unavailable(f"argument --world: on {options.backend} at most {most} ranks, got {max(worlds)}")
+    name = getattr(options, "profile", next(iter(profiles)))
+    if name not in profiles:
+        hint = "; for a night use --hours 8" if name == "nightly" else ""
+        raise Unavailable(f"argument --profile: must be one of {', '.join(profiles)}, got {name!r}{hint}")
+    return RunPlan(
+        worlds, profiles[name], options.examples, seed_of(options), options.backend, options.failures, only=only
+    )
+
+
 def add_backend(parser: argparse.ArgumentParser, backends: Mapping[str, str]) -> None:
     """Add --backend. backends: the description of each, by name."""
     listed = "; ".join(f"{name}: {about}" for name, about in backends.items())
     parser.add_argument(
         "--backend", choices=tuple(backends), default="gloo", help=f"where the ranks run: {listed} (default: gloo)"
     )
+
+
+def only_of(options: argparse.Namespace, among: Collection[str]) -> tuple[str, ...]:
+    """Return the titles of --only, each once. Raises Unavailable."""
+    return tuple(dict.fromkeys(title_of(name, among) for name in options.only or ()))
 
 
 def title_of(name: str, among: Collection[str]) -> str:
@@ -192,6 +233,12 @@ def write_json(file: Path | None, record: Mapping[str, Any]) -> None:
 
     if file is not None:
         write(file, json.dumps(record, indent=2, allow_nan=False) + "\n")
+
+
+def finish(options: argparse.Namespace, report: Report) -> int:
+    """Write the JSON of a report, and return the exit status."""
+    write_json(options.json, report.to_dict())
+    return 1 if report.failures else 0
 
 
 def console() -> Console:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from rich.console import Console
 
-from verification.cli.arguments import add_outputs, add_seed, add_world, count, seed_of, write_json
+from verification.cli.arguments import add_outputs, add_seed, add_world, count, finish, seed_of
 from verification.faults import fault_run, training_faults
-from verification.report.provenance import processor_run, typed_words
+from verification.report.provenance import command_run
 from verification.report.report import Report
 from verification.run.backends import Unavailable
 from verification.wording import counted
@@ -72,8 +71,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
         sizes = ",".join(map(str, worlds))
         raise Unavailable(f"argument --world: world sizes must be from 2 to {MAX_WORLD}, got {sizes}")
     seed = seed_of(options)
-    run = processor_run(f"python -m verification faults {typed_words(sys.argv[2:])}".rstrip())
-    report = Report(console, run | {"seed": seed, "backend": "gloo"}, options.verbose)
+    report = Report(console, command_run("faults") | {"seed": seed, "backend": "gloo"}, options.verbose)
     report.say(f"seed {seed}; repeat this run with --seed {seed}")
     with report:
         try:
@@ -88,5 +86,4 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
         for line in KINDS[kind][1](report):
             report.say(line)
     report.say(f"{counted(report.examples, 'fault')} in {report.seconds:.1f} s: {verdict}")
-    write_json(options.json, report.to_dict())
-    return 1 if report.failures else 0
+    return finish(options, report)

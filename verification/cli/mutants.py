@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor
@@ -19,8 +18,9 @@ from verification.cli.arguments import add_json, add_seed, count, say, seed_of, 
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.defect import BaselineFails, CannotPlant
 from verification.mutants.search import LIMITS, PROCESSES, SOON, DefectOutcome, totals, try_all
+from verification.record_kinds import Record
 from verification.report.progress import PlainLines
-from verification.report.provenance import processor_run, typed_words
+from verification.report.provenance import command_run
 from verification.run.backends import Unavailable
 from verification.search.experiment import ToolError
 from verification.wording import counted
@@ -85,7 +85,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     except ToolError as error:  # one defect does not run: report the outcomes of the others first
         failure = error
     record = {
-        **processor_run(f"python -m verification mutants {typed_words(sys.argv[2:])}".rstrip()),
+        **command_run("mutants"),
         "mutants": [outcome.to_dict() for outcome in outcomes], **totals(outcomes),
         "seconds": round(time.perf_counter() - started, 1), "seed": seed, "limit": options.limit or LIMITS,
     }  # fmt: skip
@@ -104,9 +104,8 @@ def append_lines(file: Path, record: dict[str, Any]) -> None:
     smallest failure; dtype of that failure; seed; commit."""
     lines = [file.read_text()] if file.is_file() else []
     for outcome in record["mutants"]:
-        case = outcome["case"] or {}
         line = {key: outcome[key] for key in ("name", "check", "examples", "ratio")}
-        line["dtype"] = case.get("training", case.get("case", case)).get("dtype")
+        line["dtype"] = outcome["case"] and Record.from_dict(outcome["case"]).case["dtype"]
         lines.append(json.dumps(line | {key: record[key] for key in ("seed", "commit")}) + "\n")
     write(file, "".join(lines))
 

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +15,31 @@ from rich.console import Console
 
 from verification.case import Case
 from verification.case_line import read_case_line
-from verification.cli.arguments import (
-    MODULE,
-    STATUS,
-    add_outputs,
-    add_seed,
-    add_world,
-    count,
-    must_exist,
-    prog_name,
-    say,
-    seed_of,
-    title_of,
-    write_json,
-)  # fmt: skip
+from verification.cli import arguments as cli
+from verification.cli.arguments import MODULE, STATUS, prog_name, say
 from verification.failures import Refused
 from verification.peers.expected_failures import read_expected_failures
 from verification.peers.known_peers import KNOWN, load, selected
 from verification.peers.peer_experiment import (
     LAWS_OF_ANY,
     TITLES,
-    attend_of,
     experiment,
     experiments,
     implementation,
     must_be_claimed,
     rehearse,
 )
-from verification.peers.peer_rank import prepare
 from verification.peers.probe import probe
 from verification.record_kinds import Record
 from verification.report.counter_example import CounterExample
 from verification.report.coverage import NOT_LOOKED_AT, Coverage
-from verification.report.provenance import processor_run, typed_words
+from verification.report.provenance import command_run
 from verification.report.report import Report
 from verification.report.summary import in_full
-from verification.run.backends import PRELOAD, GlooBackend, NcclBackend, Unavailable
+from verification.run.backends import Unavailable, open_backend
 from verification.runner import Profile, RunPlan, explore
 from verification.search.experiment import Experiment, ToolError
-from verification.search.search import TIMEOUT, Search
+from verification.search.search import Search
 from verification.wording import counted
 
 PROFILE = Profile("for each world size", 150, budget=20.0)
@@ -77,14 +62,8 @@ the others are still run and reported."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="a peer, its package, or package.module:adapter")
-    parser.add_argument(
-        "--examples", type=count, default=PROFILE.examples, metavar="N",
-        help="number of examples per world size (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--only", action="append", metavar="TITLE",
-        help="check only this property or law, on as many examples: its title or a unique part of it; may be repeated",
-    )  # fmt: skip
+    cli.add_examples(parser, "number of examples per world size (default: %(default)s)", PROFILE.examples)
+    cli.add_only(parser)
     parser.add_argument(
         "--case", type=case_line, metavar="LINE",
         help='check this Case alone, such as "world=2 tokens=64 heads=4 kv_heads=2 head_dim=32 causal=true"',
@@ -93,14 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--xfails", type=Path, metavar="FILE",
         help="expected failures, one in a line: the title of a property or law, after `NAME: ` for one peer alone",
     )  # fmt: skip
-    add_world(parser, "those that the adapter names")
+    cli.add_world(parser, "those that the adapter names")
     parser.add_argument(
         "--backend", choices=("gloo", "nccl"), default="gloo", help="what joins the ranks (default: gloo)"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="of the tensors (default: cpu; on nccl cuda)")
-    add_seed(parser)
+    cli.add_seed(parser)
     parser.add_argument("--list", action="store_true", help="list the peers with the Cases that they support, and exit")
-    add_outputs(parser, "every counter-example in full, progress and coverage")
+    cli.add_outputs(parser, "every counter-example in full, progress and coverage")
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
@@ -122,16 +101,13 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
         return 0
     if options.backend == "nccl" and options.device == "cpu":
         raise Unavailable("argument --device: nccl joins GPUs; got cpu")
-    must_exist(options.device)
-    only = tuple(dict.fromkeys(title_of(name, TITLES_OF_ANY) for name in options.only or ()))
+    cli.must_exist(options.device)
+    only = cli.only_of(options, TITLES_OF_ANY)
     if options.case is not None:
         if only or options.world or options.examples != PROFILE.examples:
             raise Unavailable("argument --case: it is one example; leave out --only, --world and --examples")
         options.world = (options.case.world,)
-    plan = RunPlan(
-        options.world or (), PROFILE, options.examples, seed_of(options), options.backend, options.failures, only=only
-    )
-    return run_peers(ATTENTIONS, options.names, plan, console, options)
+    return run_peers(ATTENTIONS, options.names, cli.plan_of(options, (), {"": PROFILE}, only), console, options)
 
 
 def case_line(text: str) -> Case:
@@ -170,11 +146,7 @@ class Kind:
     load: Callable[[str], Any]
     ready: Callable[[str], object]
     experiments: Callable[[str, int, RunPlan, argparse.Namespace], list[tuple[Experiment, int]]]
-    prepare: Callable[[str], object]
-    preload: tuple[str, ...]
-    timeout: float  # seconds for an example
     coverage: Callable[[], Coverage]
-    calls: Callable[[str], str | None] = lambda name: None  # names what ranks run, in failures
 
 
 def attention_experiments(
@@ -192,10 +164,7 @@ def attention_experiments(
     return [(replace(experiment(name, device), draw=lambda world: st.just(case)), 1)]
 
 
-ATTENTIONS = Kind(
-    "peers", KNOWN, load, rehearse, attention_experiments, prepare, PRELOAD, TIMEOUT, Coverage,
-    attend_of,
-)  # fmt: skip
+ATTENTIONS = Kind("peers", KNOWN, load, rehearse, attention_experiments, Coverage)
 
 
 @dataclass
@@ -252,9 +221,8 @@ def run_peers(kind: Kind, names: Sequence[str], plan: RunPlan, console: Console,
         outcome.seconds = time.perf_counter() - peer_started
     seconds = time.perf_counter() - started
     _summary(kind, outcomes, seconds, console, options.verbose)
-    record = processor_run(f"python -m verification {kind.command} {typed_words(sys.argv[2:])}".rstrip())
-    record |= {"peers": [outcome.to_dict() for outcome in outcomes]}
-    write_json(options.json, record | {"seconds": round(seconds, 3), "seed": plan.seed})
+    record = command_run(kind.command) | {"peers": [outcome.to_dict() for outcome in outcomes]}
+    cli.write_json(options.json, record | {"seconds": round(seconds, 3), "seed": plan.seed})
     verdicts = {outcome.verdict for outcome in outcomes}
     return 2 if NOT_RUN in verdicts else 1 if FAILED in verdicts else 0
 
@@ -273,16 +241,15 @@ def _run(kind: Kind, outcome: PeerOutcome, plan: RunPlan, console: Console, opti
     say(console, f"{name} {peer.version or ''}: {peer.supported}")
     report = Report(console, verbose=options.verbose)
     report.coverage = outcome.coverage = kind.coverage()
-    make = NcclBackend if plan.backend == "nccl" else GlooBackend
-    timeout = max(kind.timeout, getattr(peer, "timeout", 0.0))
-    backend = make(timeout, partial(kind.prepare, name), (*kind.preload, *getattr(peer, "preload", ())))
-    backend.calls = kind.calls(name)
+    backend = open_backend(plan.backend)
     backend.device = getattr(options, "device", None) or backend.device
     try:
         with report:
             worlds = _worlds(peer, plan, options)
             for number, world in enumerate(worlds, 1):
                 drawn = kind.experiments(name, world, plan, options)
+                for experiment, _ in drawn[:1]:
+                    experiment.prepare(backend)
                 backend.start(world)
                 report.start_world(world, sum(examples for _, examples in drawn))
                 for experiment, examples in drawn:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from verification.cli.arguments import add_backend, add_json, must_exist, write_json
+from verification.cli.arguments import add_backend, add_json, finish, must_exist
 from verification.failures import Refused
 from verification.models import loading as models
 from verification.peers.probe import probe
@@ -51,6 +51,5 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
                 raise Unavailable(str(error)) from error
     backend = open_backend(options.backend)
     backend.device = options.device or backend.device
-    report = replay.replay(options.case, Report(console), backend, attention=options.attention or options.model)
-    write_json(options.json, report.to_dict())
-    return 1 if report.failures else 0
+    attention = options.attention or options.model
+    return finish(options, replay.replay(options.case, Report(console), backend, attention=attention))

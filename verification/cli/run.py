@@ -14,7 +14,7 @@ from verification import runner, whole_run
 from verification.cli import arguments as cli
 from verification.problems import real_size
 from verification.report.report import Report
-from verification.run.backends import BACKENDS, MAX_RANKS, Unavailable
+from verification.run.backends import BACKENDS, Unavailable
 
 HELP = "draw examples and check them"
 ABOUT = """\
@@ -27,14 +27,10 @@ counter-example, as a minimal Case, with the command that replays it."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cli.add_world(parser, ",".join(map(str, runner.WORLDS)))
     cli.add_profile(parser, runner.PROFILES)
-    parser.add_argument(
-        "--examples", type=cli.count, metavar="N",
-        help="plain examples per world size; laws and the search for larger errors add up to as many again",
-    )  # fmt: skip
-    parser.add_argument(
-        "--only", action="append", metavar="NAME",
-        help="check only this property or law, on as many examples: its title or a unique part of it; may be repeated",
-    )  # fmt: skip
+    cli.add_examples(
+        parser, "plain examples per world size; laws and the search for larger errors add up to as many again"
+    )
+    cli.add_only(parser)
     parser.add_argument("--list", action="store_true", help="list all properties and laws, and exit")
     parser.add_argument(
         "--hours", type=cli.number(float, lambda x: 0 < x < math.inf, "a number of hours > 0"), metavar="H", default=0,
@@ -64,34 +60,18 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
             cli.say(console, f"    {about}")
         return 0
     backend = options.backend
-    only = tuple(dict.fromkeys(cli.title_of(name, runner.titles()) for name in options.only or ()))
+    only = cli.only_of(options, runner.titles())
     jobs = options.jobs or (1 if backend == "nccl" else len(os.sched_getaffinity(0)))
     if backend == "nccl" and jobs > 1:
         raise Unavailable(f"argument --jobs: on nccl one world size at a time, since ranks share the GPUs; got {jobs}")
     if options.real_size is None:
         options.real_size = 0 if only else real_size.TOKENS
-    plan = replace(plan_of(options, runner.WORLDS, runner.PROFILES), real_size=options.real_size, jobs=jobs, only=only)
+    plan = cli.plan_of(options, runner.WORLDS, runner.PROFILES, only)
+    plan = replace(plan, real_size=options.real_size, jobs=jobs)
     if not any((*runner.plain_on(plan, world), *runner.laws_on(plan, world)) for world in plan.worlds):
         where = f"{backend}, --world {','.join(map(str, plan.worlds))}"
         raise Unavailable(f"argument --only: there is nothing to check of {', '.join(map(repr, only))} on {where}")
     extras: dict[str, Any] = {"seed": plan.seed, "profile": options.profile, "backend": backend}
     extras |= {"only": list(only)} if only else {}
     report = whole_run.run(plan, Report(console, extras, options.verbose), hours=options.hours)
-    cli.write_json(options.json, report.to_dict())
-    return 1 if report.failures else 0
-
-
-def plan_of(
-    options: argparse.Namespace, worlds: tuple[int, ...], profiles: dict[str, runner.Profile]
-) -> runner.RunPlan:
-    """Return the plan of the command line. worlds: the default. Raises Unavailable for too many ranks or an unknown
-    profile."""
-    worlds, most = options.world or worlds, MAX_RANKS[options.backend]
-    if max(worlds) > most:
-        raise Unavailable(f"argument --world: on {options.backend} at most {most} ranks, got {max(worlds)}")
-    if options.profile not in profiles:
-        hint = "; for a night use --hours 8" if options.profile == "nightly" else ""
-        listed = ", ".join(profiles)
-        raise Unavailable(f"argument --profile: must be one of {listed}, got {options.profile!r}{hint}")
-    profile, seed = profiles[options.profile], cli.seed_of(options)
-    return runner.RunPlan(worlds, profile, options.examples, seed, options.backend, options.failures)
+    return cli.finish(options, report)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from functools import partial
 from typing import Any
 
@@ -11,18 +10,17 @@ from rich.console import Console
 
 from verification.cli import arguments as cli
 from verification.cli import peers
-from verification.cli.run import plan_of
 from verification.models.model_run import STEP_BACKENDS
 from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS, load_step_peer, ready_step_peer
-from verification.peers.training.step_peer_experiment import STEP_TIMEOUT, prepare_step_peer, step_experiment
+from verification.peers.training.step_peer_experiment import step_experiment
 from verification.report.coverage import Coverage
-from verification.report.provenance import processor_run, surroundings, typed_words
+from verification.report.provenance import command_run
 from verification.report.report import Report
 from verification.run.backends import BACKENDS, Unavailable
 from verification.runner import RunPlan
 from verification.search.experiment import Experiment
 from verification.training.training_coverage import TRAINING_GROUPS
-from verification.training.training_run import TRAINING_PRELOAD, TRAINING_PROFILES, TRAINING_WORLDS, run_training
+from verification.training.training_run import TRAINING_PROFILES, TRAINING_WORLDS, run_training
 
 HELP = "check whole training steps"
 ABOUT = """\
@@ -38,15 +36,15 @@ def step_experiments(name: str, world: int, plan: RunPlan, options: argparse.Nam
 
 
 STEPS = peers.Kind(
-    "training", KNOWN_STEP_PEERS, load_step_peer, ready_step_peer, step_experiments, prepare_step_peer,
-    TRAINING_PRELOAD, STEP_TIMEOUT, partial(Coverage, groups=TRAINING_GROUPS),
+    "training", KNOWN_STEP_PEERS, load_step_peer, ready_step_peer, step_experiments,
+    partial(Coverage, groups=TRAINING_GROUPS),
 )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cli.add_world(parser, f"{','.join(map(str, TRAINING_WORLDS))}; for a peer, those that its adapter supports")
     cli.add_profile(parser, TRAINING_PROFILES)
-    parser.add_argument("--examples", type=cli.count, metavar="N", help="examples per world size")
+    cli.add_examples(parser, "examples per world size")
     known = ", ".join(dict.fromkeys(name.partition("/")[0] for name in KNOWN_STEP_PEERS))
     parser.add_argument(
         "--peer", nargs="*", action="extend", metavar="NAME",
@@ -60,15 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """Return 0 if all held, 1 for a counter-example, 2 if a peer could not run. Raises Unavailable if none can."""
-    plan = plan_of(options, TRAINING_WORLDS, TRAINING_PROFILES)
-    gpus = plan.backend == "nccl"
+    plan = cli.plan_of(options, TRAINING_WORLDS, TRAINING_PROFILES)
     if options.peer is not None:
-        if gpus:
+        if plan.backend == "nccl":
             raise Unavailable("argument --peer: peers run on gloo, got --backend nccl")
         return peers.run_peers(STEPS, options.peer, plan, console, options)
-    command = f"python -m verification training {typed_words(sys.argv[2:])}"
-    run = surroundings("cuda", max(plan.worlds), command) if gpus else processor_run(command)
+    run = command_run("training", plan.backend, max(plan.worlds))
     extras: dict[str, Any] = run | {"seed": plan.seed, "profile": options.profile, "backend": plan.backend}
-    report = run_training(plan, Report(console, extras, options.verbose))
-    cli.write_json(options.json, report.to_dict())
-    return 1 if report.failures else 0
+    return cli.finish(options, run_training(plan, Report(console, extras, options.verbose)))

@@ -81,9 +81,8 @@ def parser() -> argparse.ArgumentParser:
         prog=HOW, description=DESCRIPTION, epilog=EPILOGUE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     top.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="transport of ranks (default: nccl)")
-    top.add_argument(
-        "--examples", type=cli.count, metavar="N",
-        help=f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); laws and the search for larger "
+    cli.add_examples(
+        top, f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); laws and the search for larger "
         "errors add up to as many again",
     )  # fmt: skip
     cli.add_seed(top)

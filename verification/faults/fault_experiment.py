@@ -22,7 +22,7 @@ from verification.check.expectation import expect
 from verification.experiments import check_case
 from verification.failures import RankError, RankFailure, VerificationFailure, name_ranks
 from verification.faults.inject import BY_NAME, KINDS, WORDS_SEPARATOR, Fault, FaultKind, LateRank, observe_with_fault
-from verification.run.backends import CASES_PER_CROSS_HOST, Backend, PoolBackend, SimBackend
+from verification.run.backends import CASES_PER_CROSS_HOST, PRELOAD, Backend, PoolBackend, SimBackend, Unavailable
 from verification.run.processes.process_tree import descendants
 from verification.search.diagnose import cause_in
 from verification.search.experiment import Experiment
@@ -98,10 +98,10 @@ def fault_of(how: How, posts: Sequence[Sequence[int]]) -> Fault:
 def check_fault(backend: Backend, case: Case, how: How) -> dict[str, float]:
     """Inject the fault, and judge the failure, the pool, and the next example.
 
-    Raises MishandledFault, errors of `check_case` for that example, ValueError for a backend without own processes.
+    Raises MishandledFault, errors of `check_case` for that example, Unavailable for a backend without own processes.
     """
     if not isinstance(backend, PoolBackend) or backend.name != "gloo":
-        raise ValueError(f"backend: got {backend.name}; allowed is one whose ranks are processes of this machine")
+        raise Unavailable(f"argument --backend: faults need ranks on gloo, got {backend.name}")
     kind = BY_NAME[how["kind"]]
     backend.submit(observe_with_fault, case, None)
     fault = fault_of(how, [posts for _, posts in backend.collect()])
@@ -237,6 +237,7 @@ FAULTS = Experiment(
     "faults",
     faults,
     check=lambda backend, subject: check_fault(backend, *subject),
+    preload=(*PRELOAD, observe_with_fault.__module__),
     kind="fault",
     property_of=lambda subject, failure: BY_NAME[subject[1]["kind"]].title,
     validate=lambda subject: validate_fault(*subject),

@@ -7,9 +7,9 @@ from contextlib import closing
 from pathlib import Path
 
 from verification.faults.fault_experiment import FAULTS
-from verification.faults.inject import KINDS, observe_with_fault
+from verification.faults.inject import KINDS
 from verification.report.report import Report
-from verification.run.backends import PRELOAD, GlooBackend
+from verification.run.backends import GlooBackend
 from verification.runner import save
 from verification.search.search import Search
 
@@ -23,7 +23,8 @@ def run_faults(report: Report, worlds: Sequence[int], count: int, seed: int, fai
     Raises Unavailable if ranks do not start."""
     for number, world in enumerate(worlds[:count]):
         share = count // len(worlds) + (number < count % len(worlds))
-        with closing(GlooBackend(preload=(*PRELOAD, observe_with_fault.__module__))) as backend:
+        with closing(GlooBackend()) as backend:
+            FAULTS.prepare(backend)
             backend.start(world)
             report.start_world(world, share, "faults")
             search = Search(FAULTS, backend, report, world, BUDGET)

@@ -164,7 +164,7 @@ class ModelExperiment:
     def experiment(self) -> Experiment:
         return Experiment(
             f"model {self.name}", self.draw, self.check,
-            moved=on_device, kind="model", names={"model": self.name},
+            moved=on_device, kind="model", names={"model": self.name}, timeout=TIMEOUT, preload=preload_of(self.name),
             on_fewer=True, validate=self.validate,
             explain=lambda failure, backend, case, first: self.cause(backend, case),
         )  # fmt: skip
@@ -196,8 +196,8 @@ def run_model(name: str, plan: RunPlan, report: Report) -> Report:
     facts = probe(name)
     run = ModelExperiment(name, facts, plan.only)
     backend = open_backend(plan.backend)
-    backend.timeout, backend.preload = TIMEOUT, preload_of(name)
     experiment = on_gpus(run.experiment()) if backend.name == "nccl" else run.experiment()
+    experiment.prepare(backend)
     report.coverage = Coverage(groups=MODEL_GROUPS)
     if not facts.fp64:
         report.say("the model does not compute in fp64, so all examples are in fp32")

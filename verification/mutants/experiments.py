@@ -14,11 +14,9 @@ from hypothesis.strategies import SearchStrategy
 from verification.check.laws import LAWS
 from verification.experiments import EXAMPLES, law_experiment
 from verification.faults.fault_experiment import FAULTS
-from verification.faults.inject import observe_with_fault
-from verification.run.backends import PRELOAD
 from verification.runner import PROFILES
 from verification.search.experiment import Experiment
-from verification.training.training_run import TRAINING, TRAINING_PRELOAD
+from verification.training.training_run import TRAINING
 
 # Small worlds come first, so that shrinking ends there; most have several ranks.
 WORLDS = (1, 2, 3, 4, 2, 3, 4, 2, 3, 4, 5, 8)
@@ -92,21 +90,18 @@ ON_ONE_WORLD = replace(EVERYTHING, draw=lambda world: subjects((world,)))
 @dataclass(frozen=True)
 class DefectSearch:
     """A search on each world size in turn, on real processes or in the simulation. round: examples before the next
-    world size; doubles each time. preload: modules that processes import first. sane: examples that must hold without
-    any defect. limit: default number of examples for a defect."""
+    world size; doubles each time. sane: examples that must hold without any defect. limit: default number of examples
+    for a defect."""
 
     experiment: Experiment
     worlds: tuple[int, ...]
     round: int
-    preload: tuple[str, ...]
     sane: int
     limit: int
 
 
 SEARCHES = {
-    "attention": DefectSearch(ON_ONE_WORLD, (2, 3, 4), 60, PRELOAD, 60, PROFILES["ci"].examples),
-    "training": DefectSearch(TRAINING, (2, 4), 20, TRAINING_PRELOAD, 60, 300),
-    "faults": DefectSearch(
-        FAULTS, (2, 3), 30, (*PRELOAD, observe_with_fault.__module__), 10, 100
-    ),  # each needs new ranks
+    "attention": DefectSearch(ON_ONE_WORLD, (2, 3, 4), 60, 60, PROFILES["ci"].examples),
+    "training": DefectSearch(TRAINING, (2, 4), 20, 60, 300),
+    "faults": DefectSearch(FAULTS, (2, 3), 30, 10, 100),  # each needs new ranks
 }

@@ -188,7 +188,8 @@ def _find(
 ) -> tuple[FoundFailure | None, int, float]:
     """Return the first failure on (subject, backend), if any, and the number and seconds of the examples up to it."""
     search_plan, on_gloo = SEARCHES[setting[0]], setting[1] == "gloo"
-    ranks = GlooBackend(TIMEOUT, prepare, search_plan.preload) if on_gloo else SimBackend(TIMEOUT, prepare)
+    ranks = GlooBackend(TIMEOUT, prepare) if on_gloo else SimBackend(TIMEOUT, prepare)
+    search_plan.experiment.prepare(ranks)
     try:
         experiment, worlds = (search_plan.experiment, search_plan.worlds) if on_gloo else (EVERYTHING, (max(WORLDS),))
         # A hang on real processes costs a whole timeout: do not shrink it.

@@ -25,7 +25,7 @@ from verification.failures import Refused, VerificationFailure, WrongResult
 from verification.peers import claims, interpolated_merge
 from verification.peers.known_peers import load, ready
 from verification.peers.peer import Peer
-from verification.peers.peer_rank import REPEATING, RUNS, observe_peer
+from verification.peers.peer_rank import REPEATING, RUNS, observe_peer, prepare
 from verification.run.backends import Backend
 from verification.run.observation import Observation
 from verification.search.claim import apply_claim
@@ -52,9 +52,9 @@ def implementation(name: str, device: str = "cpu") -> Implementation:
     )  # fmt: skip
 
 
-def attend_of(name: str) -> str:
-    """Return what failures of a peer's ranks name."""
-    return f"attend of {name}"
+def on_ranks(name: str) -> dict[str, Any]:
+    """Return the fields of an Experiment on what ranks of a peer need."""
+    return {"timeout": load(name).timeout, "prepare_rank": partial(prepare, name), "calls": f"attend of {name}"}
 
 
 def experiments(
@@ -91,6 +91,7 @@ def experiment(name: str, device: str = "cpu", checks: Sequence[str] = APPLICABL
         f"peer {load(name).name}", draw, partial(check, attention, checks),
         kind="peer", names={"peer": name},
         validate=partial(must_be_claimed, attention), explain=partial(cause_of, name, attention),
+        **on_ranks(name),
     )  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def law_of(name: str, law: Law, device: str = "cpu") -> Experiment:
         own, name=f"peer {load(name).name}, {law.name}",
         draw=lambda world: law.draw(world, attention.claims).map(applicable),
         kind="peer law", names={"peer": name, "law": law.name}, validate=precondition,
-        without_subjects=f"{law.name}: does not apply: {law.of_any}",
+        without_subjects=f"{law.name}: does not apply: {law.of_any}", **on_ranks(name),
     )  # fmt: skip
 
 

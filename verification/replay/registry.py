@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from reference import validators
@@ -19,22 +18,20 @@ from verification.faults.fault_experiment import FAULTS, validate_fault
 from verification.faults.training_faults import DrawnFault
 from verification.models.loading import load as load_model
 from verification.models.model_case import ModelCase
-from verification.models.model_run import STEP_BACKENDS, TIMEOUT, ModelExperiment, preload_of
-from verification.peers.known_peers import FORM, load
-from verification.peers.peer_experiment import LAWS_OF_ANY, attend_of, law_of
+from verification.models.model_run import ModelExperiment
+from verification.peers.known_peers import FORM
+from verification.peers.peer_experiment import LAWS_OF_ANY, law_of
 from verification.peers.peer_experiment import experiment as peer_experiment
-from verification.peers.peer_rank import prepare as prepare_peer
-from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS, load_step_peer
-from verification.peers.training.step_peer_experiment import STEP_TIMEOUT, prepare_step_peer, step_experiment
+from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS
+from verification.peers.training.step_peer_experiment import step_experiment
 from verification.problems.links import Links
 from verification.problems.real_size import RealSizeProblem
 from verification.record_kinds import KINDS, OPTIONS, Record
 from verification.replay.limits import read_case, read_long, read_own_case
 from verification.replay.saved import Replayer, Saved, run_real_size, run_training_fault
-from verification.run.backends import Backend, GlooBackend, Unavailable
 from verification.search.experiment import Experiment
 from verification.training.training_case import TrainingCase
-from verification.training.training_run import TRAINING, TRAINING_PRELOAD
+from verification.training.training_run import TRAINING
 
 OWN_ADAPTERS = "verification.peers.adapters."  # these modules may be named by a file
 # Forms of names, by field.
@@ -54,39 +51,6 @@ def _model(model: str) -> Experiment:
     return ModelExperiment(model).experiment()
 
 
-def _on_processes(backend: Backend, about: str) -> None:
-    if backend.name not in STEP_BACKENDS:  # wrappers and collectives need torch.distributed
-        allowed = " or ".join(STEP_BACKENDS)
-        raise Unavailable(f"argument --backend: {about} runs on {allowed}, got {backend.name}")
-
-
-def _for_peer(backend: Backend, peer: str, law: str = "") -> None:
-    _on_processes(backend, "a peer")
-    backend.timeout, backend.prepare = max(backend.timeout, load(peer).timeout), partial(prepare_peer, peer)
-    backend.calls = attend_of(peer)
-
-
-def _for_step_peer(backend: Backend, step_peer: str) -> None:
-    _on_processes(backend, "a peer")
-    backend.timeout, backend.prepare = STEP_TIMEOUT, partial(prepare_step_peer, step_peer)
-    backend.preload = (*TRAINING_PRELOAD, *load_step_peer(step_peer).preload)
-
-
-def _for_training(backend: Backend) -> None:
-    _on_processes(backend, "a training step")
-    backend.preload = TRAINING_PRELOAD
-
-
-def _for_model(backend: Backend, model: str) -> None:
-    _on_processes(backend, "a training step")
-    backend.timeout, backend.preload = TIMEOUT, preload_of(model)
-
-
-def _for_faults(backend: Backend) -> None:
-    if type(backend) is not GlooBackend:  # torchrun would not start killed ranks again
-        raise Unavailable(f"argument --backend: faults need ranks on gloo; got {type(backend).__name__}")
-
-
 # A peer or a model runs the case as saved, without applying a claim.
 REPLAYERS = {
     "case": Replayer(read_own_case, lambda: EXAMPLES),
@@ -94,15 +58,15 @@ REPLAYERS = {
         read_own_case, lambda law: law_experiment(_law(law, LAWS)),
         lambda case, how, law: _law(law, LAWS).validate(case, how),
     ),
-    "peer": Replayer(read_case, peer_experiment, prepare=_for_peer),
+    "peer": Replayer(read_case, peer_experiment),
     "peer law": Replayer(
         read_case, lambda peer, law: law_of(peer, _law(law, LAWS_OF_ANY)),
-        lambda case, how, peer, law: _law(law, LAWS_OF_ANY).validate(case, how), _for_peer,
+        lambda case, how, peer, law: _law(law, LAWS_OF_ANY).validate(case, how),
     ),
-    "step peer": Replayer(TrainingCase.from_dict, step_experiment, prepare=_for_step_peer),
-    "training": Replayer(TrainingCase.from_dict, lambda: TRAINING, prepare=_for_training),
-    "model": Replayer(ModelCase.from_dict, _model, prepare=_for_model),
-    "fault": Replayer(read_case, lambda: FAULTS, validate_fault, _for_faults),
+    "step peer": Replayer(TrainingCase.from_dict, step_experiment),
+    "training": Replayer(TrainingCase.from_dict, lambda: TRAINING),
+    "model": Replayer(ModelCase.from_dict, _model),
+    "fault": Replayer(read_case, lambda: FAULTS, validate_fault),
     "training fault": Replayer(DrawnFault.from_dict, run=run_training_fault),
     "real size": Replayer(RealSizeProblem.from_dict, run=run_real_size),
     "links": Replayer(Links.from_dict, run=None),
@@ -123,8 +87,6 @@ def parse(data: object, attention: str | None = None) -> Saved:
     """
     if not isinstance(data, dict):
         raise ValueError(f"a counter-example must be a JSON object, got {type(data).__name__}")
-    if "before" in data:
-        return _after(data["before"], {name: x for name, x in data.items() if name != "before"}, attention)
     record = Record.from_dict(data)
     if attention is None:
         _refuse_modules(record.names)
@@ -140,12 +102,12 @@ def parse(data: object, attention: str | None = None) -> Saved:
     except Refused as error:
         raise ValueError(str(error)) from error
     replayer.validate(case, record.how, *names.values())
-    return Saved(record, case, experiment, replayer)
+    example = Saved(record, case, experiment, replayer.run)
+    return example if record.before == () else _after(example, record.before, attention)
 
 
-def _after(before: object, data: dict[str, Any], attention: str | None) -> Saved:
-    """Return the counter-example of the record with the examples before it, None where these are not known."""
-    example = parse(data, attention)
+def _after(example: Saved, before: Any, attention: str | None) -> Saved:
+    """Return the counter-example with the examples before it, None where these are not known. Raises ValueError."""
     if not (before is None or isinstance(before, list)) or example.experiment is None:
         raise ValueError("before must be null, or a list of examples, in the record of an example")
     examples = tuple(parse(earlier, attention) for earlier in before or ())

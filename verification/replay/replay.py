@@ -52,7 +52,7 @@ def replay(
     Raises Unavailable for a file that cannot be read or holds no counter-example."""
     with naming(file, argument):
         saved = parse(read_record(file), attention)
-        if (run := saved.replayer.run) is None:
+        if (run := saved.run) is None:
             command = _with_torchrun(saved, file, backend)
             raise ValueError(f"it is a problem of ranks that torchrun starts; write {command}")
     saved.prepare(backend)

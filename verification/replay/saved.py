@@ -30,14 +30,15 @@ class Saved:
     """A counter-example, read and validated.
 
     case        of the record, read
-    experiment  checks it; None: its replayer does
+    experiment  checks it; None: `run` does it all
+    run         of its Replayer
     before      examples that run first on the same ranks; None: the failure needed some that are not known
     """
 
     record: Record
     case: Any
     experiment: Experiment | None
-    replayer: Replayer
+    run: Run | None
     before: tuple[Saved, ...] | None = ()
 
     @property
@@ -50,14 +51,13 @@ class Saved:
         """Subject of the experiment."""
         return (self.case, self.record.how) if KINDS[self.record.kind].how else self.case
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object that is saved."""
-        before = {} if self.before == () else {"before": self.before and [earlier.to_dict() for earlier in self.before]}
-        return self.record.to_dict() | before
-
     def prepare(self, backend: Backend) -> None:
         """Prepare a backend before it starts. Raises Unavailable if the example cannot be replayed on it."""
-        self.replayer.prepare(backend, *self.record.names.values())
+        kind = KINDS[self.record.kind]
+        if backend.name == "sim" and not kind.simulated:
+            raise Unavailable(f"argument --backend: {kind.title} needs processes, so it runs on gloo or nccl; got sim")
+        if self.experiment is not None:
+            self.experiment.prepare(backend)
 
 
 # (counter-example, backend, report, file of the record)
@@ -85,7 +85,7 @@ def run_example(saved: Saved, backend: Backend, report: Report, file: Path) -> N
         elif saved.before:
             failure.add_note(f"cause: earlier calls: {counted(len(saved.before), 'example')} of `before` ran first")
         title = experiment.property_of(subject, failure)
-        report.failed(counter_example(failure, title, case.world, saved.to_dict(), file, backend.name))
+        report.failed(counter_example(failure, title, case.world, saved.record.to_dict(), file, backend.name))
     except Unavailable as error:  # such as a peer whose package is not installed; the rest is the ranks' tracebacks
         raise Unavailable(str(error).partition("\n")[0]) from error
     except Exception as error:
@@ -107,23 +107,21 @@ def run_training_fault(saved: Saved, backend: Backend, report: Report, file: Pat
     failure = training_faults.struck(report, saved.case)
     if failure is not None:
         title = training_faults.KINDS[saved.case.kind].title
-        report.failed(counter_example(failure, title, 1, saved.to_dict(), file, backend.name))
+        report.failed(counter_example(failure, title, 1, saved.record.to_dict(), file, backend.name))
     report.end_world("replay")
 
 
 @dataclass(frozen=True)
 class Replayer:
-    """Functions that replay a kind of record. Each but `read` and `run` also takes the names in the record, in order.
+    """Functions that replay a kind of record. `experiment` and `validate` also take the names in the record, in order.
 
     read        the case, from JSON. Raises ValueError
-    experiment  checks it, from its names. Raises Refused or ValueError for a wrong one. None: `run` does it all
+    experiment  checks it, of those names. Raises Refused or ValueError for a wrong one. None: `run` does it all
     validate    raises ValueError for a wrong `how` of the case
-    prepare     prepares a backend before it starts. Raises Unavailable if the record cannot be replayed on it
     run         checks and reports it; None: only ranks of torchrun can (`verification.cli.validate`)
     """
 
     read: Callable[[Any], Any]
     experiment: Callable[..., Experiment] | None = None
     validate: Callable[..., None] = lambda case, how, *names: None
-    prepare: Callable[..., None] = lambda backend, *names: None
     run: Run | None = run_example

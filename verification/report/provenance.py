@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -41,6 +42,12 @@ def processor_run(command: str) -> dict[str, Any]:
         "device": f"{platform.machine()}, {os.cpu_count()} cores", "torch": torch.__version__,
         "python": platform.python_version(), "commit": commit(), "command": command,
     }  # fmt: skip
+
+
+def command_run(name: str, backend: str = "gloo", world: int = 0) -> dict[str, Any]:
+    """Return the record of a run of `python -m verification NAME`. world: the largest, on GPUs."""
+    command = f"python -m verification {name} {typed_words(sys.argv[2:])}".rstrip()
+    return surroundings("cuda", world, command) if backend == "nccl" else processor_run(command)
 
 
 def surroundings(device: str, world: int, command: str) -> dict[str, Any]:

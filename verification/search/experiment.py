@@ -14,7 +14,7 @@ from verification.check.supported import fused
 from verification.failures import VerificationFailure, WrongResult
 from verification.protocols import CaseLike
 from verification.record_kinds import KINDS, Record
-from verification.run.backends import Backend
+from verification.run.backends import Backend, Preparation
 
 
 class ToolError(BaseException):
@@ -47,6 +47,10 @@ class Experiment:
     without_subjects what to say where the strategy, by a peer's claim, draws none
     explain       cause of a wrong result in words, from the failure, the backend, the shrunk subject and the first one;
                   None if it finds none. None: causes are not searched for
+    timeout       least number of seconds for an example
+    preload       modules that ranks import first; (): those of the backend
+    prepare_rank  called first in every rank; None: as the backend has it
+    calls         what failures say that the ranks were in; None: the name of the function
     """
 
     name: str
@@ -62,6 +66,10 @@ class Experiment:
     validate: Callable[[Any], None] | None = None
     explain: Callable[[WrongResult, Backend, Any, Any], str | None] | None = None
     without_subjects: str = ""
+    timeout: float = 0.0
+    preload: tuple[str, ...] = ()
+    prepare_rank: Preparation | None = None
+    calls: str | None = None
 
     def case_of(self, subject: Any) -> Any:
         """Return the Case of a subject."""
@@ -75,6 +83,11 @@ class Experiment:
         """Return the record of a subject, which is saved and replayed."""
         how = subject[1] if KINDS[self.kind].how else None
         return Record(self.kind, self.case_of(subject).to_dict(), how, self.names).to_dict()
+
+    def prepare(self, backend: Backend) -> None:
+        """Give a backend what ranks of these subjects need, before it starts."""
+        backend.timeout, backend.preload = max(backend.timeout, self.timeout), self.preload or backend.preload
+        backend.prepare, backend.calls = self.prepare_rank or backend.prepare, self.calls or backend.calls
 
     def placed(self, subject: Any, device: str) -> Any:
         """Return the subject on that device: "cpu" or "cuda"."""

@@ -5,24 +5,22 @@ from __future__ import annotations
 import io
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from verification.failures import RankHang, Refused
 from verification.peers.known_peers import load, selected
 from verification.peers.peer import Peer
-from verification.peers.peer_experiment import LAWS_OF_ANY, TITLES, attend_of, experiments, rehearse
-from verification.peers.peer_rank import prepare
+from verification.peers.peer_experiment import LAWS_OF_ANY, TITLES, experiments, rehearse
 from verification.peers.probe import probe
 from verification.report.counter_example import CounterExample
 from verification.report.coverage import Coverage
 from verification.report.report import Report
 from verification.report.summary import in_full
-from verification.run.backends import Backend, GlooBackend, NcclBackend
+from verification.run.backends import Backend, open_backend
 from verification.runner import save
+from verification.search.experiment import Experiment
 from verification.search.search import Search
 from verification.wording import counted
 
@@ -137,9 +135,8 @@ class Conformance:
             examples = self.examples if titles[0] in TITLES else few
             for experiment, count in experiments(self.name, world, examples, titles, self._device):
                 report = Report(Console(file=io.StringIO()))
-                search = Search(
-                    experiment, self._on(world), report, world, BUDGET, others=OTHERS, expected=self.expected
-                )  # fmt: skip
+                ranks = self._on(world, experiment)
+                search = Search(experiment, ranks, report, world, BUDGET, others=OTHERS, expected=self.expected)
                 outcome.failures += [
                     save(failure, search, self.failures) for failure in search.explore(count, self.seed)
                 ]
@@ -159,11 +156,10 @@ class Conformance:
     def _device(self) -> str:
         return "cuda" if self.backend == "nccl" else "cpu"
 
-    def _on(self, world: int) -> Backend:
+    def _on(self, world: int, experiment: Experiment) -> Backend:
         if world not in self._backends:
-            make: Any = NcclBackend if self.backend == "nccl" else GlooBackend
-            self._backends[world] = make(load(self.name).timeout, partial(prepare, self.name))
-            self._backends[world].calls = attend_of(self.name)
+            self._backends[world] = open_backend(self.backend)
+            experiment.prepare(self._backends[world])
             self._backends[world].start(world)
         return self._backends[world]
 

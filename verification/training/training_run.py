@@ -49,6 +49,7 @@ TRAINING = Experiment(
     check_training,
     moved=on_device,
     kind="training",
+    preload=TRAINING_PRELOAD,
     on_fewer=True,
     validate=validate_case,
 )
@@ -57,7 +58,7 @@ TRAINING = Experiment(
 def run_training(plan: RunPlan, report: Report, backend: Backend | None = None) -> Report:
     """Run all world sizes; failures go to the report. Raises `backends.Unavailable` if no ranks can be started."""
     backend = open_backend(plan.backend) if backend is None else backend
-    backend.preload = TRAINING_PRELOAD
+    TRAINING.prepare(backend)
     report.coverage = Coverage(groups=TRAINING_GROUPS)
     report.say(f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
     deviations = Deviations(report)

@@ -17,9 +17,9 @@ from verification.training.step_expectation import expect_training
 from verification.training.step_observation import StepObservation
 from verification.training.strategies import training_cases
 from verification.training.training_case import TrainingCase
+from verification.training.training_run import TRAINING_PRELOAD
 
-prepare_step_peer = ready_step_peer  # called in every new rank, as `peer_rank.prepare`
-STEP_TIMEOUT = 30.0  # seconds per example: ZeRO 3 is slow on a loaded machine
+TIMEOUT = 30.0  # seconds per example: ZeRO 3 is slow on a loaded machine
 # Expected bytes are those of this project's own attention.
 APPLICABLE_TO_STEPS = tuple(name for name in STEP_CHECKS if name != "bytes")
 
@@ -28,7 +28,10 @@ def step_experiment(name: str) -> Experiment:
     """Return the Experiment with the peer of that name. Raises Refused if there is no such peer."""
     peer = load_step_peer(name)
     title, draw, check = f"training steps with {peer.name}", partial(draw_steps, peer), partial(check_step_of, name)
-    return Experiment(title, draw, check, kind="step peer", names={"step_peer": name})
+    return Experiment(
+        title, draw, check, kind="step peer", names={"step_peer": name}, timeout=TIMEOUT,
+        preload=(*TRAINING_PRELOAD, *peer.preload), prepare_rank=partial(ready_step_peer, name),
+    )  # fmt: skip
 
 
 def draw_steps(peer: StepPeer, world: int) -> SearchStrategy[TrainingCase | None]:
