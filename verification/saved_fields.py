@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
 from dataclasses import fields as fields_of
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from reference import validators
 
@@ -61,12 +61,7 @@ INTEGERS = checked_by(lambda name, value: None if value is None else validators.
 
 @dataclass(frozen=True)
 class SavedFields:
-    """Base of frozen dataclasses. Raises ValueError at construction, naming the field, its value and what is allowed.
-
-    title: of the class in errors; "" for its name.
-    """
-
-    title: ClassVar[str] = ""
+    """Base of frozen dataclasses. Raises ValueError when made, naming the field, its value and what is allowed."""
 
     def __post_init__(self) -> None:
         for field in fields_of(self):
@@ -88,7 +83,7 @@ class SavedFields:
         Raises:
             ValueError: data is something else, a field is unknown or missing, or its value is wrong.
         """
-        title = cls.title or f"a {cls.__name__}"
+        title = f"a {cls.__name__}"
         if not isinstance(data, dict):
             raise ValueError(f"{title} must be a JSON object, got {type(data).__name__}")
         known = {field.name: field for field in fields_of(cls)}

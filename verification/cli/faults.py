@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 
 from rich.console import Console
 
 from verification.cli.arguments import add_outputs, add_seed, add_world, count, finish, seed_of
-from verification.faults import fault_run, training_faults
+from verification.faults import fault_run, inject, training_faults
 from verification.report.provenance import command_run
 from verification.report.report import Report
 from verification.run.backends import Unavailable
@@ -35,9 +36,21 @@ def training(report: Report, options: argparse.Namespace, seed: int) -> None:
     training_faults.run_faults(report, options.count, seed, options.failures)
 
 
-# Kinds of subjects to inject faults into: the run, and the lines of its table.
-KINDS = {"attention": (attention, fault_run.table), "training": (training, training_faults.table)}
+# Kinds of subjects to inject faults into: the run, what its faults must be, and this of each kind of them.
+KINDS = {
+    "attention": (attention, "named, with its rank, as", {kind.title: kind.named_as for kind in inject.KINDS}),
+    "training": (training, "must be", {kind.title: kind.must for kind in training_faults.KINDS.values()}),
+}
 MUTATED_FILES = "tests/verification/replay/test_mutated_records.py"
+
+
+def table(report: Report, about: str, kinds: Mapping[str, str]) -> list[str]:
+    """Return a line for each kind of fault, by title: their number, what they must be, seconds."""
+    lines = [f"{'fault':<24}{'faults':>8}  {about:<38}{'seconds':>8}"]
+    for title, must in kinds.items():
+        row = report.rows.total(title)
+        lines.append(f"{title:<24}{row.examples:>8}  {must:<38}{row.seconds:>8.1f}")
+    return lines
 
 
 def kind(text: str) -> str:
@@ -83,7 +96,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     failed = counted(len(report.failures), "fault") + " mishandled"
     verdict = failed if report.failures else "all named, nothing left over"
     for kind in kinds:
-        for line in KINDS[kind][1](report):
+        for line in table(report, *KINDS[kind][1:]):
             report.say(line)
     report.say(f"{counted(report.examples, 'fault')} in {report.seconds:.1f} s: {verdict}")
     return finish(options, report)

@@ -7,7 +7,6 @@ from contextlib import closing
 from pathlib import Path
 
 from verification.faults.fault_experiment import FAULTS
-from verification.faults.inject import KINDS
 from verification.report.report import Report
 from verification.run.backends import GlooBackend
 from verification.runner import save
@@ -31,12 +30,3 @@ def run_faults(report: Report, worlds: Sequence[int], count: int, seed: int, fai
             for failure in search.explore(share, seed):
                 report.failed(save(failure, search, failures))
             report.end_world("faults")
-
-
-def table(report: Report) -> list[str]:
-    """One line for each kind of fault: their number, the failure that names them, seconds."""
-    lines = [f"{'fault':<24}{'faults':>8}  {'named, with its rank, as':<38}{'seconds':>8}"]
-    for kind in KINDS:
-        row = report.rows.total(kind.title)
-        lines.append(f"{kind.title:<24}{row.examples:>8}  {kind.named_as:<38}{row.seconds:>8.1f}")
-    return lines

@@ -52,7 +52,6 @@ KINDS = IN_FILES | IN_PROCESSES
 class DrawnFault(SavedFields):
     """A fault of a run. seed: of what its kind leaves open. It starts processes of its own."""
 
-    title: ClassVar[str] = "training_fault"
     world: ClassVar[int] = 1
 
     kind: str = field(metadata=choice(*KINDS))
@@ -97,12 +96,3 @@ def struck(report: Report, fault: DrawnFault) -> MishandledFault | None:
             return failure
     report.held(DTYPE, {kind.title: 0.0}, time.perf_counter() - started)
     return None
-
-
-def table(report: Report) -> list[str]:
-    """One line for each kind of fault: their number, what must come of them, seconds."""
-    lines = [f"{'fault of a training':<28}{'faults':>8}  {'must be':<34}{'seconds':>8}"]
-    for kind in KINDS.values():
-        row = report.rows.total(kind.title)
-        lines.append(f"{kind.title:<28}{row.examples:>8}  {kind.must:<34}{row.seconds:>8.1f}")
-    return lines

@@ -62,9 +62,11 @@ class AloneBackend(PoolBackend):
 
 
 class ModelExperiment:
-    """Checks of the Setup of that name. only: titles of the properties to check; all if empty."""
+    """Checks of the Setup of that name. only: titles of the properties to check; all if empty. Raises Refused for one
+    that cannot be loaded."""
 
     def __init__(self, name: str, facts: Facts | None = None, only: Sequence[str] = ()) -> None:
+        load(name)
         self.name, self.facts, self.only = name, facts, only
         self.alone = AloneBackend(TIMEOUT, partial(begin_alone, name), STEP_PRELOAD)
         self._before = GlooBackend(TIMEOUT, preload=preload_of(name))  # ranks that save checkpoints

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,6 @@ PRIME = 251  # period of the contents in bytes; no power of two, so that a mispl
 @dataclass(frozen=True)
 class Links(SavedFields):
     """The links between that many ranks, as saved."""
-
-    title: ClassVar[str] = "links"
 
     world: int = field(metadata=integer(1, 2**16))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,8 +52,6 @@ SAMPLED = 256  # rows of a problem with more scores
 class LongProblem(SavedFields):
     """A long problem. kind: a name in KINDS, or OWN with a Case of the user's own in `line` (`verification.case_line`).
     Raises ValueError for a field that is not allowed."""
-
-    title: ClassVar[str] = "long"
 
     world: int = field(metadata=integer(1, 2**16))
     tokens: int = field(metadata=integer(1))

@@ -15,7 +15,6 @@ import zlib
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -49,8 +48,6 @@ TIMEOUT = 300.0  # seconds that the ranks may take
 @dataclass(frozen=True)
 class RealSizeProblem(SavedFields):
     """A problem by its ranks, tokens, and seed of embedding and projections. Raises ValueError for a wrong field."""
-
-    title: ClassVar[str] = "real_size"
 
     world: int = field(metadata=integer(1, 2**16))
     tokens: int = field(default=TOKENS, metadata=integer(MIN_TOKENS, MAX_TOKENS))

@@ -16,39 +16,24 @@ from verification.experiments import EXAMPLES, law_experiment
 from verification.failures import Refused
 from verification.faults.fault_experiment import FAULTS, validate_fault
 from verification.faults.training_faults import DrawnFault
-from verification.models.loading import load as load_model
 from verification.models.model_case import ModelCase
 from verification.models.model_run import ModelExperiment
-from verification.peers.known_peers import FORM
 from verification.peers.peer_experiment import LAWS_OF_ANY, law_of
 from verification.peers.peer_experiment import experiment as peer_experiment
-from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS
 from verification.peers.training.step_peer_experiment import step_experiment
 from verification.problems.links import Links
 from verification.problems.real_size import RealSizeProblem
 from verification.record_kinds import KINDS, OPTIONS, Record
 from verification.replay.limits import read_case, read_long, read_own_case
 from verification.replay.saved import Replayer, Saved, run_real_size, run_training_fault
-from verification.search.experiment import Experiment
 from verification.training.training_case import TrainingCase
 from verification.training.training_run import TRAINING
 
 OWN_ADAPTERS = "verification.peers.adapters."  # these modules may be named by a file
-# Forms of names, by field.
-FORMS = {
-    "peer": FORM,
-    "step_peer": f"package.module:adapter, or one of {', '.join(KNOWN_STEP_PEERS)}",
-    "model": "package.module:attribute",
-}
 
 
 def _law(name: Any, laws: Sequence[Law]) -> Law:
     return {law.name: law for law in laws}[validators.choice("law", name, [law.name for law in laws])]
-
-
-def _model(model: str) -> Experiment:
-    load_model(model)
-    return ModelExperiment(model).experiment()
 
 
 # A peer or a model runs the case as saved, without applying a claim.
@@ -65,7 +50,7 @@ REPLAYERS = {
     ),
     "step peer": Replayer(TrainingCase.from_dict, step_experiment),
     "training": Replayer(TrainingCase.from_dict, lambda: TRAINING),
-    "model": Replayer(ModelCase.from_dict, _model),
+    "model": Replayer(ModelCase.from_dict, lambda model: ModelExperiment(model).experiment()),
     "fault": Replayer(read_case, lambda: FAULTS, validate_fault),
     "training fault": Replayer(DrawnFault.from_dict, run=run_training_fault),
     "real size": Replayer(RealSizeProblem.from_dict, run=run_real_size),
@@ -93,9 +78,8 @@ def parse(data: object, attention: str | None = None) -> Saved:
     else:
         record = _with_attention(record, attention)
     replayer, names = REPLAYERS[record.kind], record.names
-    for field, form in FORMS.items():
-        if not isinstance(names.get(field, ""), str):
-            raise ValueError(f"{field} is {names[field]!r}; it must be {form}")
+    for field, name in names.items():
+        validators.text(field, name)
     case = replayer.read(record.case)
     try:
         experiment = replayer.experiment(*names.values()) if replayer.experiment else None

@@ -6,7 +6,7 @@
     rank/                         one rank's part: the model of ring.nn's modules, its wrapper, the steps
     step_observation              results of a rank
     step_checks, training_coverage
-    training_run, saved_training  the run, and the replay of its counter-examples
+    training_run                  the run
 
 Ranks, search, report and replay are shared with the rest of `verification/`.
 """

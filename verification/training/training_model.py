@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from reference import validators
 from verification.saved_fields import FLAG, REAL, SavedFields, choice, integer, optional
@@ -24,8 +23,6 @@ _SIZE = integer(1, 4096)  # any dimension of a model
 class Model(SavedFields):
     """A small language model: embedding, layers, a norm, a head. Raises ValueError, naming the field, its value and
     the allowed values."""
-
-    title: ClassVar[str] = "model"
 
     # "llama": norm, `ring.nn.SelfAttention`, norm, gated feed-forward; "longnet": `ring.nn.LongNetBlock`s; "sdpa":
     # plain modules whose inner attention is `ring.nn.RingAttention`.

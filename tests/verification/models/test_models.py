@@ -294,7 +294,7 @@ def test_the_command_refuses_in_a_line(
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ({"model": 7, "case": {}}, "model is 7; it must be package.module:attribute"),
+        ({"model": 7, "case": {}}, "model is 7; it must be text"),
         ({"model": f"{EXAMPLES}:build", "case": {"world": 1}}, "a ModelCase: .*missing"),
         ({"model": f"{EXAMPLES}:build", "case": SMALLEST.to_dict() | {"world": 65}}, "world is 65"),
         ({"model": f"{EXAMPLES}:build", "case": SMALLEST.to_dict(), "law": "x"}, "law"),

@@ -32,7 +32,7 @@ PLAIN = small_step(2).to_dict()
         ([], "a TrainingCase must be a JSON object, got list"),
         ({"world": 1}, "a TrainingCase: missing fields accumulation"),
         (PLAIN | {"colour": 1}, "unknown field colour"),
-        (PLAIN | {"model": {"kind": "llama"}}, "model: missing fields bias"),
+        (PLAIN | {"model": {"kind": "llama"}}, "a Model: missing fields bias"),
         (PLAIN | {"calls": ["a mask"]}, "a TrainingCase: unknown field calls$"),
     ],
 )
