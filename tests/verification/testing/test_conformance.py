@@ -232,7 +232,7 @@ def test_no_law_is_run_after_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conformance, "Search", Hanging)
     monkeypatch.setattr(conformance, "save", lambda found, *others: found)
     suite = Conformance("tests.support.peer_examples:sound")
-    monkeypatch.setattr(suite, "_on", lambda world: None)
+    monkeypatch.setattr(suite, "_on", lambda world, experiment: None)
     with pytest.raises(CounterExamples, match="every rank answers is broken"):
         suite.check(ANSWERS, ALL)
     with pytest.raises(NotChecked, match="ranks hang, see every_rank_answers"):
