@@ -22,7 +22,15 @@ from verification.check.expectation import expect
 from verification.experiments import check_case
 from verification.failures import RankError, RankFailure, VerificationFailure, name_ranks
 from verification.faults.inject import BY_NAME, KINDS, WORDS_SEPARATOR, Fault, FaultKind, LateRank, observe_with_fault
-from verification.run.backends import CASES_PER_CROSS_HOST, PRELOAD, Backend, PoolBackend, SimBackend, Unavailable
+from verification.run.backends import (
+    CASES_PER_CROSS_HOST,
+    PRELOAD,
+    Backend,
+    GlooBackend,
+    PoolBackend,
+    SimBackend,
+    Unavailable,
+)
 from verification.run.processes.process_tree import descendants
 from verification.search.diagnose import cause_in
 from verification.search.experiment import Experiment
@@ -100,8 +108,8 @@ def check_fault(backend: Backend, case: Case, how: How) -> dict[str, float]:
 
     Raises MishandledFault, errors of `check_case` for that example, Unavailable for a backend without own processes.
     """
-    if not isinstance(backend, PoolBackend) or backend.name != "gloo":
-        raise Unavailable(f"argument --backend: faults need ranks on gloo, got {backend.name}")
+    if type(backend) is not GlooBackend:  # torchrun would not start killed ranks again
+        raise Unavailable(f"argument --backend: faults need ranks on gloo; got {type(backend).__name__}")
     kind = BY_NAME[how["kind"]]
     backend.submit(observe_with_fault, case, None)
     fault = fault_of(how, [posts for _, posts in backend.collect()])

@@ -55,7 +55,7 @@ class Saved:
         """Prepare a backend before it starts. Raises Unavailable if the example cannot be replayed on it."""
         kind = KINDS[self.record.kind]
         if backend.name == "sim" and not kind.simulated:
-            raise Unavailable(f"argument --backend: {kind.title} needs processes, so it runs on gloo or nccl; got sim")
+            raise Unavailable(f"argument --backend: {kind.title} needs processes; write gloo, not sim")
         if self.experiment is not None:
             self.experiment.prepare(backend)
 

@@ -21,7 +21,7 @@ from verification.faults import fault_run
 from verification.faults.fault_experiment import MishandledFault, check_fault, check_whole, fault_of, judge
 from verification.faults.inject import BY_NAME, KINDS, WORDS_SEPARATOR, Fault, observe_with_fault
 from verification.report.report import Report
-from verification.run.backends import PRELOAD, GlooBackend, SimBackend
+from verification.run.backends import PRELOAD, GlooBackend, SimBackend, Unavailable
 from verification.run.processes import pool
 from verification.run.processes.process_tree import descendants
 
@@ -132,7 +132,7 @@ def test_the_numbers_choose_among_the_posts_that_there_are_in_processes() -> Non
     assert fault_of(how("kill", 0, 4), posts) == Fault("kill", 0, 1)
     assert fault_of(how("short", 0, 3, 5), posts) == Fault("short", 0, 2, 1)
     assert fault_of(how("raise", 3, 7), posts) == Fault("raise", 2, 0)
-    with pytest.raises(ValueError, match="backend: got sim; allowed is"):
+    with pytest.raises(Unavailable, match="faults need ranks on gloo; got SimBackend"):
         check_fault(SimBackend(), CASE, how("kill"))
 
 

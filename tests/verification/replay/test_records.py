@@ -162,7 +162,7 @@ def test_what_is_no_counter_example_is_refused(record: Any, said: str) -> None:
 
 @pytest.mark.parametrize("record", (fault(case()), CALL, STEP), ids=("fault", "peer", "step"))
 def test_refuses_a_simulation_of_what_needs_processes(record: dict[str, Any]) -> None:
-    with pytest.raises(Unavailable, match="argument --backend: a .* needs processes, so it runs on gloo or nccl; got"):
+    with pytest.raises(Unavailable, match="argument --backend: a .* needs processes; write gloo, not sim"):
         registry.parse(record).prepare(SimBackend())
 
 

@@ -130,7 +130,7 @@ def test_a_wrong_loss_is_found_shrunk_saved_and_replayed(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "backend", "said"),
     [
-        ({}, SimBackend, "argument --backend: .* a training step needs processes, so it runs on gloo or nccl"),
+        ({}, SimBackend, "argument --backend: .* a training step needs processes; write gloo"),
         ({"world": 65}, GlooBackend, "world is 65; it must be an integer from 1 to 64"),
     ],
 )
