@@ -72,19 +72,15 @@ class BlockPrograms:
     def __init__(self, plan: Plan, q: torch.Tensor, setting: KernelSetting) -> None:
         self.plan, self.scoring, self._setting = plan, setting.scoring, setting
         self.forward = self._lower(q, False)
-        self._backward: dict[tuple[bool, bool], Program] = {}
 
     @property
     def nbytes(self) -> int:
         """Approximate bytes."""
         return self.plan.nbytes
 
-    def backward(self, q: torch.Tensor, dlse: bool) -> Program:
-        """Program of a backward. dlse: see `ring.compute.kernel_choice.choose`."""
-        key = dlse, q.is_cuda and torch.are_deterministic_algorithms_enabled()  # on CPUs every kernel is repeatable
-        if key not in self._backward:
-            self._backward[key] = self._in_place(self._lower(q, True, *key), q)
-        return self._backward[key]
+    def backward(self, q: torch.Tensor, dlse: bool, repeatable: bool) -> Program:
+        """Make the program of a backward. dlse, repeatable: see `ring.compute.kernel_choice.choose`."""
+        return self._in_place(self._lower(q, True, dlse, repeatable), q)
 
     def _in_place(self, program: Program, q: torch.Tensor) -> Program:
         """Mark the calls that write gradients in place. None is marked for an exchange by heads, where a

@@ -10,8 +10,8 @@ one rank of a joined layout, and its plan is that of the ranks with the same hea
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -30,13 +30,14 @@ from ring.validation import Call
 _IDLE = Program(())  # of a stage without heads
 
 
-class CallProgram(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class CallProgram:
     """The programs of all blocks in one direction."""
 
     programs: Programs
     blocks: tuple[Program, ...]
 
-    @property
+    @cached_property
     def batched(self) -> bool:
         """True if every call uses a fused GPU kernel."""
         return all(program.batched for program in self.blocks)
@@ -67,8 +68,9 @@ class Programs:
     returns_lse: bool
     sums_keys: bool
     setting: Hashable
+    _backward: dict[tuple[bool, bool], CallProgram] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def divides_heads(self) -> bool:
         """True if rows of heads are exchanged."""
         return self.exchange.degree > 1
@@ -78,14 +80,18 @@ class Programs:
         """Approximate bytes."""
         return sum(block.nbytes for block in self.blocks if block is not None)
 
-    @property
+    @cached_property
     def forward(self) -> CallProgram:
         """Programs of a forward."""
         return CallProgram(self, tuple(_IDLE if block is None else block.forward for block in self.blocks))
 
     def backward(self, q: torch.Tensor, dlse: bool) -> CallProgram:
-        """Programs of a backward: see `BlockPrograms.backward`."""
-        return CallProgram(self, tuple(_IDLE if block is None else block.backward(q, dlse) for block in self.blocks))
+        """Return the programs of a backward, made once. dlse: see `ring.compute.kernel_choice.choose`."""
+        key = dlse, q.is_cuda and torch.are_deterministic_algorithms_enabled()  # on CPUs every kernel is repeatable
+        if key not in self._backward:
+            blocks = tuple(_IDLE if block is None else block.backward(q, *key) for block in self.blocks)
+            self._backward[key] = CallProgram(self, blocks)
+        return self._backward[key]
 
     def block(self, transport: Transport, stage: int) -> tuple[BlockPrograms, Transport]:
         """Return the programs of a stage that has heads, and the transport of the ranks with the same heads."""

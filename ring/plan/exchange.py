@@ -35,6 +35,7 @@ NAMES = (*KEY_EXCHANGES, HEADS)
 AUTO = "auto"  # the exchange that is predicted to take the least time
 _RELAYED = f"{RING.name}+{DIRECT.name}"
 BY_HOST = (*(f"{HEADS}+{keys}" for keys in KEY_EXCHANGES), *(f"{keys}+{HEADS}" for keys in KEY_EXCHANGES), _RELAYED)
+_OF_HOSTS = (*BY_HOST, AUTO)
 _NUMBER = re.compile(r":([1-9][0-9]{0,8})(?=\+|$)")
 
 
@@ -169,7 +170,7 @@ def is_by_host(name: object) -> bool:
 
 def depends_on_hosts(name: object) -> bool:
     """Return True for a name that is resolved by the hosts of the ranks."""
-    return is_by_host(name) or is_auto(name)
+    return type(name) is str and name in _OF_HOSTS
 
 
 def is_auto(name: object) -> bool:
