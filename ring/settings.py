@@ -13,10 +13,10 @@ from typing import Any
 
 from reference.documents import describe
 from ring.compute.kernels import NAMES
+from ring.layout import MAX_TOKENS
 from ring.plan.exchange import check_name
 from ring.plan.exchanges import RING
 
-MAX_BUCKET = 2**40  # tokens: plans count in 64 bits
 _LARGEST = sys.float_info.max
 _LARGEST_SOFTCAP = 1e30  # scores are divided by it, and multiplied, in fp32
 _SCHEMA = {"str": "str", "int | None": "SymInt?", "float | None": "float?", "bool": "bool", "str | None": "str?"}
@@ -31,7 +31,7 @@ def check_softcap(softcap: object) -> None:
 
 
 def _check_bucket(bucket: object) -> None:
-    valid = isinstance(bucket, int) and not isinstance(bucket, bool) and 1 <= bucket <= MAX_BUCKET
+    valid = isinstance(bucket, int) and not isinstance(bucket, bool) and 1 <= bucket <= MAX_TOKENS
     if bucket is not None and not valid:
         raise ValueError(f"bucket must be None or a number of tokens from 1 to 2**40, got {describe(bucket)}")
 

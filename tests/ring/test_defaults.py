@@ -14,8 +14,9 @@ from reference.pattern import Branch, Pattern
 from reference.shards import default_bucket
 from ring import Layout, ring_attention
 from ring.comm.buffer_meter import measure
-from ring.comm.transport import RecordingTransport, SoloTransport
+from ring.comm.transport import SoloTransport
 from ring.nn import ContextParallel, LongNetBlock, SelfAttention
+from verification.run.recording_transport import RecordingTransport
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
 

@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from ring import Layout, Pattern, Transport, ring_attention
 from ring.comm.group import transport_over
-from ring.comm.transport import RecordingTransport
 from ring.dispatcher_op import _prepared
 from tests.support.attention_cases import PATTERNS, inputs, plain
 from tests.support.drawn_patterns import patterns
 from tests.support.ranks import Ranks
+from verification.run.recording_transport import RecordingTransport
 from verification.run.simulation.simulation import Simulation
 
 LAYOUT = Layout.contiguous(17, 1)

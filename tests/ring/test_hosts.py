@@ -15,9 +15,10 @@ import torch.distributed as dist
 from reference import Pattern, attention
 from ring import Layout
 from ring.comm.process_group import ProcessGroupTransport
-from ring.comm.transport import RecordingTransport, SoloTransport
+from ring.comm.transport import SoloTransport
 from tests.support.attention_cases import normal, plain
 from tests.support.ranks import Ranks
+from verification.run.recording_transport import RecordingTransport
 
 pytestmark = pytest.mark.ranks
 N, HEADS = 12, 4

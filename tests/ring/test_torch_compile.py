@@ -22,7 +22,6 @@ from reference.pattern import Branch, Pattern, numbered_pattern
 from ring import Layout, ring_attention
 from ring.comm.group import transport_over
 from ring.comm.process_group import ProcessGroupTransport
-from ring.comm.transport import RecordingTransport
 from ring.nn import ContextParallel, RingAttention
 from ring.nn.frameworks import recompute
 from ring.settings import Settings
@@ -30,6 +29,7 @@ from ring.torch_compile import NO_GROUP, traced
 from tests.support.attention_cases import PACKED, PATTERNS, inputs, plain
 from tests.support.nn_ranks import said
 from tests.support.ranks import Ranks
+from verification.run.recording_transport import RecordingTransport
 
 LENGTHS = (16, 23, 30, 37)
 PATTERN = Pattern.longnet((4, None), (1, 2), 2, causal=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ring.comm.transport import RecordingTransport
 from verification.run import rank as execute
+from verification.run.recording_transport import RecordingTransport
 
 
 def plant(spoil: Callable[..., Any]) -> None:

@@ -17,12 +17,13 @@ import torch.distributed as dist
 
 from ring.comm import process_group
 from ring.comm.process_group import ProcessGroupTransport
-from ring.comm.transport import Message, Outgoing, Pending, RecordingTransport, Transport
+from ring.comm.transport import Message, Outgoing, Pending, Transport
 from verification.case import Case
 from verification.failures import MismatchedMessages, RankCrash, RankError, RankHang, RankOutcome, VerificationFailure
 from verification.run.observation import Observation
 from verification.run.pretended_hosts import pretending
 from verification.run.rank import observe
+from verification.run.recording_transport import RecordingTransport
 
 LATE_TIMEOUT = 3.5  # seconds, of the group with a late rank
 WORDS_TIMEOUT = 20.0  # seconds for all ranks to raise, on a loaded machine too

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from ring.comm import shared_page
 from ring.comm.call_order import Calls
 from ring.comm.process_group import ProcessGroupTransport
-from ring.comm.transport import RecordingTransport, Transport
+from ring.comm.transport import Transport
+from verification.run.recording_transport import RecordingTransport
 
 TIMEOUT = timedelta(seconds=60)
 

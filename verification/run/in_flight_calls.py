@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import transport_of
-from ring.comm.transport import Outgoing, RecordingTransport, Transport
+from ring.comm.transport import Outgoing, Transport
 from verification.case import Case
 from verification.run.group_argument import user_group
 from verification.run.processes.rendezvous import subgroup
 from verification.run.rank import RankCall, Tensors, same_bits, shards
+from verification.run.recording_transport import RecordingTransport
 from verification.run.simulation.simulated_transport import SimulatedTransport
 
 T = TypeVar("T")

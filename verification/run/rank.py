@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ring import Layout, Transport, ring_attention
 from ring.comm.buffer_meter import measure
-from ring.comm.transport import RecordingTransport, one_sided
+from ring.comm.transport import one_sided
 from ring.default_bucket import default_bucket
 from verification.case import Case
 from verification.run import second_run
@@ -27,6 +27,7 @@ from verification.run.group_argument import Group, bare_or_mesh
 from verification.run.layouts import key_layout_of, layout_of, strided_copy
 from verification.run.memory_meter import Meter, Workspace
 from verification.run.observation import LONGER, Floats, LayoutAnswers, Observation, to_numpy
+from verification.run.recording_transport import RecordingTransport
 
 Tensors = tuple[Tensor, ...]  # q, k, v, dout, dlse and, with sinks, these
 Result = TypeVar("Result")

@@ -13,11 +13,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ring.comm.transport import RecordingTransport, Transport
+from ring.comm.transport import Transport
 from verification.case import Case
 from verification.run import rank
 from verification.run.observation import Observation
 from verification.run.rank import RankCall, Tensors
+from verification.run.recording_transport import RecordingTransport
 
 LATE = 2_000_000  # GPU cycles, a millisecond or two: longer than a call of few tokens takes to be issued
 

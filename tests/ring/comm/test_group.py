@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 from reference import Pattern, attention
 from ring import Layout, ring_attention
 from ring.comm.group import transport_over
-from ring.comm.transport import RecordingTransport, SoloTransport
+from ring.comm.transport import SoloTransport
 from tests.support.ranks import Ranks
+from verification.run.recording_transport import RecordingTransport
 
 pytestmark = pytest.mark.ranks
 

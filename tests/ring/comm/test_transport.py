@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
 from ring.comm.process_group import ProcessGroupTransport, backends_of
-from ring.comm.transport import Message, RecordingTransport, SoloTransport
+from ring.comm.transport import Message, SoloTransport
 from tests.support.ranks import Ranks
+from verification.run.recording_transport import RecordingTransport
 
 
 @pytest.fixture

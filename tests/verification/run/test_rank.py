@@ -14,7 +14,7 @@ import torch
 from reference.pattern import Branch, Pattern
 from ring import Layout, ring_attention
 from ring import strided_view as store
-from ring.comm.transport import RecordingTransport, SoloTransport
+from ring.comm.transport import SoloTransport
 from ring.plan.blocks import Heads
 from tests.support.plain_case import plain
 from verification.case import AGAIN
@@ -28,6 +28,7 @@ from verification.run.backends import GlooBackend, SimBackend
 from verification.run.layouts import strided_copy
 from verification.run.memory_meter import Meter, Workspace
 from verification.run.rank import CallResult, observe, repeats
+from verification.run.recording_transport import RecordingTransport
 from verification.run.second_run import ALIGNMENT, another_default_device, in_one_storage
 from verification.runner import PROFILES, RunPlan, laws_on
 

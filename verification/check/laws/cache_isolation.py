@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from reference import validators
 from reference.pattern import Branch, Pattern
 from ring.comm.buffer_meter import measure
-from ring.comm.transport import RecordingTransport, Transport
+from ring.comm.transport import Transport
 from verification.case import EXCHANGES, ORDERS, Case, Keys
 from verification.check import properties
 from verification.check.attention_on_ranks import AttentionOnRanks
@@ -27,6 +27,7 @@ from verification.check.supported import check_supported
 from verification.failures import WrongResult
 from verification.run.observation import RESULTS
 from verification.run.rank import run_attention, shards, whole_tensors
+from verification.run.recording_transport import RecordingTransport
 from verification.strategies.cases import cases, fused
 
 # --- calls that differ in one thing -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring.comm.symmetric_memory import transport_of
-from ring.comm.transport import RecordingTransport, Transport
+from ring.comm.transport import Transport
 from ring.nn import ContextParallel, gather
 from verification.models.meshes import mesh_of
 from verification.models.recording import named_parameters, note_step, record_gradients
@@ -19,6 +19,7 @@ from verification.models.setup import Part, Run, WholeBatch
 from verification.models.whole_batch import whole_batches
 from verification.run.layouts import layout_of
 from verification.run.observation import to_numpy
+from verification.run.recording_transport import RecordingTransport
 from verification.training.rank.own_setup import OwnSetup, wrongly_clipped
 from verification.training.rank.resume import resume
 from verification.training.rank.ring_model import LanguageModel

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from reference.pattern import Pattern
-from ring.comm.transport import Message, Pending, RecordingTransport
+from ring.comm.transport import Message, Pending
 from tests.support.plain_case import plain
 from verification.case import Case
 from verification.check.properties import check, prepare
 from verification.failures import Deadlock, RankError
 from verification.run.backends import simulate
 from verification.run.rank import observe
+from verification.run.recording_transport import RecordingTransport
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
 
