@@ -35,6 +35,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import checkpoint
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,7 +45,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring import Layout, whole_file
 from ring.nn import ContextParallel, LongNetBlock, clip_grad_norm, cross_entropy, next_tokens, shard_batch
-from ring.nn.frameworks import checkpoint
 from verification.cli.arguments import check_file, check_folder, count, number
 from verification.run.processes.parent_death import end_with_parent
 

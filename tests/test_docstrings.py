@@ -24,7 +24,7 @@ PACKAGES = (  # public: the names in __all__
 )  # fmt: skip
 MODULES = (  # public: every class and function without an underscore
     "reference.call_limits", "reference.closed_forms", "reference.cost", "reference.oracle", "reference.shards",
-    "ring.nn.frameworks.checkpoint", "ring.nn.frameworks.ddp", "ring.nn.frameworks.deepspeed",
+    "ring.nn.frameworks.ddp", "ring.nn.frameworks.deepspeed",
     "ring.nn.frameworks.fairscale", "ring.nn.frameworks.fsdp", "ring.nn.frameworks.lightning",
     "ring.nn.frameworks.mesh", "ring.nn.frameworks.parallel_style", "ring.nn.frameworks.recompute",
     "ring.nn.frameworks.trainer", "ring.nn.frameworks.transformers",

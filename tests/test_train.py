@@ -15,10 +15,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import checkpoint
 import pytest
 import torch
 
-from ring.nn.frameworks import checkpoint
 from verification.run.processes.process_tree import alive, descendants
 
 ROOT = Path(__file__).parents[1]
@@ -106,7 +106,7 @@ def test_other_options_than_those_of_the_checkpoint_are_refused(
         ({"options": {"lr": 0.1}}, "must be tokens, batch"),
         ({"tokens": -64}, "argument --tokens: must be an integer >= 1"),
         ({"heads": 0}, "argument --heads: must be an integer >= 1"),
-        ({"lr": float("inf")}, "argument --lr: must be a number above 0"),
+        ({"lr": -1.0}, "argument --lr: must be a number above 0"),
         ({"seed": 2**99}, "argument --seed: must be an integer from 0"),
         ({"dilated_ratio": []}, "argument --dilated-ratio: expected"),
         ({"segment_length": ["--check"]}, "must be integers"),

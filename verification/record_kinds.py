@@ -53,7 +53,6 @@ KINDS = {
     "law": RecordKind("a counter-example of a law", ("law",), how="how", simulated=True, attention="peer law"),
     "fault": RecordKind("a mishandled fault", how="fault"),
     "training": RecordKind("a counter-example of a training step", case="training"),
-    "training fault": RecordKind("a mishandled fault of a training", case="training_fault"),
     "real size": RecordKind("a problem of real size", case="real_size", simulated=True),
     "links": RecordKind("links between ranks", case="links", attention="links"),
     "long": RecordKind("a long problem", case="long", attention="long"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ring import whole_file
-from verification.faults.checkpoint_faults import file_limit, steps_until_lost
+from tests.support.faults_of_disks import file_limit, steps_until_lost
 
 
 def test_a_file_is_replaced_and_a_link_stays_a_link(tmp_path: Path) -> None:

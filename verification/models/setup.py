@@ -341,7 +341,7 @@ class Setup:
         steps: Sequence[Sequence[Sequence[WholeBatch]]], run: Run,
     ) -> Iterable[tuple[Loss, Loss | None]]:  # fmt: skip
         """Take all steps. Default: `step` with the micro-batches of this data rank, between checkpoints of
-        `ring.nn.frameworks.checkpoint`. One of your own calls `run.see` for each micro-batch, at least in the first
+        `torch.distributed.checkpoint`. One of your own calls `run.see` for each micro-batch, at least in the first
         step. It fills `run.evaluation` if the Setup `evaluates`, and heeds `run.saves_after` and `run.resumes_after`
         if it `resumes`.
 
@@ -355,15 +355,15 @@ class Setup:
         Returns:
             What `step` returns, for each step that is taken.
         """
-        from ring.nn.frameworks import checkpoint
+        from verification.models import checkpoints
 
         assert run.mesh is not None
         if run.resumes_after:
-            checkpoint.load(run.folder, model, optimizer)
+            checkpoints.load(run.folder, model, optimizer)
         for batches in steps[run.resumes_after : run.saves_after or None]:
             yield self.step(model, optimizer, batches[run.mesh.get_local_rank("data")], run)
         if run.saves_after:
-            checkpoint.save(run.folder, model, optimizer)
+            checkpoints.save(run.folder, model, optimizer)
 
     def evaluate(self, model: nn.Module, parts: Sequence[Part], run: Run) -> dict[str, Loss]:
         """Evaluate in one process, which says what `train` must find. Default: the loss and the probability of the

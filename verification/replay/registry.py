@@ -15,7 +15,6 @@ from verification.check.laws.law import Law
 from verification.experiments import EXAMPLES, law_experiment
 from verification.failures import Refused
 from verification.faults.fault_experiment import FAULTS, validate_fault
-from verification.faults.training_faults import DrawnFault
 from verification.models.model_case import ModelCase
 from verification.models.model_run import ModelExperiment
 from verification.peers.peer_experiment import LAWS_OF_ANY, law_of
@@ -25,7 +24,7 @@ from verification.problems.links import Links
 from verification.problems.real_size import RealSizeProblem
 from verification.record_kinds import KINDS, OPTIONS, Record
 from verification.replay.limits import read_case, read_long, read_own_case
-from verification.replay.saved import Replayer, Saved, run_real_size, run_training_fault
+from verification.replay.saved import Replayer, Saved, run_real_size
 from verification.training.training_case import TrainingCase
 from verification.training.training_run import TRAINING
 
@@ -52,7 +51,6 @@ REPLAYERS = {
     "training": Replayer(TrainingCase.from_dict, lambda: TRAINING),
     "model": Replayer(ModelCase.from_dict, lambda model: ModelExperiment(model).experiment()),
     "fault": Replayer(read_case, lambda: FAULTS, validate_fault),
-    "training fault": Replayer(DrawnFault.from_dict, run=run_training_fault),
     "real size": Replayer(RealSizeProblem.from_dict, run=run_real_size),
     "links": Replayer(Links.from_dict, run=None),
     "long": Replayer(read_long, run=None),

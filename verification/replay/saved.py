@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from verification.failures import VerificationFailure, WrongResult
-from verification.faults import training_faults
 from verification.problems import real_size
 from verification.record_kinds import KINDS, Record
 from verification.report.counter_example import counter_example
@@ -99,16 +98,6 @@ def run_example(saved: Saved, backend: Backend, report: Report, file: Path) -> N
 
 def run_real_size(saved: Saved, backend: Backend, report: Report, file: Path) -> None:
     real_size.run(backend, report, saved.case, file.parent)
-
-
-def run_training_fault(saved: Saved, backend: Backend, report: Report, file: Path) -> None:
-    """Inject the fault again; it starts processes of its own."""
-    report.start_world(1, 1)
-    failure = training_faults.struck(report, saved.case)
-    if failure is not None:
-        title = training_faults.KINDS[saved.case.kind].title
-        report.failed(counter_example(failure, title, 1, saved.record.to_dict(), file, backend.name))
-    report.end_world("replay")
 
 
 @dataclass(frozen=True)

@@ -9,5 +9,4 @@ transformers     the attention of Hugging Face's models
 trainer          transformers' Trainer and its subclasses, with sharded sequences
 parallel_style   an attention module in a plan of torch's parallelize_module
 recompute        activation checkpointing, with the attention saved or recomputed
-checkpoint       distributed checkpoints, saved at one number of ranks and resumed at another
 """

@@ -97,6 +97,7 @@ def test_usage_and_errors_name_what_the_user_typed(script: str, words: list[str]
         ("peers ./my/dance.py", "argument NAME: './my/dance.py' is no peer; for a Peer of your own write my.dance:"),
         ("training --peer --backend nccl", "argument --peer: peers run on gloo, got --backend nccl"),
         ("faults --kind files", "run python -m pytest tests/verification/replay/test_mutated_records.py"),
+        ("faults --kind training --count 3", "run python -m pytest tests/scripts/test_checkpoint_damage.py tests/"),
     ),
 )  # fmt: skip
 def test_what_cannot_be_carried_out_is_refused_in_one_line_before_anything_runs(

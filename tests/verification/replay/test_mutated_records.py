@@ -46,7 +46,6 @@ def stock() -> list[dict[str, Any]]:
         {"links": {"world": 2}},  # as an older record
         Record("links", {"world": 2}).to_dict(),
         Record("long", {"world": 2, "tokens": 64, "kind": "own", "line": "tokens=64 causal=true"}).to_dict(),
-        Record("training fault", {"kind": "flip", "seed": 1}).to_dict(),
     ]
 
 

@@ -124,9 +124,6 @@ REFUSED: list[tuple[Any, str]] = [
     (fault(case(), post=-1), "post is -1; it must be"),
     (fault(case(), more=1), "how must be an object with the fields kind, rank, post, send"),
     (fault(as_json(plain(2, pattern=Pattern((Branch(6),))))), "the ranks of case send no messages"),
-    ({"training_fault": {"kind": "flip"}}, "a DrawnFault: missing field seed"),
-    ({"training_fault": {"kind": "flood", "seed": 1}}, "kind is 'flood'; it must be one of flip, zero"),
-    ({"training_fault": {"kind": "flip", "seed": -1}}, "seed is -1; it must be an integer from 0"),
     (CALL | {"peer": 3}, "peer is 3; it must be text"),
     (CALL | {"peer": "no.such:peer"}, "a replay imports no module that a file names"),
     (CALL | {"peer": "this"}, "'this' is no peer; it must be package.module:adapter, or one of"),
@@ -208,7 +205,6 @@ BEFORE = {
     for name, kind in {
         "example": "case", "after_another": "case", "law": "law", "wrong_calls": "law", "fault": "fault",
         "links": "links", "long": "long", "model": "model", "real_size": "real size", "training": "training",
-        "training_fault": "training fault",
     }.items()
 } | {
     FINDINGS / "torch_sdpa_nan.json": "peer law", FINDINGS / "torch_sdpa_scale.json": "peer",

@@ -44,7 +44,7 @@ def train_on_rank(
         optimiser = setup.optimizer(list(named_parameters(wrapped).values()), run)
         record_gradients(optimiser, seen, partial(setup.gradients, wrapped))
         if before is not None:
-            first = resume(before, (wrapped, optimiser), first)
+            resume(before, (wrapped, optimiser))
         for step in range(first, first + part.steps):
             note_step(seen, step, *setup.step(wrapped, optimiser, batches_of_step(case, part, data_rank, step), run))
             if step == 0:

@@ -11,19 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ring.nn.frameworks import checkpoint
+from verification.models import checkpoints
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def resume(before: Trained, after: Trained, step: int) -> int:
-    """Save the state of `before` and load it into `after`, which is new. Collective. Returns the number of steps done,
-    as the checkpoint has it."""
+def resume(before: Trained, after: Trained) -> None:
+    """Save the state of `before` and load it into `after`, which is new. Collective."""
     with shared_folder() as folder:
-        checkpoint.save(folder, *before, step=step)
+        checkpoints.save(folder, *before)
         scramble(after[1])
-        progress = checkpoint.load(folder, *after)
-    return int(progress["step"])
+        checkpoints.load(folder, *after)
 
 
 def scramble(optimiser: torch.optim.Optimizer) -> None:
