@@ -62,13 +62,10 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer,
     new = _gathered(folder.with_name(f".checkpoint-{secrets.token_hex(8)}.new"))[0]
 
     def write() -> None:
-        try:
+        with _naming(lambda error: unwritten(folder, error)):
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(new))  # of all ranks, when it returns on rank 0
             if _rank() == 0:
                 _finish(new, folder, text)
-        except (OSError, CheckpointException) as error:
-            if (own := _own(error)) is not None:
-                raise unwritten(folder, own) from error
 
     tensors, text = _everywhere(lambda: _checked(folder, model, optimizer, progress))
     try:
@@ -78,6 +75,7 @@ def save(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer,
             shutil.rmtree(new, ignore_errors=True)  # exists after an error only
 
 
+@torch.no_grad()
 def _checked(folder: Path, model: nn.Module, optimizer: Any, progress: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
     """Return the tensors of a checkpoint, and the rest as JSON. Raises ValueError for what is not to be saved."""
     if _rank() == 0 and os.path.lexists(folder):
@@ -85,7 +83,7 @@ def _checked(folder: Path, model: nn.Module, optimizer: Any, progress: dict[str,
     _, states, tensors = _state(model, optimizer)
     changing = {name: x for name, x in tensors.items() if name.startswith("optimizer.")}  # no buffers of the model
     for name, x in {**dict(model.named_parameters()), **changing}.items():
-        local = x.detach().to_local() if isinstance(x, DTensor) else x.detach()
+        local = x.to_local() if isinstance(x, DTensor) else x
         values = torch.view_as_real(local) if local.is_complex() else local
         if values.is_floating_point() and not (values < math.inf).all():  # -inf may be that of a sink
             raise ValueError(f"{name} of the checkpoint must have no NaN and no inf, got some: keep the one before it")
@@ -137,10 +135,14 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer)
             raise ValueError(f"{name.partition('.')[0]!a} must be that of the checkpoint {folder}: {differ}")
         return parameters, states, tensors, content, sums
 
+    def read() -> None:
+        with _naming(lambda error: ValueError(f"{folder} cannot be loaded: {type(error).__name__}: {str(error)!a}")):
+            dcp.load(tensors, storage_reader=reader)
+
     parameters, states, tensors, content, sums = _everywhere(begin)
     if len(set(_gathered(sums))) > 1:
         raise ValueError(f"folder must hold the same checkpoint on every rank, got different ones in {folder}")
-    _everywhere(lambda: dcp.load(tensors, storage_reader=reader))
+    _everywhere(read)
     for own, group in zip(states["param_groups"], content["groups"], strict=True):
         group |= {key: tuple(group[key]) for key, x in own.items() if isinstance(x, tuple)}
     loaded = {"state": states["state"], "param_groups": content["groups"]}
@@ -215,19 +217,26 @@ def _everywhere(step: Callable[[], T]) -> T:
     result, wrong = None, None
     try:
         result = step()
-    except (Exception, CheckpointException) as caught:  # of any type: the other ranks must raise it too
-        wrong = _own(caught)
-        if wrong is not None and not dist.is_initialized():
-            raise wrong from None
+    except Exception as caught:  # of any type: the other ranks must raise it too
+        if not dist.is_initialized():
+            raise
+        wrong = caught
     for rank, error in enumerate(_gathered(None if wrong is None else described(wrong))):
         if error is not None:
             raise error_of(rank, *error) from wrong
     return cast(T, result)
 
 
-def _own(error: BaseException) -> BaseException | None:
-    """Return this rank's part of torch's error of all ranks, if it has one; any other error as it is."""
-    return error.failures.get(_rank(), (None,))[0] if isinstance(error, CheckpointException) else error
+@contextmanager
+def _naming(named: Callable[[BaseException], Exception]) -> Iterator[None]:
+    """Raise an error by its name; of torch's error of all ranks, which is no Exception, the part of this rank alone."""
+    try:
+        yield
+    except OSError as error:
+        raise named(error) from error
+    except CheckpointException as error:
+        if _rank() in error.failures:
+            raise named(error.failures[_rank()][0]) from error
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any, dict[str, Tensor]]:
@@ -272,10 +281,10 @@ def _read(folder: Path, whole: bool) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"{SUMS} has not the digest of {sorted(names)!a}: take an earlier checkpoint")
         with _opened(folder / PROGRESS) as stream:
             content = json.loads(stream.read())
-        if {name: type(x) for name, x in content.items()} != {"progress": dict, "groups": list}:
+        if not all(isinstance(x, dict) for x in (content["progress"], *content["groups"])):
             raise ValueError(f"{PROGRESS} must have progress and groups")
         return sums, content
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{folder} is damaged, or no checkpoint of `checkpoint.save`: {error}") from error
 
 

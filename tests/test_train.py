@@ -1,16 +1,15 @@
-"""scripts/train.py: the same training on any number of ranks, also from a checkpoint of another number of ranks.
-
-`verification/faults/training_process.py` has a full disk and a second training in the folder.
-"""
+"""scripts/train.py: the same training on any number of ranks, also from a checkpoint of another number of ranks."""
 
 import argparse
 import importlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -150,6 +149,35 @@ def until(done: Callable[[], bool], seconds: float) -> bool:
     return done()
 
 
+@contextmanager
+def training_of_two(folder: Path, *start: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """Start a training on two ranks, which the block ends: no process is left, and the last checkpoint is whole."""
+    words = (
+        *(start or STARTS["train.py"]),
+        *SMALL.split(),
+        "--folder",
+        str(folder),
+        "--steps",
+        "1000000",
+        "--every",
+        "1",
+    )
+    pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, *words], env=ENVIRONMENT, cwd=ROOT, **pipes) as launcher:
+        assert until(lambda: any(folder.glob("step-*")), 60)
+        ranks = sorted(descendants(launcher.pid))
+        assert len(ranks) == 2
+        yield launcher, ranks
+        assert until(lambda: not alive({launcher.pid, *ranks}), 60), alive({launcher.pid, *ranks})
+    with checkpoint.hold(folder):
+        train = importlib.import_module("train")
+        *before, last = train.checkpoints(folder)
+        assert {path.name for path in folder.iterdir()} == {".lock", last.name, *(x.name for x in before)}
+        model = train.Model(train.parser_of().parse_args(SMALL.split())).double()
+        progress = checkpoint.load(last, model, torch.optim.AdamW(model.parameters()))
+        assert f"step-{progress['step']}" == last.name
+
+
 STARTS = {
     "train.py": ("scripts/train.py", "--ranks", "2"),
     "torchrun": (*ONE_RANK[:-1], "--nproc-per-node=2", "scripts/train.py"),
@@ -161,21 +189,33 @@ STARTS = {
 @pytest.mark.parametrize("start, number", [("train.py", 9), ("train.py", 15), ("torchrun", 9), ("torchrun", 15)])
 def test_ranks_end_with_their_launcher(tmp_path: Path, start: str, number: int) -> None:
     """The last checkpoint stays whole, and the lock is free."""
-    words = (*SMALL.split(), "--folder", str(tmp_path), "--steps", "1000000", "--every", "1")
-    command = [sys.executable, *STARTS[start], *words]
-    with subprocess.Popen(
-        command, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as launcher:
-        assert until(lambda: any(tmp_path.glob("step-*")), 60)
-        pids = descendants(launcher.pid) | {launcher.pid}
-        assert len(pids) == 3
+    with training_of_two(tmp_path, *STARTS[start]) as (launcher, _):
         launcher.send_signal(number)
-        assert until(lambda: not alive(pids), 60), alive(pids)
-    with checkpoint.hold(tmp_path):
-        train = importlib.import_module("train")
-        last = train.checkpoints(tmp_path)[-1]
-        assert train.kept_options(last, train.parser_of())["tokens"] == 64
-        assert {path.name for path in tmp_path.iterdir()} <= {".lock", *(x.name for x in train.checkpoints(tmp_path))}
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_training(tmp_path: Path) -> None:
+    with training_of_two(tmp_path) as (_, ranks):
+        os.kill(ranks[1], 9)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_disk_that_becomes_full_is_named(tmp_path: Path) -> None:
+    with training_of_two(tmp_path) as (launcher, ranks):
+        resource.prlimit(ranks[1], resource.RLIMIT_FSIZE, (1000, 1000))
+        assert "MiB are free on its disk" in launcher.communicate(timeout=60)[1]
+        assert launcher.returncode and not list(tmp_path.glob(".*.new"))
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_second_training_in_a_folder_is_refused(tmp_path: Path) -> None:
+    with training_of_two(tmp_path) as (launcher, ranks):
+        second = run("scripts/train.py", "--resume", "--folder", str(tmp_path))
+        assert second.returncode == 2 and any(f"is held by process {rank} of " in second.stderr for rank in ranks)
+        launcher.kill()
 
 
 def test_a_rank_whose_launcher_has_ended_does_not_begin() -> None:

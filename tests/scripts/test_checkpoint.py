@@ -1,8 +1,9 @@
-"""Checkpoints: runs go on at another number of ranks and under another wrapper, with all that they had."""
+"""scripts/checkpoint.py: runs go on at another number of ranks and under another wrapper, with all that they had."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,11 @@ def test_resumed_at_another_number_of_ranks(ranks: Ranks, tmp_path: Path, first:
     for result in ended:
         result.losses = begun[0].losses + result.losses
     assert_near(ended, dense(small))
+
+
+def test_the_former_place_names_this_one() -> None:
+    with pytest.raises(ModuleNotFoundError, match="is now scripts/checkpoint.py, beside scripts/train.py: copy it"):
+        importlib.import_module("ring.nn.frameworks.checkpoint")
 
 
 PROGRESS: dict[str, Any] = {"step": 3, "name": "run", "rates": [0.5, None], "nested": {"model": [True]}}
@@ -168,6 +174,17 @@ def _refuse(folder: Path) -> None:
         ("saved", a_linear("ba"), "'model.a' is missing there, torch.float32 .1. here"),
         ("wider", a_linear(), "'model.a' is torch.float32 .1. there, missing here"),
         ("saved", a_linear(used=True), "optimizer must be loaded before backward"),
+        (
+            "saved",
+            (wide := nn.Linear(2, 3), optimizer_for(wide)),
+            r"'model.bias' is torch.float32 .2. there, .* .3. here",
+        ),
+        (
+            "saved",
+            (fine := nn.Linear(2, 2).double(), optimizer_for(fine)),
+            r"float32 .2. there, torch.float64 .2. here",
+        ),
+        ("saved", (other := nn.Linear(2, 2), torch.optim.SGD(other.parameters(), 0.1)), "'optimizer' must be that of"),
     ):
         with pytest.raises(ValueError, match=words):
             checkpoint.load(folder / name, *run)

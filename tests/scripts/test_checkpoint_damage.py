@@ -122,6 +122,7 @@ def elsewhere(folder: Path) -> bytes:
         (".metadata", lambda folder: pickle.dumps(Runs()), "builtins.exec is no part of an index"),
         (".metadata", elsewhere, "it names {'../other'}"),
         (".metadata", lambda folder: pickle.dumps({"\x1b": 1}), "has no index of tensors"),
+        ("__0_0.distcp", lambda folder: b"\x1b" * 9999, "7 cannot be loaded: "),
         ("progress.json", lambda folder: b"[" * 100_000, "recursion"),
         ("progress.json", lambda folder: b"[]", "no checkpoint of `checkpoint.save`"),
         ("progress.json", lambda folder: b'{"progress": {}, "groups": [{"\\u001b": 1}]}', r"group 0.\x1b' is a value"),
@@ -176,7 +177,7 @@ def test_what_is_no_number_is_not_saved(tmp_path: Path, value: float) -> None:
     model, optimizer = a_run()
     model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
     optimizer.step()
-    optimizer.state[model.bias]["exp_avg"][1] = value
+    optimizer.state[model.get_parameter("bias")]["exp_avg"][1] = value
     for name, run in (("weight", a_run(value)), ("optimizer.bias.exp_avg", (model, optimizer))):
         with pytest.raises(ValueError, match=f"{name} of the checkpoint must have no NaN and no inf"):
             checkpoint.save(tmp_path / "1", *run)
