@@ -128,8 +128,10 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer)
         sums, content = _read(folder, whole=_rank() == 0)
         parameters, states, tensors = _state(model, optimizer)
         index = reader.read_metadata().state_dict_metadata
-        there = _kinds({name: (x.properties.dtype, x.size) for name, x in index.items()}, content["groups"])
-        here = _kinds({name: (x.dtype, x.shape) for name, x in tensors.items()}, states["param_groups"])
+        there = {name: f"{x.properties.dtype} {list(x.size)}" for name, x in index.items()}
+        here = {name: f"{x.dtype} {list(x.shape)}" for name, x in tensors.items()}
+        for groups, names in ((content["groups"], there), (states["param_groups"], here)):
+            names |= {f"optimizer.group {n}": f"{sorted(own)!a} of {own['params']!a}" for n, own in enumerate(groups)}
         for name in sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name)):
             differ = f"{name!a} is {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
             raise ValueError(f"{name.partition('.')[0]!a} must be that of the checkpoint {folder}: {differ}")
@@ -187,8 +189,8 @@ def _locked(folder: Path) -> io.FileIO:
             error = OSError(f"{folder} is held by {by}: wait for its end, or name another folder")
         raise (unwritten(folder / LOCK, error) if error.errno else error) from None
     for left in folder.iterdir():
-        if UNFINISHED.fullmatch(left.name) and left.is_dir() and not left.is_symlink():
-            shutil.rmtree(left, ignore_errors=True)
+        if UNFINISHED.fullmatch(left.name):
+            shutil.rmtree(left, ignore_errors=True)  # removes no file and no link
     return lock
 
 
@@ -206,9 +208,10 @@ def _rank() -> int:
 
 def _gathered(value: T) -> list[T]:
     """Return the value of each rank, in rank order. Collective."""
-    values = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if len(values) > 1:
-        dist.all_gather_object(values, value)
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
     return values
 
 
@@ -250,14 +253,6 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any
     return parameters, states, tensors
 
 
-def _kinds(tensors: dict[str, tuple[torch.dtype, torch.Size]], groups: list[dict[str, Any]]) -> dict[str, str]:
-    """Return, by name, dtype and shape of a tensor, the names of a group's parameters, and no more of an option."""
-    kinds = {name: f"{dtype} {list(shape)}" for name, (dtype, shape) in tensors.items()}
-    for n, own in enumerate(groups):
-        kinds |= {f"optimizer.group {n}.{key}": f"of {x!a}" if key == "params" else "a value" for key, x in own.items()}
-    return kinds
-
-
 def _sums(folder: Path, names: Collection[str]) -> str:
     """Return the digests of files, as sha256sum prints them."""
     lines = []
@@ -281,8 +276,8 @@ def _read(folder: Path, whole: bool) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"{SUMS} has not the digest of {sorted(names)!a}: take an earlier checkpoint")
         with _opened(folder / PROGRESS) as stream:
             content = json.loads(stream.read())
-        if not all(isinstance(x, dict) for x in (content["progress"], *content["groups"])):
-            raise ValueError(f"{PROGRESS} must have progress and groups")
+        if not all("params" in group for group in content["groups"]):
+            raise ValueError(f"{PROGRESS} must have groups of parameters")
         return sums, content
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{folder} is damaged, or no checkpoint of `checkpoint.save`: {error}") from error

@@ -125,7 +125,7 @@ def elsewhere(folder: Path) -> bytes:
         ("__0_0.distcp", lambda folder: b"\x1b" * 9999, "7 cannot be loaded: "),
         ("progress.json", lambda folder: b"[" * 100_000, "recursion"),
         ("progress.json", lambda folder: b"[]", "no checkpoint of `checkpoint.save`"),
-        ("progress.json", lambda folder: b'{"progress": {}, "groups": [{"\\u001b": 1}]}', r"group 0.\x1b' is a value"),
+        ("progress.json", lambda folder: b'{"progress": {}, "groups": [{"params": "\\u001b"}]}', r"of '\x1b' there"),
     ],
 )  # fmt: skip
 def test_a_forged_file_runs_nothing(saved: Path, name: str, content: Callable[[Path], bytes], said: str) -> None:
