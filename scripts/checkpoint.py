@@ -84,8 +84,8 @@ def _checked(folder: Path, model: nn.Module, optimizer: Any, progress: dict[str,
     changing = {name: x for name, x in tensors.items() if name.startswith("optimizer.")}  # no buffers of the model
     for name, x in {**dict(model.named_parameters()), **changing}.items():
         local = x.to_local() if isinstance(x, DTensor) else x
-        values = torch.view_as_real(local) if local.is_complex() else local
-        if values.is_floating_point() and not (values < math.inf).all():  # -inf may be that of a sink
+        numbers = torch.view_as_real(local) if local.is_complex() else local
+        if numbers.is_floating_point() and not (numbers < math.inf).all():  # -inf may be that of a sink
             raise ValueError(f"{name} of the checkpoint must have no NaN and no inf, got some: keep the one before it")
     groups = [{k: list(x) if isinstance(x, tuple) else x for k, x in own.items()} for own in states["param_groups"]]
     for owner, values in (("progress", progress), *((f"optimizer.group {n}", own) for n, own in enumerate(groups))):
@@ -103,6 +103,7 @@ def _checked(folder: Path, model: nn.Module, optimizer: Any, progress: dict[str,
 
 def _finish(new: Path, folder: Path, text: str) -> None:
     """Write the other files of a checkpoint, and rename its hidden folder when all is on the disk."""
+    _Reader(new).read_metadata()  # the next load can: all ranks share the folder, and this torch has no other index
     for name, content in ((PROGRESS, lambda: text), (SUMS, lambda: _sums(new, os.listdir(new)))):
         with (new / name).open("x") as stream:
             stream.write(content())
@@ -298,7 +299,7 @@ class _Reader(dcp.FileSystemReader):
             with _opened(Path(self.path) / INDEX) as stream:
                 index = _Index(stream).load()
             if others := {place.relative_path for place in index.storage_data.values()} - {*os.listdir(self.path)}:
-                raise ValueError(f"it names {others}")
+                raise ValueError(f"it names {others}, which are not there: all ranks must share the folder")
             return index
         except Exception as error:  # a pickle may raise whatever it likes
             raise ValueError(f"{self.path} has no index of tensors: {type(error).__name__}: {str(error)!a}") from error

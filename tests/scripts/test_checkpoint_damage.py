@@ -274,6 +274,19 @@ def test_the_name_of_a_checkpoint_is_on_the_disk(tmp_path: Path) -> None:
     assert [call.args[0] for call in synced.call_args_list][1:] == [tmp_path / "run", tmp_path]
 
 
+def test_ranks_that_share_no_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save_elsewhere(tensors: Any, storage_writer: Any, real: Any = dcp.save) -> None:
+        real(tensors, storage_writer=storage_writer)
+        (storage_writer.path / "__0_0.distcp").unlink()
+
+    monkeypatch.setattr(checkpoint.dcp, "save", save_elsewhere)
+    with pytest.raises(
+        ValueError, match=r"names .'__0_0.distcp'., which are not there: all ranks must share the folder"
+    ):
+        checkpoint.save(tmp_path / "1", *a_run())
+    assert not list(tmp_path.iterdir())
+
+
 def test_two_savings_at_once_leave_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second begins and ends while the first is writing."""
     real = checkpoint._sums
