@@ -132,7 +132,9 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer)
         there = {name: f"{x.properties.dtype} {list(x.size)}" for name, x in index.items()}
         here = {name: f"{x.dtype} {list(x.shape)}" for name, x in tensors.items()}
         for groups, names in ((content["groups"], there), (states["param_groups"], here)):
-            names |= {f"optimizer.group {n}": f"{sorted(own)!a} of {own['params']!a}" for n, own in enumerate(groups)}
+            names |= {
+                f"optimizer.group {n}": f"{sorted(own)!a} of {own.get('params')!a}" for n, own in enumerate(groups)
+            }
         for name in sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name)):
             differ = f"{name!a} is {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
             raise ValueError(f"{name.partition('.')[0]!a} must be that of the checkpoint {folder}: {differ}")
@@ -179,10 +181,10 @@ def _locked(folder: Path) -> io.FileIO:
         if os.fstat(lock.fileno()).st_nlink > 1 or not HOLDER.fullmatch(holder):
             raise OSError(f"{folder / LOCK} must be a file that `checkpoint.hold` made, got another: remove it")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        text = (
-            f"process {os.getpid()} of {socket.gethostname()} since {datetime.now(UTC).isoformat(timespec='seconds')}"
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        os.pwrite(
+            lock.fileno(), f"process {os.getpid()} of {socket.gethostname()} since {since}".ljust(200).encode(), 0
         )
-        os.pwrite(lock.fileno(), text.ljust(200).encode(), 0)
     except OSError as error:
         lock.close()
         if isinstance(error, BlockingIOError):
@@ -277,9 +279,7 @@ def _read(folder: Path, whole: bool) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"{SUMS} has not the digest of {sorted(names)!a}: take an earlier checkpoint")
         with _opened(folder / PROGRESS) as stream:
             content = json.loads(stream.read())
-        if not all("params" in group for group in content["groups"]):
-            raise ValueError(f"{PROGRESS} must have groups of parameters")
-        return sums, content
+        return sums, {"progress": dict(content["progress"]), "groups": [dict(group) for group in content["groups"]]}
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{folder} is damaged, or no checkpoint of `checkpoint.save`: {error}") from error
 

@@ -125,6 +125,8 @@ def elsewhere(folder: Path) -> bytes:
         ("__0_0.distcp", lambda folder: b"\x1b" * 9999, "7 cannot be loaded: "),
         ("progress.json", lambda folder: b"[" * 100_000, "recursion"),
         ("progress.json", lambda folder: b"[]", "no checkpoint of `checkpoint.save`"),
+        ("progress.json", lambda folder: b'{"progress": {}, "groups": [["params"]]}', "or no checkpoint of"),
+        ("progress.json", lambda folder: b'{"progress": {}, "groups": []}', "'optimizer.group 0' is missing there"),
         ("progress.json", lambda folder: b'{"progress": {}, "groups": [{"params": "\\u001b"}]}', r"of '\x1b' there"),
     ],
 )  # fmt: skip
