@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 from ring.comm.rank_error import described, error_of
-from ring.whole_file import sync_folder, unwritten
+from verification.whole_file import sync_folder, unwritten
 
 SUMS, PROGRESS, INDEX, LOCK = "SHA256SUMS", "progress.json", ".metadata", ".lock"
 HOLDER = re.compile(rb"(process \d+ of [\w.-]+ since [\w:+-]+ *)?")

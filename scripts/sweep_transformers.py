@@ -28,8 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ring import Layout, whole_file
+from ring import Layout
 from ring.nn import ContextParallel
+from verification import whole_file
 from verification.failures import RankFailure
 from verification.run.processes.pool import Pool
 

@@ -43,8 +43,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.run import main as torchrun
 from torch.nn.parallel import DistributedDataParallel
 
-from ring import Layout, whole_file
+from ring import Layout
 from ring.nn import ContextParallel, LongNetBlock, clip_grad_norm, cross_entropy, next_tokens, shard_batch
+from verification import whole_file
 from verification.cli.arguments import check_file, check_folder, count, number
 from verification.run.processes.parent_death import end_with_parent
 

@@ -19,14 +19,14 @@ PACKAGES = ("reference", "ring", "verification")
 # stops only.
 ROAD = (
     "reference",
-    "ring.whole_file", "ring.regular_file",
+    "ring.regular_file",
     "ring.caching", "ring.precision", "ring.balance", "ring.layout_picture", "ring.layout", "ring.plan",
     "ring.strided_view", "ring.comm", "ring.compute",
     "ring.lowering", "ring.default_bucket", "ring.settings", "ring.validation", "ring.programs", "ring.estimate",
     "ring.consensus", "ring.attend", "ring.execute", "ring.dispatcher_op", "ring.torch_compile", "ring.attention",
     "ring.nn", "ring",
-    "verification.wording", "verification.failures", "verification.protocols", "verification.saved_fields",
-    "verification.record_kinds", "verification.case", "verification.case_line", "verification.strategies",
+    "verification.wording", "verification.whole_file", "verification.failures", "verification.protocols",
+    "verification.saved_fields", "verification.record_kinds", "verification.case", "verification.case_line", "verification.strategies",
     "verification.run", "verification.check", "verification.causes", "verification.search", "verification.experiments",
     "verification.report", "verification.problems", "verification.runner", "verification.whole_run",
     "verification.faults", "verification.models", "verification.training", "verification.mutants",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from bench.rank_group import Failed, Lost, RankGroup, described
 from bench.workload import size
-from ring import whole_file
+from verification import whole_file
 from verification.cli.arguments import check_file
 from verification.peers.adapters import ring_flash_attn
 from verification.report.provenance import surroundings, typed_words

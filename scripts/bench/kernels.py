@@ -23,7 +23,6 @@ import torch
 
 from bench.command import Parser, command_line, stop, tokens
 from bench.workload import document_lengths
-from ring import whole_file
 from ring.compute import kernel_calls
 from ring.compute.gpu.kernel_times import FILE, PASSES, Work
 from ring.compute.kernels import FA4, FUSED
@@ -32,6 +31,7 @@ from ring.compute.kernels.kernel import Kernel, KernelSetting, SavedRows, Scores
 from ring.plan.blocks import Heads
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Sequences, Tile
+from verification import whole_file
 from verification.report.provenance import surroundings
 
 DTYPE = torch.bfloat16

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from train import Training, join, leave, parse, parser_of, text
 
 from bench.command import command_line
-from ring import whole_file
+from verification import whole_file
 from verification.report.provenance import surroundings
 
 SHARED = ("tokens", "batch", "layers", "dim", "heads", "lr", "dtype", "text", "held_out", "layout", "seeds", "data")

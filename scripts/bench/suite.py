@@ -29,13 +29,12 @@ from rich.console import Console
 
 from bench.command import Parser, positive
 from reference.pattern import Pattern
-from ring import whole_file
 from ring.comm.transport import Message
 from ring.default_bucket import default_bucket
 from ring.layout import Layout
 from ring.plan.exchanges import KEY_EXCHANGES
 from ring.plan.plan import plan_of
-from verification import experiments
+from verification import experiments, whole_file
 from verification.case import Case
 from verification.check import properties
 from verification.failures import Deadlock, RankCrash

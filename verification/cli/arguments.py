@@ -229,7 +229,7 @@ def check_file(argument: str, file: Path) -> None:
 
 def write_json(file: Path | None, record: Mapping[str, Any]) -> None:
     """Write the record whole or not at all, if there is a file to write it to."""
-    from ring.whole_file import write
+    from verification.whole_file import write
 
     if file is not None:
         write(file, json.dumps(record, indent=2, allow_nan=False) + "\n")

@@ -13,7 +13,6 @@ from typing import Any
 
 from rich.console import Console
 
-from ring.whole_file import write
 from verification.cli.arguments import add_json, add_seed, count, say, seed_of, write_json
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.defect import BaselineFails, CannotPlant
@@ -23,6 +22,7 @@ from verification.report.progress import PlainLines
 from verification.report.provenance import command_run
 from verification.run.backends import Unavailable
 from verification.search.experiment import ToolError
+from verification.whole_file import write
 from verification.wording import counted
 
 HELP = "plant seeded defects and report which check kills each"

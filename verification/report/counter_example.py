@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ring.whole_file import write
 from verification.failures import VerificationFailure
 from verification.record_kinds import OPTIONS
+from verification.whole_file import write
 
 
 @dataclass(frozen=True)

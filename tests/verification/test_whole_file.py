@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ring import whole_file
 from tests.support.faults_of_disks import file_limit, steps_until_lost
+from verification import whole_file
 
 
 def test_a_file_is_replaced_and_a_link_stays_a_link(tmp_path: Path) -> None:
