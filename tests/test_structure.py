@@ -26,12 +26,12 @@ ROAD = (
     "ring.consensus", "ring.attend", "ring.execute", "ring.dispatcher_op", "ring.torch_compile", "ring.attention",
     "ring.nn", "ring",
     "verification.wording", "verification.whole_file", "verification.failures", "verification.protocols",
-    "verification.saved_fields", "verification.record_kinds", "verification.case", "verification.case_line", "verification.strategies",
-    "verification.run", "verification.check", "verification.causes", "verification.search", "verification.experiments",
-    "verification.report", "verification.problems", "verification.runner", "verification.whole_run",
-    "verification.faults", "verification.models", "verification.training", "verification.mutants",
-    "verification.peers", "verification.replay", "verification.testing", "verification.pytest_plugin",
-    "verification.cli", "verification.__main__",
+    "verification.saved_fields", "verification.record_kinds", "verification.case", "verification.case_line",
+    "verification.strategies", "verification.run", "verification.check", "verification.causes", "verification.search",
+    "verification.experiments", "verification.report", "verification.problems", "verification.runner",
+    "verification.whole_run", "verification.faults", "verification.models", "verification.training",
+    "verification.mutants", "verification.peers", "verification.replay", "verification.testing",
+    "verification.pytest_plugin", "verification.cli", "verification.__main__",
 )  # fmt: skip
 NO_BEGINNINGS = (
     "As", "By", "How", "Likewise", "Of", "That", "Their", "Those", "What", "Where", "Whether", "Which", "Who", "Whom",
