@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import random
 import subprocess
 import threading
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,19 +101,10 @@ class LastCall(torch.autograd.Function):
 
 
 KEPT: list[Any] = []
+GROWING = torch.empty(0)
 # Side effects, by the seed of the Case that has them: of multiples of 16 those of repeated calls. Each gets the output.
 SIDE_EFFECTS: dict[int, Callable[[Tensor], object]] = {
     1: lambda out: torch.set_autocast_enabled("cpu", True),
-    2: lambda out: torch.manual_seed(0),
-    3: lambda out: random.random(),
-    4: lambda out: np.random.seed(0),  # noqa: NPY002
-    5: lambda out: torch.set_num_threads(torch.get_num_threads() + 1),
-    6: lambda out: torch.set_default_dtype(torch.float64),
-    7: lambda out: torch.set_float32_matmul_precision("medium"),
-    8: lambda out: torch.autograd.set_detect_anomaly(True),
-    9: lambda out: os.chdir("/"),
-    10: lambda out: os.environ.update(MASTER_PORT="1"),
-    11: lambda out: torch.set_flush_denormal(True),
     12: lambda out: out.register_hook(torch.rand_like),
     16: KEPT.append,
     32: lambda out: KEPT.append(out.detach()),
@@ -123,6 +112,8 @@ SIDE_EFFECTS: dict[int, Callable[[Tensor], object]] = {
     64: lambda out: threading.Thread(target=waiting, daemon=True).start(),
     80: lambda out: KEPT.append(open(os.devnull)),  # noqa: SIM115
     96: lambda out: KEPT.append(subprocess.Popen(["sleep", "60"])),
+    112: lambda out: setattr(GROWING, "data", torch.cat((GROWING, out.detach().flatten()))),
+    128: lambda out: KEPT.append(torch.UntypedStorage(8)),
 }
 
 
