@@ -6,6 +6,7 @@ of `ring`, its recording transport, buffer meter and default bucket, nothing els
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from verification.run.memory_meter import Meter, Workspace
 from verification.run.observation import LONGER, Floats, LayoutAnswers, Observation, to_numpy
 from verification.run.recording_transport import RecordingTransport
 
+# Drawn strides may be those of heads first. A user's module that passes such tensors is warned.
+warnings.filterwarnings("ignore", r"q, k and v must be \(batch", UserWarning, r"verification\.(run|check)\.")
 Tensors = tuple[Tensor, ...]  # q, k, v, dout, dlse and, with sinks, these
 Result = TypeVar("Result")
 
