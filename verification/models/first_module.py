@@ -148,7 +148,11 @@ def first_difference(case: ModelCase, expectation: ModelExpectation, observation
 
 def _of_output(comparison: _Comparison, entry: Entry, ranks: list[int]) -> str:
     where = "all ranks" if len(ranks) == len(comparison.observations) > 1 else f"rank {', '.join(map(str, ranks))}"
-    sentence = f"the first module, in the order of the forward, whose output differs is {named(entry.name)}, on {where}"
+    rings = any(seen.rings for seen in comparison.observations)
+    sentence = "" if rings else "no rank called ring_attention: was `prepare` called? "
+    sentence += (
+        f"the first module, in the order of the forward, whose output differs is {named(entry.name)}, on {where}"
+    )
     changed = comparison.changed_inputs(entry)
     if not changed:
         return f"{sentence}; its inputs agree"

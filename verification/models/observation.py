@@ -37,13 +37,15 @@ class Entry:
 class ModelObservation(Results):
     """Results of a run. On a rank, logits are those of its tokens, and `held` their indices in the sequence; `entries`
     are those of a ModuleTrace of step one; `evaluation` has the values of an evaluation, by name. `shapes` are those of
-    buffers that had the same shape at the start, and `buffers` those of them that changed, after the last step."""
+    buffers that had the same shape at the start, and `buffers` those of them that changed, after the last step. `rings`
+    is the number of kernel calls of `ring_attention`."""
 
     held: list[Array] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     evaluation: Named = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     buffers: Named = field(default_factory=dict)
+    rings: int = 0
 
     def quantities(self) -> dict[str, Named]:
         return super().quantities() | {"buffers": self.buffers, "evaluation": self.evaluation}

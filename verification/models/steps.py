@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ring import count_kernels
 from ring.comm.transport import Transport
 from ring.nn import ContextParallel
 from verification.models.batches import IGNORED, global_batch
@@ -77,7 +78,9 @@ def _train(
         optimizer = _optimizer(setup, named, run)
         record_gradients(optimizer, seen, lambda: gradients_of(named), traced)
         trace = ModuleTrace(model, case.accumulation) if traced else None
-        _take_steps(setup, wrapped, optimizer, run, seen, steps)
+        with count_kernels() as kernels:
+            _take_steps(setup, wrapped, optimizer, run, seen, steps)
+        seen.rings = kernels.total()
         seen.evaluation = _evaluation(run.evaluation)
         seen.parameters = arrays(named)
         seen.note_buffers(buffers, buffers_of(model))

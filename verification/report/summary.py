@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from rich.text import Text
 
-from verification.failures import RankHang
+from verification.failures import RankHang, WrongResult
 from verification.record_kinds import KINDS, kind_of
 from verification.report.counter_example import CounterExample
 from verification.report.run_record import DTYPES, RunRecord, Summed
@@ -18,7 +18,7 @@ from verification.report.text import WIDTH, command_lines, json_lines, paragraph
 from verification.wording import counted
 
 LINES = 39  # with the line that a run begins with, 40
-MESSAGE_LINES = 5  # of the message; it was printed in full when the failure was found
+MESSAGE_LINES = 5  # of a message with stacks; it was printed in full when the failure was found
 OTHERS = 3  # further counter-examples in the list
 COUNTS = 8  # columns of the number of examples, and of seconds
 RATIO = 6  # columns of a ratio
@@ -133,7 +133,7 @@ def _counter_examples(failures: list[CounterExample], everything: bool) -> list[
         lines.append(Text(f"and {counted(len(others) - OTHERS, 'more counter-example')}"))
     if others:
         lines.append(Text("--verbose and --json have these in full; the smallest one is:"))
-    return [*lines, *in_full(smallest, MESSAGE_LINES)]
+    return [*lines, *in_full(smallest, None if smallest.kind == WrongResult.kind else MESSAGE_LINES)]
 
 
 def in_full(failure: CounterExample, most: int | None = None) -> list[Text]:

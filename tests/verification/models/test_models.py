@@ -42,7 +42,7 @@ from verification.runner import RunPlan
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = "tests.support.model_examples"
-QUICK = ("NormOverSequence", "AveragedTwice", "LabelsShiftedAfterSharding")  # a module, a scale, a loss
+QUICK = ("AttentionNotSharded", "NormOverSequence", "AveragedTwice", "LabelsShiftedAfterSharding")
 CASES: list[dict[str, Any]] = [
     {"tokens": 9, "order": "zigzag", "packed": (4, 0, 5), "wrapper": "ddp", "accumulation": 2, "clipping": 0.02},
     {"tokens": 1, "labels": "all", "batch": 1, "wrapper": "fsdp2", "padding": True},

@@ -215,6 +215,10 @@ def test_verbose_has_every_row_and_every_counter_example_and_others_the_smallest
     text = unbroken("\n".join(summary(report)))
     assert [json.dumps(failure.record) in text for failure in failures] == [True, False, False]
     assert text.count("counter-example: ") == 3 and str(WRONG) in text
+    explained = WrongResult(str(WRONG), WRONG.check, 2.0)
+    explained.add_note(cause := f"the cause is in {', '.join(map(str, range(200)))}")
+    fail(other := large(), folder, 1, explained)
+    assert cause in unbroken("\n".join(summary(other))), "it is not cut as stacks are"
 
 
 @pytest.mark.parametrize(("done", "seconds", "said"), ((12, 1.0, "12/s"), (3, 3.0, "1/s"), (2, 7.0, "3.5 s each")))
