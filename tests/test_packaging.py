@@ -24,6 +24,11 @@ def test_the_version_is_said_once_and_types_are_installed() -> None:
     assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["*"]
 
 
+def test_the_pin_of_transformers_is_that_of_training() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert set(extras["transformers"]) < set(extras["training"])
+
+
 @pytest.mark.parametrize("target", PROJECT["project"]["scripts"].values(), ids=PROJECT["project"]["scripts"])
 def test_console_scripts_call_what_is_there(target: str) -> None:
     module, _, function = target.partition(":")

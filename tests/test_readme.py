@@ -15,7 +15,7 @@ from tests.support.peers_table import disagreements
 from verification.mutants.catalogue import DEFECTS
 
 ROOT = Path(__file__).parents[1]
-README, SPEED = ((ROOT / name).read_text() for name in ("README.md", "notebooks/README.md"))
+README, SPEED, RING = ((ROOT / name).read_text() for name in ("README.md", "notebooks/README.md", "ring/README.md"))
 PATH = r"(?<![\w./])((?:reference|ring|verification|scripts|tests|notebooks|\.ci)/[\w./]*\w)(?![\w*])"
 PAGES = sorted({ROOT / "notebooks/README.md", *ROOT.glob("*.md")} | {
     page for package in ("reference", "ring", "verification") for page in (ROOT / package).rglob("*.md")
@@ -35,17 +35,18 @@ def fastest(name: str, *methods: str, **wanted: Any) -> list[float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name, ranks", [("one_process", 1), ("example", 2)])
+@pytest.mark.parametrize("name, ranks", [("one_process", 1), ("example", 2), ("pictures", 1)])
 def test_the_examples_run(tmp_path: Path, name: str, ranks: int) -> None:
-    (text,) = re.findall(rf"```python\n(# {name}\.py.*?)```", README, re.DOTALL)
+    (text,) = re.findall(rf"```python\n(# {name}\.py.*?)```", README + RING, re.DOTALL)
     script = tmp_path / f"{name}.py"
     script.write_text(text)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *torchrun, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert ranks > 1 or float(done.stdout.removeprefix("largest error ")) < 1e-5
+    assert len([*tmp_path.glob("*.svg")]) == (4 if name == "pictures" else 0)
+    assert name != "one_process" or float(done.stdout.removeprefix("largest error ")) < 1e-5
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -25,7 +25,9 @@ TWO = replace(SMALLEST, world=2)
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules that cannot be imported."""
-    for name, code in {"raises": "1 / 0", "exits": "import os; os._exit(3)", "needs": "import no_such_package"}.items():
+    without = "raise ModuleNotFoundError(name='transformers')"
+    needs = {"needs": "import no_such_package", "without": without}
+    for name, code in {"raises": "1 / 0", "exits": "import os; os._exit(3)", **needs}.items():
         (tmp_path / f"model_{name}.py").write_text(code)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
 
@@ -36,6 +38,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("nonsense", "'nonsense' is no model; it must be package.module:attribute"),
         ("no_such_module:build", "no_such_module:build cannot be imported: there is no module no_such_module"),
         ("model_needs:build", "it imports no_such_package, not installed"),
+        ("model_without:build", "it imports transformers, not installed: pip install -e '.[transformers]' in this"),
         ("model_raises:build", "model_raises raised ZeroDivisionError: division by zero (model_raises.py, line 1)"),
         (f"{MISUSE}:absent", "tests.support.model_misuse has no 'absent'; it must be a function build(context), or a"),
         (f"{MISUSE}:number", "number is 7; it must be a function build(context), or a verification.models.Setup"),
