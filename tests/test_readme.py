@@ -15,7 +15,9 @@ from tests.support.peers_table import disagreements
 from verification.mutants.catalogue import DEFECTS
 
 ROOT = Path(__file__).parents[1]
-README, SPEED, RING = ((ROOT / name).read_text() for name in ("README.md", "notebooks/README.md", "ring/README.md"))
+README, SPEED, RING, FRAMEWORKS = (
+    (ROOT / name / "README.md").read_text() for name in ("", "notebooks", "ring", "ring/nn/frameworks")
+)
 PATH = r"(?<![\w./])((?:reference|ring|verification|scripts|tests|notebooks|\.ci)/[\w./]*\w)(?![\w*])"
 PAGES = sorted({ROOT / "notebooks/README.md", *ROOT.glob("*.md")} | {
     page for package in ("reference", "ring", "verification") for page in (ROOT / package).rglob("*.md")
@@ -35,9 +37,11 @@ def fastest(name: str, *methods: str, **wanted: Any) -> list[float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name, ranks", [("one_process", 1), ("example", 2), ("pictures", 1)])
+@pytest.mark.parametrize("name, ranks", [("one_process", 1), ("example", 2), ("pictures", 1), ("llama", 2)])
 def test_the_examples_run(tmp_path: Path, name: str, ranks: int) -> None:
-    (text,) = re.findall(rf"```python\n(# {name}\.py.*?)```", README + RING, re.DOTALL)
+    (text,) = re.findall(rf"```python\n(# {name}\.py.*?)```", README + RING + FRAMEWORKS, re.DOTALL)
+    if name == "llama":
+        pytest.importorskip("transformers")
     script = tmp_path / f"{name}.py"
     script.write_text(text)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
