@@ -15,18 +15,15 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_the_version_is_said_once_and_types_are_installed() -> None:
+def test_versions_are_said_once_and_types_are_installed() -> None:
     assert PROJECT["project"]["dynamic"] == ["version"]
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert {*extras["transformers"]} < {*extras["training"]}
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "ring.__version__"}
     newest = re.search(r"^## \[?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None and newest[1] == ring.__version__
     assert all((ROOT / package / "py.typed").is_file() for package in ("reference", "ring", "verification"))
     assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["*"]
-
-
-def test_the_pin_of_transformers_is_that_of_training() -> None:
-    extras = PROJECT["project"]["optional-dependencies"]
-    assert set(extras["transformers"]) < set(extras["training"])
 
 
 @pytest.mark.parametrize("target", PROJECT["project"]["scripts"].values(), ids=PROJECT["project"]["scripts"])

@@ -100,23 +100,18 @@ def test_the_default_device_is_another_only_inside_and_nothing_is_kept() -> None
 
 
 WARNED = """
-import torch
-from ring import Layout, ring_attention
 from ring.comm.transport import SoloTransport
 from tests.support.plain_case import plain
-from verification.check.laws.refusal_cases import call
+from verification.check.laws.refusal_cases import Layout, call, ring_attention, torch
 from verification.run.rank import observe
 case = plain(1, tokens=4, heads=4, kv_heads=4, strided=True, dtype="bfloat16", again="autocast", seed=3)
-observe(SoloTransport(), case)
-call(SoloTransport(), case, "another dtype than the others", 0)
-x = torch.ones(1, 4, 4, 8).transpose(1, 2)
-ring_attention(x, x, x, case.pattern, Layout.contiguous(4, 1))
-"""
+observe(SoloTransport(), case), call(SoloTransport(), case, "another dtype than the others", 0)
+ring_attention(*[torch.ones(1, 4, 4, 8).transpose(1, 2)] * 3, case.pattern, Layout.contiguous(4, 1))"""
 
 
 def test_strides_of_heads_first_warn_users_and_not_this_suite() -> None:
     done = subprocess.run([sys.executable, "-c", WARNED], capture_output=True, text=True, check=True)
-    assert done.stderr.count("strides of heads first") == 1 and "<string>:12: UserWarning" in done.stderr
+    assert done.stderr.count("strides of heads first") == 1 and "<string>:8: UserWarning" in done.stderr
 
 
 def test_what_the_second_run_did_not_give_is_not_compared() -> None:
