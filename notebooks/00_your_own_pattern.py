@@ -189,7 +189,7 @@ plt.show()
 # %% [markdown]
 # ## The table
 #
-# In CSV, to take away; `cost.to_csv()`, `cost.to_json()` and `cost.to_pandas()` have every field of the prediction.
+# In CSV, to take away; `cost.to_json()` has every field of the prediction.
 
 # %%
 table = csv.writer(sys.stdout, lineterminator="\n")

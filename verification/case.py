@@ -214,6 +214,8 @@ class Case(SavedFields):
                 "again is 'no_grad' and exchange is 'auto', which chooses for forward alone where nothing requires "
                 "gradients; one of them must be another"
             )
+        elif self.hosts > 1:
+            raise ValueError(f"hosts is {self.hosts} and exchange is 'auto', which is refused on more than one")
         if self.cuts is not None:
             object.__setattr__(self, "cuts", validators.offsets("cuts", self.cuts, len(self.ranks), self.tokens))
         if self.keys is not None:

@@ -1,4 +1,4 @@
-"""The command `python -m ring.estimate`: prints a table, JSON or CSV."""
+"""The command `python -m ring.estimate`: prints a table or JSON."""
 
 from __future__ import annotations
 
@@ -81,9 +81,7 @@ def parser() -> argparse.ArgumentParser:
         add(option, dest=name, type=integer if metavar == "P" else float, metavar=metavar, help=text)
     add("--gpu", metavar="NAME", help=f"measured rates in place of those above but of hosts, of {GPU!r}")
     add("--memory", type=integer, metavar="BYTES", help="of a rank: adds the longest sequence that fits, such as 80Gi")
-    form = top.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--csv", action="store_true", help="print CSV")
+    add("--json", action="store_true", help="print JSON")
     return top
 
 
@@ -140,8 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = rows_of(given)
     except (ValueError, OSError, RecursionError) as error:
         top.error(str(error))
-    if given.json or given.csv:
-        print(rows.to_json() if given.json else rows.to_csv(), end="\n" if given.json else "")
+    if given.json:
+        print(rows.to_json())
     else:
         Console(width=None if sys.stdout.isatty() else MAX_WIDTH).print(rows.to_table())
     return 0

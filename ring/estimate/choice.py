@@ -1,9 +1,10 @@
 """The exchange that takes the least time by the model of `ring.estimate.stages`: `choose`, and `exchange="auto"`.
 
 Rates by default, of device types, so that all ranks choose the same:
-- cuda: those of `Rates.of("NVIDIA H200")`. Between hosts a port of 400 Gbit/s for each GPU is assumed.
-- cpu: one core a rank and gloo, by `python -m verification.cli.validate --backend gloo` on two; between hosts
-  the same.
+- cuda: those of `Rates.of("NVIDIA H200")`.
+- cpu: one core a rank and gloo, by `python -m verification.cli.validate --backend gloo` on two.
+
+No rate between hosts was measured. So `exchange="auto"` is refused where ranks are on several; `choose` takes yours.
 """
 
 from __future__ import annotations
@@ -21,29 +22,26 @@ from ring.estimate.estimates import DEVICES, Call, Estimate, Estimates, check_ra
 from ring.estimate.rates import Rates
 from ring.estimate.tile_seconds import GPU
 from ring.layout import Layout
-from ring.plan.exchange import AUTO, DIRECT, candidates, ranks_per_host
+from ring.plan.exchange import DIRECT, candidates
 
 _logger = logging.getLogger("ring")
 _CPU: dict[str, Any] = {"forward": 2e10, "backward": 2e10, "link": 5e8, "latency": 3e-4, "stage": 3e-4, "packing": 2e9}
 
 
-def default_rates(device: str, *, ranks_per_host: int | None = None) -> Rates:
+def default_rates(device: str) -> Rates:
     """Return the rates by which `exchange="auto"` chooses.
 
     Args:
         device: "cuda" or "cpu".
-        ranks_per_host: neighbours that share a host; None: all ranks do.
 
     Returns:
-        Rates of the device type.
+        Rates of the device type, within a host.
 
     Raises:
-        ValueError: an argument is invalid.
+        ValueError: the device is another.
     """
     validators.choice("device", device, DEVICES)
-    if device == "cpu":
-        return Rates(**_CPU, ranks_per_host=ranks_per_host)
-    return Rates.of(GPU, ranks_per_host=ranks_per_host)
+    return Rates(**_CPU) if device == "cpu" else Rates.of(GPU)
 
 
 def choose(
@@ -58,7 +56,8 @@ def choose(
         pattern, layout, order, heads, kv_heads, head_dim, value_dim, batch: as in `estimate`.
         dtype, bucket, device, key_layout: as in `estimate`.
         tokens, ranks: of the sequence, and p; one of each.
-        rates: of the machine; None: those of `default_rates`.
+        rates: of the machine; None: those of `default_rates`. With ranks_per_host exchanges across hosts are ordered
+            by rates that you know, which is experimental.
         backward: True to order by forward and backward together, False by forward alone.
 
     Returns:
@@ -91,19 +90,22 @@ def chosen(call: validation.Call, hosts: tuple[int, ...]) -> str:
         An exchange with numbers.
 
     Raises:
-        ValueError: the call cannot be counted exactly, or hosts have unequal numbers of ranks, or ranks that are no
-            neighbours.
+        ValueError: the call cannot be counted, or ranks are on several hosts.
     """
     (batch, _, heads, head_dim), (_, _, kv_heads, value_dim) = call.q.shape, call.v.shape
     device = "cuda" if call.q.is_cuda else "cpu"
     sizes = heads, kv_heads, head_dim, value_dim, batch, call.q.dtype
     if len(names := candidates(call.layout.world_size)) == 1:
         return names[0]
-    within = _ranks_per_host(hosts)
+    if (count := len(set(hosts))) > 1:
+        raise ValueError(
+            f"exchange 'auto' must have all ranks on one host, got ranks on {count}, between which no rate was "
+            "measured: write the first name of ring.estimate.choose(..., rates=) with rates of yours, or one, as "
+            "'direct'"
+        )
     try:
         estimated = Call(call.pattern, *sizes, DIRECT.name, call.settings.bucket, device)
-        rates = default_rates(device, ranks_per_host=within)
-        rows = _ordered(estimated, "given", call.layout, call.key_layout, rates, call.differentiated)
+        rows = _ordered(estimated, "given", call.layout, call.key_layout, default_rates(device), call.differentiated)
     except ValueError as error:
         raise ValueError(f"exchange 'auto' cannot predict this call: {error}; name one, as 'direct'") from error
     seconds = ", ".join(f"{row.exchange} {_seconds(row, call.differentiated):.3g}" for row in rows)
@@ -112,9 +114,9 @@ def chosen(call: validation.Call, hosts: tuple[int, ...]) -> str:
 
 
 def _ordered(call: Call, order: str, layout: Layout, keys: Layout, rates: Rates, backward: bool) -> Estimates:
-    setting = call.counted(layout, keys)
+    problem = call.problem(layout, keys)
     rows = [
-        row_of(replace(call, exchange=name), order, layout, keys, rates, setting=setting)
+        row_of(replace(call, exchange=name), order, layout, keys, rates, problem=problem)
         for name in candidates(layout.world_size)
     ]
     seconds = {row.exchange: _seconds(row, backward) for row in rows}
@@ -125,8 +127,3 @@ def _ordered(call: Call, order: str, layout: Layout, keys: Layout, rates: Rates,
 def _seconds(row: Estimate, backward: bool) -> float:
     assert row.forward.seconds is not None and row.backward.seconds is not None
     return row.forward.seconds + (row.backward.seconds if backward else 0.0)
-
-
-def _ranks_per_host(hosts: tuple[int, ...]) -> int | None:
-    """Return the ranks of each host, None for one host. Raises ValueError for unequal or interleaved hosts."""
-    return None if len(set(hosts)) == 1 else ranks_per_host(AUTO, hosts)

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from reference import cost, validators
+from reference import validators
 from reference.pattern import Pattern, check_pattern
 from ring.compute.kernels.kernel import HALF
 from ring.default_bucket import default_bucket
-from ring.estimate.allocator import allocated
-from ring.estimate.counting import MAX_TOKENS, Counted
+from ring.estimate.counting import MAX_TOKENS, Problem
+from ring.estimate.memory import memory_of
 from ring.estimate.rank_work import rank_work
 from ring.estimate.rates import Rates
 from ring.estimate.stages import Work, stage_seconds, stages_of
 from ring.estimate.tile_seconds import GPU
 from ring.layout import Layout
-from ring.plan.exchange import check_name, is_by_host, key_exchange, parse, with_number
+from ring.plan.exchange import DIRECT, check_name, is_by_host, key_exchange, parse, with_number
 from ring.plan.exchanges.key_exchange import KeyExchange
 from ring.validation import DTYPES
 
@@ -33,7 +30,7 @@ if TYPE_CHECKING:
 
 ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "balanced", "zigzag by document")
 DEVICES = ("cpu", "cuda")
-BYTES = ("shards", "accumulator", "gradients", "incoming", "buffers", "memory", "sent", "allocated")
+BYTES = ("shards", "accumulator", "gradients", "incoming", "buffers", "memory", "sent")
 MAX_RANKS = 2**12
 _GRAIN = 128  # tokens a rank: `longest` is a multiple
 _MAX_BYTES = 2**60  # of a sequence's tensors: sums of them fit into 64 bits
@@ -53,8 +50,6 @@ class Pass:
         computing: seconds of the kernels.
         messaging: seconds of the messages, hidden or not.
         exposed: seconds of messages that computing does not hide.
-        allocated: bytes at the peak of torch's allocator on a GPU, by `ring.estimate.allocator`; None without rates of
-            kernels, for an exchange by heads, and in `choose`.
     """
 
     buffers: int
@@ -66,12 +61,11 @@ class Pass:
     computing: float | None = None
     messaging: float | None = None
     exposed: float | None = None
-    allocated: int | None = None
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One prediction, on the rank that has most of each.
+    """One prediction, on the rank that has most of each, of those that are counted.
 
     Args:
         tokens, ranks, order, exchange, bucket: the setting. order is "given" for a layout of the caller's.
@@ -81,9 +75,10 @@ class Estimate:
             the own rows, in the dtypes in which they are sent.
         incoming: bytes of the gradient of out; backward.
         pairs: (query head, query, key) triples of one batch entry.
-        imbalance: pairs of the busiest rank / mean.
+        imbalance: pairs of the busiest rank / mean, of all ranks.
         forward, backward: the two passes.
         longest: tokens that fit the given memory, see `longest`; None if no memory is given.
+        counted: ranks whose messages and buffers are counted; of more than 32 some, see `ring.estimate.counting`.
     """
 
     tokens: int
@@ -100,6 +95,7 @@ class Estimate:
     forward: Pass
     backward: Pass
     longest: int | None = None
+    counted: int = 1
 
     def flat(self) -> dict[str, Any]:
         """Return all fields in one dictionary, those of the passes as forward_memory and so on."""
@@ -131,24 +127,6 @@ class Estimates(tuple[Estimate, ...]):
     def to_json(self) -> str:
         """Return a JSON list with an object a row."""
         return json.dumps([row.flat() for row in self], indent=1)
-
-    def to_csv(self) -> str:
-        """Return CSV with a line of names; None is empty."""
-        text, rows = io.StringIO(), [row.flat() for row in self]
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return text.getvalue()
-
-    def to_pandas(self) -> Any:
-        """Return a pandas DataFrame.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        import pandas as pd
-
-        return pd.DataFrame([row.flat() for row in self])
 
 
 def _shown(name: str, value: Any) -> str:
@@ -189,13 +167,13 @@ class Call:
         validators.optional(validators.integer, "bucket", self.bucket, 1, MAX_TOKENS)
         validators.choice("device", self.device, DEVICES)
 
-    def counted(self, layout: Layout, key_layout: Layout) -> Counted:
-        """Return the setting of a layout, counted as its attributes are read. Raises ValueError for too many bytes."""
+    def problem(self, layout: Layout, key_layout: Layout) -> Problem:
+        """Return the problem of a layout, counted as its attributes are read. Raises ValueError for too many bytes."""
         tokens = max(layout.n, key_layout.n) * self.batch * self.heads
         if tokens * (self.head_dim + self.value_dim) * layout.world_size * 8 >= _MAX_BYTES:
             raise ValueError("batch, heads, head_dim and value_dim are too large together: tensors have 2**60 bytes")
-        sizes = self.batch, self.heads, self.kv_heads, self.head_dim, self.dtype.itemsize, self.value_dim
-        return Counted(self.pattern, (), *sizes, layout=layout, key_layout=key_layout)
+        sizes = self.batch, self.heads, self.kv_heads, self.head_dim, self.value_dim, self.dtype.itemsize
+        return Problem(self.pattern, layout, key_layout, *sizes)
 
     def bucket_of(self, layout: Layout, key_layout: Layout) -> int:
         """Return the bucket that `ring_attention` uses."""
@@ -220,14 +198,8 @@ class Call:
         if rates is None or rates.kernels is None:
             return None
         default = self.bucket is None
-        return partial(rank_work, bucket=bucket, by_default=default, narrow=self.narrow, strict=strict, rates=rates)
-
-    def allocated(self, setting: Counted, bucket: int, rates: Rates | None) -> tuple[int | None, int | None]:
-        """Return the bytes at the peak of torch's allocator, forward and backward; None where it is not predicted."""
-        if rates is None or rates.kernels is None or parse(self.exchange, setting.world).degree > 1:
-            return None, None
-        return allocated(
-            setting, self.keys, bucket=bucket, by_default=self.bucket is None, narrow=self.narrow, kernels=rates.kernels
+        return cache(
+            partial(rank_work, bucket=bucket, by_default=default, narrow=self.narrow, strict=strict, rates=rates)
         )
 
     @property
@@ -236,24 +208,18 @@ class Call:
         of_keys, of_values = (2 * self.batch * dim for dim in (self.head_dim, self.value_dim))
         return of_keys + of_values, 3 * of_keys + 2 * of_values
 
-    def memory(self, setting: Counted, bucket: int, one_sided: bool) -> dict[str, np.ndarray]:
-        """Return the terms of the memory of each rank, (p,) each, by their names in `Estimate`. one_sided: the ranks
-        write into each other's memory.
+    def memory(self, problem: Problem, bucket: int, one_sided: bool) -> dict[str, int]:
+        """Return the terms of the memory by their names in `Estimate`, each of the rank that has most of it. one_sided:
+        the ranks write into each other's memory.
         """
-        held = cost.resident(setting, self.exchange, bucket)
-        buffers = cost.buffers(setting, self.exchange, bucket, self.narrow, one_sided)
-        incoming = self.batch * setting.counts * self.heads * self.value_dim * self.dtype.itemsize
-        return {
-            "shards": held.shards, "accumulator": held.accumulator, "gradients": held.gradients, "incoming": incoming,
-            "forward_buffers": buffers.forward, "backward_buffers": buffers.backward,
-            "forward_memory": held.shards + held.accumulator + buffers.forward,
-            "backward_memory": held.shards + incoming + held.gradients + buffers.backward,
-        }  # fmt: skip
+        exchange = parse(self.exchange, problem.ranks)
+        terms = [memory_of(problem, exchange, bucket, rank, self.narrow, one_sided) for rank in problem.counted_ranks]
+        return {name: max(term[name] for term in terms) for name in terms[0]}
 
     def peak(self, layout: Layout, one_sided: bool) -> int:
         """Return the bytes of the fullest rank at the peak. one_sided: as in `memory`."""
-        terms = self.memory(self.counted(layout, layout), self.bucket_of(layout, layout), one_sided)
-        return int(max(terms["forward_memory"].max(), terms["backward_memory"].max()))
+        terms = self.memory(self.problem(layout, layout), self.bucket_of(layout, layout), one_sided)
+        return max(terms["forward_memory"], terms["backward_memory"])
 
 
 def estimate(
@@ -265,8 +231,9 @@ def estimate(
 ) -> Estimates:  # fmt: skip
     """Predict memory, messages, work and time of `ring_attention`, forward and backward, on the rank with most of each.
 
-    Bytes of shards and buffers, bytes sent and operations are exactly those of `reference.cost`, messages those of the
-    plan. Times are those of a model, which `ring.estimate.stages` states.
+    Bytes, messages and operations are exactly those of the call, by the schedules of all ranks; of more than 32 ranks
+    by those of some (`ring.estimate.counting`). Times are those of a model, which `ring.estimate.stages` states.
+    Exchanges across hosts are experimental: their times were not compared with those of hosts.
 
     Args:
         pattern: the attention mask.
@@ -391,39 +358,40 @@ def checked_layouts(layout: Layout, key_layout: Layout | None, pattern: Pattern)
 
 def row_of(
     call: Call, order: str, layout: Layout, keys: Layout, rates: Rates | None, memory: int | None = None,
-    setting: Counted | None = None,
+    problem: Problem | None = None,
 ) -> Estimate:  # fmt: skip
-    """Return the estimate of checked arguments. setting: counted before; None: counted here."""
+    """Return the estimate of checked arguments. problem: counted before, to order exchanges; None: counted here."""
     hosts = (0,) * layout.world_size if rates is None else rates.hosts(layout.world_size)
     one_sided = call.device == "cuda" and len(set(hosts)) <= 1
     call = replace(call, exchange=with_number(call.exchange, hosts))
-    alone, bucket = setting is None, call.bucket_of(layout, keys)
-    setting = call.counted(layout, keys) if setting is None else setting
-    sent = cost.sent(setting, call.exchange, call.narrow)
-    stages = stages_of(setting, call.exchange, bucket, hosts, call.work(rates, bucket, alone))
-    terms = {name: int(term.max()) for name, term in call.memory(setting, bucket, one_sided).items()}
-    flops = cost.flops(setting, call.exchange)
-    messages = (np.sum([x.out for stage in stages for x in stage.messages(i)], axis=(0, 1)) for i in (False, True))
-    sizes = setting.slot_bytes(call.narrow)
-    seconds = (
-        {} if rates is None else stage_seconds(stages, passed, call.operations, sizes, rates).slowest()
-        for passed in (False, True)
-    )  # fmt: skip
-    passes = {
-        name: Pass(
-            terms[f"{name}_buffers"], terms[f"{name}_memory"], int(traffic.sum(1).max()),
-            int(out.max()), max(each), **spent, allocated=held,
-        )
-        for name, traffic, out, each, spent, held in zip(
-            ("forward", "backward"), (sent.forward, sent.backward), messages, (flops.forward, flops.backward), seconds,
-            call.allocated(setting, bucket, rates) if alone else (None, None), strict=True,
-        )
-    }  # fmt: skip
-    most = None if memory is None else longest(call, setting.world, order, memory, one_sided)
+    exchange, bucket = parse(call.exchange, layout.world_size), call.bucket_of(layout, keys)
+    work = call.work(rates, bucket, strict=problem is None)
+    problem = call.problem(layout, keys) if problem is None else problem
+    ranks = problem.counted_ranks
+    blocks = [stages_of(problem, exchange, bucket, rank, hosts, work) for rank in ranks]
+    terms, slots = call.memory(problem, bucket, one_sided), problem.slot_bytes(call.narrow)
+    pairs = problem.computed(exchange, problem.head_stages(exchange, bucket))
+    most = int(pairs.max())
+    passes = []
+    for backward, name in enumerate(("forward", "backward")):
+        times: dict[str, float] = {}
+        if rates is not None:
+            spent = [stage_seconds(own, bool(backward), call.operations, slots, rates).times() for own in blocks]
+            times = max(spent, key=lambda seconds: seconds["seconds"])
+        passes.append(
+            Pass(
+                terms[f"{name}_buffers"], terms[f"{name}_memory"],
+                max(sum(x.sent(bool(backward), slots) for x in own) for own in blocks),
+                max(sum(x.count(bool(backward)) for x in own) for own in blocks),
+                most * call.operations[backward], **times,
+            )
+        )  # fmt: skip
     return Estimate(
-        layout.n, setting.world, order, call.exchange, bucket, shards=terms["shards"], accumulator=terms["accumulator"],
-        gradients=terms["gradients"], incoming=terms["incoming"], pairs=max(flops.pairs), imbalance=flops.imbalance,
-        forward=passes["forward"], backward=passes["backward"], longest=most,
+        layout.n, problem.ranks, order, call.exchange, bucket, shards=terms["shards"], accumulator=terms["accumulator"],
+        gradients=terms["gradients"], incoming=terms["incoming"], pairs=most,
+        imbalance=most / (int(pairs.sum()) / problem.ranks) if most else 1.0,
+        forward=passes[0], backward=passes[1], counted=len(ranks),
+        longest=None if memory is None else longest(call, problem.ranks, order, memory, one_sided),
     )  # fmt: skip
 
 
@@ -435,7 +403,8 @@ def longest(call: Call, ranks: int, order: str, memory: int, one_sided: bool) ->
     """
     grain = _GRAIN * ranks
     layout = layout_of(call.pattern, grain, 1, order)
-    token = int(cost.resident(call.counted(layout, layout)).shards.sum()) // grain  # at least
+    alone = replace(call, exchange=DIRECT.name).memory(call.problem(layout, layout), grain, False)
+    token = alone["shards"] // grain  # at least
     fits, fails = 0, memory * ranks // token // grain + 1
     if fails * grain > MAX_TOKENS:
         fails = MAX_TOKENS // grain

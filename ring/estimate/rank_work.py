@@ -29,7 +29,7 @@ from ring.compute.gpu.kernel_times import PASSES
 from ring.compute.kernels import MEASURED
 from ring.compute.kernels.kernel import Kernel
 from ring.default_bucket import default_local_bucket
-from ring.estimate.counting import Counted
+from ring.estimate.counting import Problem
 from ring.estimate.rates import Kernels, Rates
 from ring.estimate.tile_seconds import call_seconds, tile_seconds
 from ring.plan.blocks import Heads
@@ -54,7 +54,7 @@ class RankWork(NamedTuple):
 
 
 def rank_work(
-    setting: Counted, exchange: KeyExchange, *, bucket: int, by_default: bool, narrow: bool, strict: bool, rates: Rates
+    problem: Problem, exchange: KeyExchange, *, bucket: int, by_default: bool, narrow: bool, strict: bool, rates: Rates
 ) -> RankWork:
     """Return the work of a problem whose keys travel by an exchange.
 
@@ -62,68 +62,68 @@ def rank_work(
     for tiles that only the math kernel takes, whose times are not measured; otherwise they count as fused ones.
     """
     assert rates.kernels is not None
-    rank, listed = int(setting.pairs.argmax()), setting.layout.listed is not None
-    if not listed and setting.pattern.documents is None and (runs := _runs(setting, rank)) > _MOST_RUNS:
-        return _of_runs(setting, int(setting.counts[rank]) // runs, rates.kernels)
-    plan = rank_plan(setting, exchange, bucket, by_default, rates.kernels, rank)
-    tiles, kernels = plan.tiles, kernels_for(setting, rates.kernels)
+    rank, listed = int(problem.pairs.argmax()), problem.layout.listed is not None
+    if not listed and problem.pattern.documents is None and (runs := _runs(problem, rank)) > _MOST_RUNS:
+        return _of_runs(problem, int(problem.rows[rank, 0]) // runs, rates.kernels)
+    plan = rank_plan(problem, exchange, bucket, by_default, rates.kernels, rank)
+    tiles, kernels = plan.tiles, kernels_for(problem, rates.kernels)
     if strict and any(tile.mask is Mask.POSITION for tile in tiles):
         raise ValueError(
             "rates have no time of masks by position, which queries and keys at unequal distances need here: give "
             "Rates(forward=, backward=, link=) in place of rates with kernels"
         )
-    own_pairs = int(setting.work[rank, 0])
+    own_pairs = float(problem.stage_pairs(exchange, bucket, rank)[0])
     own, others = (
         [
-            sum(tile_seconds(tile, passed, setting.dims, setting.batch, kernels) for tile in some) / max(1, pairs)
+            sum(tile_seconds(tile, passed, problem.dims, problem.batch, kernels) for tile in some) / max(1, pairs)
             for passed in PASSES[:2]
         ]
         for some, pairs in (
-            (plan.local, own_pairs), (tiles[len(plan.local) :], int(setting.pairs[rank]) - own_pairs)
+            (plan.local, own_pairs), (tiles[len(plan.local) :], int(problem.pairs[rank]) - own_pairs)
         )
     )  # fmt: skip
     besides = [
         packed / (rates.packing or inf) + merged / (rates.kernels.merging or inf) + starts * rates.kernels.launch
         for packed, merged, starts in zip(
-            _packed(plan, setting, narrow), _merged(plan, setting, narrow, rates.kernels), _starts(plan), strict=True
+            _packed(plan, problem, narrow), _merged(plan, problem, narrow, rates.kernels), _starts(plan), strict=True
         )
     ]
     return RankWork((own[0], own[1]), (others[0], others[1]), (besides[0], besides[1]))
 
 
-def _runs(setting: Counted, rank: int) -> int:
+def _runs(problem: Problem, rank: int) -> int:
     """Count the runs of positions at equal distances in a rank's queries."""
-    steps = np.diff(setting.layout.positions(rank).numpy())
+    steps = np.diff(problem.layout.positions(rank).numpy())
     return 1 + int((steps[1:] != steps[:-1]).sum()) // 2
 
 
-def _of_runs(setting: Counted, length: int, kernels: Kernels) -> RankWork:
+def _of_runs(problem: Problem, length: int, kernels: Kernels) -> RankWork:
     """Return the work of large calls on sequences as long as a run."""
-    areas, heads = np.array([max(1, length) ** 2]), setting.batch * setting.heads * _MANY
+    areas, heads = np.array([max(1, length) ** 2]), problem.batch * problem.heads * _MANY
     forward, backward = (
-        call_seconds(areas, heads, False, passed, setting.dims, kernels_for(setting, kernels))
-        / (heads / setting.batch * areas[0])
+        call_seconds(areas, heads, False, passed, problem.dims, kernels_for(problem, kernels))
+        / (heads / problem.batch * areas[0])
         for passed in PASSES[:2]
     )
     return RankWork((forward, backward), (forward, backward), (0.0, 0.0))
 
 
-def kernels_for(setting: Counted, kernels: Kernels) -> tuple[Kernel, ...]:
+def kernels_for(problem: Problem, kernels: Kernels) -> tuple[Kernel, ...]:
     """Return the kernels that take the head dims; all of them if none does, as for calls that are only ordered."""
-    usable = kernels.taking(setting.dims, setting.heads // setting.kv_heads)
+    usable = kernels.taking(problem.dims, problem.heads // problem.kv_heads)
     return usable or tuple(kernel for kernel in MEASURED if kernel.name in kernels.names)
 
 
 def rank_plan(
-    setting: Counted, exchange: KeyExchange, bucket: int, by_default: bool, kernels: Kernels, rank: int
+    problem: Problem, exchange: KeyExchange, bucket: int, by_default: bool, kernels: Kernels, rank: int
 ) -> Plan:
     """Return the plan of a rank on GPUs. by_default: the bucket is not the caller's."""
-    sizes, usable = (setting.batch, setting.heads, max(setting.dims)), kernels_for(setting, kernels)
+    sizes, usable = (problem.batch, problem.heads, max(problem.dims)), kernels_for(problem, kernels)
     return plan_of(
-        setting.pattern, setting.layout, rank, setting.heads, setting.kv_heads, exchange, bucket,
+        problem.pattern, problem.layout, rank, problem.heads, problem.kv_heads, exchange, bucket,
         default_local_bucket(*sizes, bucket, "cuda") if by_default else None,
         varlen=max(kernel.max_varlen_tokens for kernel in usable),
-        window=max(kernel.max_window for kernel in usable), key_layout=setting.key_layout,
+        window=max(kernel.max_window for kernel in usable), key_layout=problem.key_layout,
     )  # fmt: skip
 
 
@@ -135,9 +135,9 @@ def _starts(plan: Plan) -> tuple[int, int]:
     return tiles + packs + 1, tiles + packs + returns + 2  # merges of out; of dq, and of dk and dv
 
 
-def _packed(plan: Plan, setting: Counted, narrow: bool) -> tuple[float, float]:
+def _packed(plan: Plan, problem: Problem, narrow: bool) -> tuple[float, float]:
     """Count the bytes of rows that are copied for messages, forward and backward."""
-    slot, gradient = setting.slot_bytes(narrow)
+    slot, gradient = problem.slot_bytes(narrow)
     keys = sum(size_of(x.rows, x.heads) for step in plan.steps for x in step.gathers) * slot
     written = sum(size_of(x.key_rows, x.key_heads) for step in plan.steps for x in step.tiles)
     zeroed = sum(x.stop - x.start for step in plan.steps if not step.once for x in step.receives)
@@ -147,19 +147,19 @@ def _packed(plan: Plan, setting: Counted, narrow: bool) -> tuple[float, float]:
     )
 
 
-def _merged(plan: Plan, setting: Counted, narrow: bool, kernels: Kernels) -> tuple[int, int]:
+def _merged(plan: Plan, problem: Problem, narrow: bool, kernels: Kernels) -> tuple[int, int]:
     """Count the bytes that merges read and write, forward and backward."""
-    (dim, value_dim), item = setting.dims, setting.batch * setting.itemsize
-    in_place = any(kernel.in_place for kernel in kernels_for(setting, kernels))
-    slot, gradient = setting.slot_bytes(narrow)
-    tokens, keys = int(setting.counts[plan.rank]), int(setting.key_counts[plan.rank])
+    (dim, value_dim), item = problem.dims, problem.batch * problem.itemsize
+    in_place = any(kernel.in_place for kernel in kernels_for(problem, kernels))
+    slot, gradient = problem.slot_bytes(narrow)
+    tokens, keys = problem.rows[plan.rank].tolist()
     of_queries = [(x.query_rows, x.query_heads) for x in plan.tiles]
     of_keys = [(x.key_rows, x.key_heads) for x in plan.local]
     returned = sum(size_of(x.rows, x.heads) for step in plan.steps for x in step.scatters)
-    of_out = _rows_merged(of_queries, tokens, setting.heads, False) * value_dim * item
-    of_dq = _rows_merged(of_queries, tokens, setting.heads, in_place) * dim * item
-    of_dk = _rows_merged(of_keys, keys, setting.kv_heads, in_place) * slot + returned * gradient
-    return of_out, of_dq + of_dk + 2 * min(returned, keys * setting.kv_heads) * slot
+    of_out = _rows_merged(of_queries, tokens, problem.heads, False) * value_dim * item
+    of_dq = _rows_merged(of_queries, tokens, problem.heads, in_place) * dim * item
+    of_dk = _rows_merged(of_keys, keys, problem.kv_heads, in_place) * slot + returned * gradient
+    return of_out, of_dq + of_dk + 2 * min(returned, keys * problem.kv_heads) * slot
 
 
 def _rows_merged(parts: Sequence[tuple[Rows, Heads]], tokens: int, heads: int, in_place: bool) -> int:

@@ -100,8 +100,8 @@ class Rates:
             gpu: its name in torch: "NVIDIA H200".
             ranks_per_host: neighbours that share a host; None: all ranks do.
             kernels: that are installed; without FlashAttention-4 ("cudnn", "flash").
-            link_between, latency_between: of messages between hosts; None: 4e10 bytes/s, a port of 400 Gbit/s for each
-                GPU, and 3e-5 s.
+            link_between, latency_between: of messages between hosts, as in `Rates`: measured by you, as no rate of
+                them is recorded. With ranks_per_host, link_between is required.
 
         Raises:
             ValueError: no such GPU was measured, or an argument is invalid.
@@ -112,9 +112,11 @@ class Rates:
                 "Rates(forward=, backward=, link=) or, to the command, --forward-rate, --backward-rate and --link-rate"
             )
         _check_names("kernels", kernels)
-        if ranks_per_host is not None:
-            link_between = _LINK_BETWEEN if link_between is None else link_between
-            latency_between = _LATENCY_BETWEEN if latency_between is None else latency_between
+        if ranks_per_host is not None and link_between is None:
+            raise ValueError(
+                "link_between is None; it must be given with ranks_per_host, in bytes/s (to the command, "
+                "--link-rate-between): none was measured"
+            )
         return cls(
             None, None, link=3e11, latency=1e-5, ranks_per_host=ranks_per_host, link_between=link_between,
             latency_between=latency_between, packing=2e12, kernels=Kernels(kernels, 3e-6, 1.4e12),
@@ -160,9 +162,6 @@ class Rates:
             ranks: p.
         """
         return tuple(rank // (self.ranks_per_host or ranks) for rank in range(ranks))
-
-
-_LINK_BETWEEN, _LATENCY_BETWEEN = 4e10, 3e-5
 
 
 def _check_names(name: str, given: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from reference import validators
@@ -13,7 +14,7 @@ from ring.estimate.estimates import Call, check_call, check_rates, checked_layou
 from ring.estimate.rates import Rates
 from ring.estimate.stages import stage_seconds, stages_of
 from ring.layout import Layout
-from ring.plan.exchange import with_number
+from ring.plan.exchange import parse, with_number
 from ring.plan.timeline import seconds_picture
 
 _LANES = 16  # at most; then as many ranks at equal distances
@@ -50,14 +51,21 @@ def timeline(
     layouts = checked_layouts(layout, key_layout, pattern)
     hosts = rates.hosts(layout.world_size)
     call = replace(call, exchange=with_number(exchange, hosts))
-    setting, bucket = call.counted(*layouts), call.bucket_of(*layouts)
-    blocks = stages_of(setting, call.exchange, bucket, hosts, call.work(rates, bucket, strict=True))
-    spent = stage_seconds(blocks, backward, call.operations, setting.slot_bytes(call.narrow), rates)
-    total = spent.slowest()["seconds"]
-    p = layout.world_size
+    problem, bucket = call.problem(*layouts), call.bucket_of(*layouts)
+    spec, p = parse(call.exchange, layout.world_size), layout.world_size
     shown = sorted({i * (p - 1) // (_LANES - 1) for i in range(_LANES)}) if p > _LANES else list(range(p))
+    work, slots = call.work(rates, bucket, strict=True), problem.slot_bytes(call.narrow)
+    spent = {
+        rank: stage_seconds(
+            stages_of(problem, spec, bucket, rank, hosts, work), backward, call.operations, slots, rates
+        )
+        for rank in {*shown, *problem.counted_ranks}
+    }
+    total, stages = max(x.total for x in spent.values()), max(len(x.computing) for x in spent.values())
+    computing, messages = (
+        np.stack([np.pad(part, (0, stages - len(part))) for part in parts], axis=1)
+        for parts in zip(*(spent[rank] for rank in shown), strict=True)
+    )
     name = "backward" if backward else "forward"
     title = f"{call.exchange}, {name}, predicted: {1e3 * total:.4g} ms on the slowest of {p} ranks"
-    return seconds_picture(
-        title, [f"rank {rank}" for rank in shown], spent.computing[:, shown], spent.messages[:, shown]
-    )
+    return seconds_picture(title, [f"rank {rank}" for rank in shown], computing, messages)

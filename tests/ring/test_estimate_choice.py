@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +14,6 @@ import torch.distributed as dist
 
 from reference.pattern import Pattern
 from ring import consensus
-from ring.comm.process_group import ProcessGroupTransport
 from ring.estimate import Rates, choice, choose, default_rates, estimate
 from ring.layout import Layout
 from ring.nn import ContextParallel
@@ -54,12 +52,9 @@ def test_what_decides() -> None:
     assert first(Layout.contiguous(2**18, 8), Pattern.dense(True, window=1023)) == "direct"
     assert "gather" not in {row.exchange for row in choose(CAUSAL, tokens=512, ranks=4, **SIZES)}
     # Over a slow link keys should cross once for each host, not once for each rank.
-    far = default_rates("cuda", ranks_per_host=8)
-    near = default_rates("cuda")
-    assert far.link_between is not None and far.link_between < near.link and near.ranks_per_host is None
+    far = Rates.of("NVIDIA H200", ranks_per_host=8, link_between=5e9, latency_between=3e-5)
     slow = {
-        row.exchange: choice._seconds(row, True)
-        for row in choose(CAUSAL, Layout.zigzag(2**17, 16), rates=replace(far, link_between=5e9), **SIZES)
+        row.exchange: choice._seconds(row, True) for row in choose(CAUSAL, Layout.zigzag(2**17, 16), rates=far, **SIZES)
     }
     assert min(slow, key=slow.__getitem__) in ("ring:8+direct", "all-to-all:8+ring", "all-to-all:8+direct")
     assert slow["ring:8+direct"] < slow["direct"] / 2
@@ -68,11 +63,6 @@ def test_what_decides() -> None:
 def test_a_call_that_no_measured_kernel_takes_is_ordered_too() -> None:
     rows = choose(CAUSAL, tokens=64, ranks=2, heads=2, head_dim=1, dtype=torch.float64, rates=default_rates("cuda"))
     assert {row.exchange for row in rows} == set(choice.candidates(2))
-
-
-@pytest.mark.parametrize(("hosts", "expected"), [((0,), None), ((0, 0), None), ((0, 1), 1), ((0, 0, 1, 1), 2)])
-def test_ranks_per_host(hosts: tuple[int, ...], expected: int | None) -> None:
-    assert choice._ranks_per_host(hosts) == expected
 
 
 @pytest.mark.parametrize(
@@ -91,32 +81,23 @@ def test_refuses(change: dict[str, Any], named: str) -> None:
         choose(**{"pattern": CAUSAL, "tokens": 64, "ranks": 2, **SIZES, **change})
 
 
-def _auto(hosts: str, check: bool) -> tuple[str, int]:
+def _auto(check: bool) -> tuple[str, int]:
     """Return the exchange of a call, and how often it was chosen in three."""
     consensus._settings.clear()
-    with group_on(hosts) as group, patch.object(choice, "chosen", side_effect=choice.chosen) as chosen:
+    with group_on("aaaa") as group, patch.object(choice, "chosen", side_effect=choice.chosen) as chosen:
         results = [call(group, "auto", check=check) for _ in range(3)]
-        world = len(hosts)
-        x = normal(1, 12 // world, 4, 4, seed=0)
-        rows = choose(
-            CAUSAL, Layout.zigzag(12, world), heads=4, kv_heads=2, head_dim=4, dtype=x.dtype, device="cpu",
-            rates=default_rates("cpu", ranks_per_host=_per_host(hosts)),
-        )  # fmt: skip
+        x = normal(1, 3, 4, 4, seed=0)
+        rows = choose(CAUSAL, Layout.zigzag(12, 4), heads=4, kv_heads=2, head_dim=4, dtype=x.dtype, device="cpu")
         expected = call(group, rows[0].exchange, check=check)
         for grads, sent in results:
             assert sent == expected[1] and all(map(torch.equal, grads, expected[0]))
     return rows[0].exchange, chosen.call_count
 
 
-def _per_host(hosts: str) -> int | None:
-    return choice._ranks_per_host(tuple("abcd".index(host) for host in hosts))
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("check", (True, False))
-@pytest.mark.parametrize("hosts", ("aaaa", "aabb", "abcd"))
-def test_every_rank_takes_the_first_and_chooses_once(ranks: Ranks, hosts: str, check: bool) -> None:
-    exchange, _ = first = ranks(4).run(_auto, hosts, check)[0]
+def test_every_rank_takes_the_first_and_chooses_once(ranks: Ranks, check: bool) -> None:
+    exchange, _ = first = ranks(4).run(_auto, check)[0]
     assert first == (exchange, 1) and exchange in choice.candidates(4)
 
 
@@ -129,47 +110,36 @@ def test_a_choice_and_its_reason_are_logged(caplog: pytest.LogCaptureFixture) ->
     assert line.startswith("exchange 'auto' takes direct; predicted seconds: direct ") and ", all-to-all " in line
 
 
-def _on_irregular(hosts: str) -> str:
+def _refused(hosts: str, tokens: int) -> str:
+    x = torch.zeros(1, tokens // len(hosts), 1, 1)
     with group_on(hosts) as group, pytest.raises(ValueError) as error:
-        call(group, "auto")
+        plain(x, x, x, CAUSAL, Layout.zigzag(tokens, len(hosts)), group=group, exchange="auto", bucket=1)
     return str(error.value)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("hosts", "said"),
+    ("hosts", "tokens", "said"),
     [
-        ("aaab", "as many ranks of the group on every host, got hosts of 3, 1 ranks: write a number that divides 4"),
-        ("abab", "the ranks of a host side by side in the group, got ranks on hosts 0, 1, 0, 1: make"),
+        (
+            "aabb",
+            8,
+            "must have all ranks on one host, got ranks on 2, between which no rate was measured: write the fi",
+        ),
+        ("aaab", 8, "must have all ranks on one host, got ranks on 2"),
+        ("aaaa", 2**19, "cannot predict this call: bucket is 1; it must be large enough for at most 2**18 stages"),
     ],
 )
-def test_irregular_hosts_are_refused_by_every_rank(ranks: Ranks, hosts: str, said: str) -> None:
-    first, *others = ranks(4).run(_on_irregular, hosts)
-    assert f"exchange 'auto' must have {said}" in first
-    assert others == [first] * 3
-
-
-def _unpredictable() -> str:
-    layout = Layout.from_cuts(np.random.default_rng(0).permutation(2**16).tolist(), (0, 2**15, 2**16))
-    x = torch.zeros(1, 2**15, 1, 1)
-    with group_on("aa") as group, pytest.raises(ValueError) as error:
-        plain(x, x, x, Pattern.dense(), layout, group=group, exchange="auto")
-    return str(error.value)
-
-
-@pytest.mark.ranks
-def test_a_call_that_cannot_be_predicted_is_refused(ranks: Ranks) -> None:
-    first, other = ranks(2).run(_unpredictable)
-    assert first == other and "exchange 'auto' cannot predict this call: layout has too many runs" in first
-    assert first.endswith("name one, as 'direct'")
+def test_calls_of_which_no_time_is_known_are_refused(ranks: Ranks, hosts: str, tokens: int, said: str) -> None:
+    first, *others = ranks(4).run(_refused, hosts, tokens)
+    assert others == [first] * 3 and f"exchange 'auto' {said}" in first and first.endswith(", as 'direct'")
 
 
 def _disagreeing() -> str:
-    hosts = (0, 0) if dist.get_rank() == 0 else (0, 1)
+    exchange = "direct" if dist.get_rank() == 0 else "all-to-all"
     x = torch.ones(1, 4, 4, 4)
-    pick = patch.object(choice, "candidates", lambda ranks: ["direct"] if len(set(hosts)) == 1 else ["all-to-all"])
-    here = patch.object(ProcessGroupTransport, "hosts", hosts)
-    with group_on("aa") as group, here, pick, pytest.raises(ValueError) as error:
+    pick = patch.object(choice, "candidates", lambda ranks: [exchange])
+    with group_on("aa") as group, pick, pytest.raises(ValueError) as error:
         plain(x, x, x, CAUSAL, Layout.zigzag(8, 2), group=group, exchange="auto")
     return str(error.value)
 

@@ -13,10 +13,8 @@ from bench.workload import document_lengths
 
 from reference.pattern import Pattern
 from ring.compute.gpu.kernel_times import FILE
-from ring.compute.kernel_choice import choose as choose_kernel
-from ring.compute.kernels import CUDNN, FA4, FLASH, candidates
-from ring.compute.kernels.kernel import HOPPER, KernelSetting, Scores
-from ring.estimate import Kernels, Rates, allocator, choose, estimate, rank_work, timeline
+from ring.compute.kernels import CUDNN, FA4, FLASH
+from ring.estimate import Kernels, Rates, estimate, rank_work, timeline
 from ring.estimate.estimates import Call
 from ring.estimate.tile_seconds import GPU, call_seconds, tile_seconds
 from ring.layout import Layout
@@ -81,15 +79,15 @@ def test_copies_merges_and_starts_by_hand() -> None:
     """
     layout = Layout.zigzag(8, 2)
     call = Call(Pattern.dense(True), 1, 1, 1, 1, 1, torch.bfloat16, "direct", 8, "cuda")
-    setting = call.counted(layout, layout)
+    problem = call.problem(layout, layout)
     plan = plan_of(call.pattern, layout, 1, 1, 1, DIRECT, 8)
     slot = 4
     assert rank_work._starts(plan) == (2 + 1 + 1, 2 + 1 + 2 + 2)
-    assert rank_work._packed(plan, setting, True) == (4 * slot, 4 * slot + 2 * slot)
+    assert rank_work._packed(plan, problem, True) == (4 * slot, 4 * slot + 2 * slot)
     out = 4 * 2 + 2 * 4 * 2  # the other tile is read, and the own one, which is everything, read and written
     keys = 4 * slot + 2 * 4 * slot  # four returned gradients
     for names in (("cudnn",), ("fa4",)):
-        assert rank_work._merged(plan, setting, True, Kernels(names)) == (out, out + keys)
+        assert rank_work._merged(plan, problem, True, Kernels(names)) == (out, out + keys)
     assert rank_work._rows_merged([(Rows(0, 1, 2), Heads(1, 1, 0, 1, 1)), (Rows(2, 1, 2), Heads(1, 1, 0, 1, 1))], 4, 1,
                                   True) == 0  # fmt: skip
 
@@ -122,42 +120,12 @@ def test_many_runs_take_the_time_of_large_calls() -> None:
     assert rows[0] is not None and rows[1] is not None and 0.3 < rows[1] / rows[0] < 0.7
 
 
-def test_peaks_of_one_rank_by_hand() -> None:
-    """1024 rows of 4 query heads and 2 key/value heads, of 128 numbers of 2 bytes."""
-
-    def peaks(names: tuple[str, ...], **changes: Any) -> tuple[int | None, int | None]:
-        sizes: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 128, "tokens": 1024, "ranks": 1}
-        (row,) = estimate(Pattern.dense(True), **sizes | changes, rates=Rates.of(GPU, kernels=names))
-        return row.forward.allocated, row.backward.allocated
-
-    q, kv, lse = 1024 * 4 * 256, 2 * 1024 * 2 * 256, 1024 * 4 * 4
-    forward = q + kv + lse + (q + lse)  # the only partial result becomes the output
-    gradients = (q + kv + 2 * q + 2 * lse) + q + kv + 1024 * 4 * 4 * (128 + 2)
-    assert peaks(("fa4",)) == (forward, gradients + 2 * kv)  # dk and dv in fp32
-    assert peaks(("cudnn",)) == (forward, gradients + 2 * kv)  # of both query heads
-    assert peaks(("fa4",), kv_heads=4)[1] == (q + 2 * q + 2 * q + 2 * lse) + 3 * q + 1024 * 4 * 4 * (128 + 2)
-    nothing = (None, None)
-    assert peaks(("fa4",), ranks=2, exchange="all-to-all") == nothing
-    (row,) = choose(Pattern.dense(True), tokens=1024, ranks=1, **SIZES)
-    assert (row.forward.allocated, row.backward.allocated) == nothing
-
-
-@pytest.mark.parametrize("window", (None, 255, 1000, 4095))
-def test_the_allocator_has_the_kernels_of_the_call(window: int | None) -> None:
-    """Without FlashAttention-4: cuDNN would be faster at some tiles with a window, which it does not take."""
-    pattern, layout, kernels = Pattern.dense(True, window=window), Layout.zigzag(2**14, 2), Kernels(("cudnn", "flash"))
-    setting = Call(pattern, 32, 8, 128, 128, 1, torch.bfloat16, "ring", None, "cuda").counted(layout, layout)
-    call = KernelSetting(candidates("auto"), "cuda", HOPPER, torch.bfloat16, (128, 128), 4, 1, Scores(1.0, None))
-    for tile in rank_work.rank_plan(setting, RING, 2**16, True, kernels, 0).tiles:
-        assert allocator.kernel_of(tile, setting, kernels) == choose_kernel(call, tile, backward=True)
-
-
 def test_plans_have_windows_that_the_kernels_for_the_head_dims_take() -> None:
     """FlashAttention-4 does not take head dims of 80, and FlashAttention-2 no window of 4096 tokens."""
     pattern, layout = Pattern.dense(True, window=4095), Layout.contiguous(2**15, 2)
     for head_dim, windows in ((80, {None}), (128, {None, 4095})):
         call = Call(pattern, 32, 8, head_dim, head_dim, 1, torch.bfloat16, "ring", None, "cuda")
-        plan = rank_work.rank_plan(call.counted(layout, layout), RING, 2**16, True, Kernels(), 1)
+        plan = rank_work.rank_plan(call.problem(layout, layout), RING, 2**16, True, Kernels(), 1)
         assert {tile.window for tile in plan.tiles} == windows
 
 

@@ -24,11 +24,6 @@ CALIBRATION = "exchanges/"  # records that gave the rates of `Rates.of`
 HOST = "without a graph, where a graph takes less than the time / 1.15: the host bounds it"
 PRETENDED = "pretended hosts: NCCL over sockets, whose rate depends on the ranks that send; see notebook 03d"
 LEFT_OUT = {HOST: 104, PRETENDED: 48}
-# Settings whose memory is left out, with their numbers.
-SENT_BY_NCCL = "pretended hosts: no buffer lies in symmetric memory"
-BY_HEADS = "exchanges by heads: not predicted"
-REPLAYED = "calls short enough to be replayed: the graph's memory was allocated before the peak was measured"
-MEMORY_LEFT_OUT = {BY_HEADS: 70, REPLAYED: 56, SENT_BY_NCCL: 48}
 
 
 def timed(files: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -100,25 +95,6 @@ def seconds_of(row: dict[str, Any], found: Estimate) -> float:
     return sum(x.seconds for x in passes if x.seconds is not None)
 
 
-def bytes_of(record: dict[str, Any], row: dict[str, Any]) -> int:
-    """Return the measured peak of a row, with inputs and results, which "peak_bytes" is without."""
-    load = workload_of(row | {"heads": heads_of(record)})
-    tokens, (dim, value_dim), shape = max(load.layout.counts), load.shape.dims, load.shape
-    inputs, out = shape.query * dim + shape.kv * (dim + value_dim), shape.query * value_dim
-    numbers = inputs + out if row["pass"] == "forward" else 2 * inputs + 2 * out  # out, dout and gradients
-    return int(row["peak_bytes"] + 2 * tokens * numbers)
-
-
-def why_memory_left_out(name: str, record: dict[str, Any], row: dict[str, Any]) -> str | None:
-    """Return the reason for which the memory of a row's setting is left out."""
-    if name.startswith("hosts/"):
-        return SENT_BY_NCCL
-    if "all-to-all" in row["exchange"]:
-        return BY_HEADS
-    dim = row.get("dims", (128, 128))[0]
-    return REPLAYED if row["tokens"] * heads_of(record) * dim * 2 <= 2**24 else None
-
-
 def why_left_out(name: str, row: dict[str, Any], graphs: dict[str, float]) -> str | None:
     """Return the reason for which a row is left out. graphs: milliseconds of rows captured in a graph."""
     if name.startswith("hosts/"):
@@ -142,24 +118,6 @@ def test_nine_in_ten_times_are_within_15_percent() -> None:
     held_out = np.array([not name.startswith(CALIBRATION) for name, *_ in kept])
     assert len(off) >= 374 and np.mean(np.abs(off) <= 0.15) >= 0.9
     assert held_out.sum() >= 154 and np.mean(np.abs(off[held_out]) <= 0.15) >= 0.9
-
-
-def test_nine_in_ten_peaks_of_memory_are_within_10_percent() -> None:
-    """Counts the settings, of which a record has one peak for each pass, but MEMORY_LEFT_OUT."""
-    rows = {
-        identity(name, row): (name, record, row)
-        for name, record, row in timed(sorted(DATA.glob("**/*.json")))
-        if row.get("peak_bytes") is not None
-    }
-    reasons = [why_memory_left_out(*each) for each in rows.values()]
-    assert Counter(reason for reason in reasons if reason) == MEMORY_LEFT_OUT
-    off = []
-    for (_, record, row), reason in zip(rows.values(), reasons, strict=True):
-        if reason is None:
-            found = predicted(record, row)
-            held = [found.forward.allocated, found.backward.allocated][: 1 if row["pass"] == "forward" else 2]
-            off.append(max(x for x in held if x is not None) / bytes_of(record, row) - 1)
-    assert len(off) >= 120 and np.mean(np.abs(off) <= 0.1) >= 0.9
 
 
 def test_the_exchange_that_the_model_prefers_is_among_the_fastest_in_records_of_gpus() -> None:

@@ -71,9 +71,11 @@ def test_a_bad_field_is_named(field: str, values: tuple[object, ...]) -> None:
             replace(case(), **{field: value})  # type: ignore[arg-type]
 
 
-def test_a_choice_that_the_second_run_would_change_is_refused() -> None:
+def test_choices_that_runs_would_change_or_refuse_are_refused() -> None:
     with pytest.raises(ValueError, match="^again is 'no_grad' and exchange is 'auto'"):
         case(exchange="auto", again="no_grad")
+    with pytest.raises(ValueError, match="^hosts is 3 and exchange is 'auto'"):
+        case(exchange="auto", hosts=3)
 
 
 def test_documents_must_add_up_and_the_last_is_lengthened() -> None:

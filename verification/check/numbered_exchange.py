@@ -25,13 +25,12 @@ def with_number(case: Case) -> Case:
 
 @lru_cache(maxsize=64)
 def _with_choice(case: Case) -> Case:
-    from ring.estimate.choice import choose, default_rates  # few Cases need estimates
+    from ring.estimate.choice import choose  # few Cases need estimates
 
-    (dim, value_dim), ranks = case.dims, len(case.ranks)
-    rates = default_rates(case.device, ranks_per_host=None if case.hosts == 1 else ranks // case.hosts)
+    dim, value_dim = case.dims
     first, *_ = choose(
         case.pattern, layout_of(case), key_layout=None if case.keys is None else key_layout_of(case), heads=case.heads,
         kv_heads=case.kv_heads, head_dim=dim, value_dim=value_dim, batch=case.batch, dtype=case.torch_dtype,
-        bucket=case.bucket, device=case.device, rates=rates,
+        bucket=case.bucket, device=case.device,
     )  # fmt: skip
     return replace(case, exchange=first.exchange)

@@ -235,9 +235,8 @@ def on_hosts(draw: Draw, case: Case) -> Case:
         return replace(case, hosts=hosts_of(draw, ranks))
     chooses = ranks <= MAX_CHOOSING and case.again != "no_grad"
     exchange = draw(_by_host_or_chosen if chooses else _by_host)
-    return replace(
-        case, exchange=exchange, hosts=draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]))
-    )
+    hosts = [1] if exchange == AUTO else [n for n in range(1, ranks + 1) if ranks % n == 0]
+    return replace(case, exchange=exchange, hosts=draw(st.sampled_from(hosts)))
 
 
 @st.composite

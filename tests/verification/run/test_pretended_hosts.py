@@ -104,11 +104,11 @@ def test_a_group_of_some_ranks(backend: Backend) -> None:
     check_case(backend, case(exchange="all-to-all+gather", group=(1, 2, 3), hosts=3, again="group", seed=1))
 
 
-@pytest.mark.parametrize(("number", "order"), [(1, "zigzag"), (2, "contiguous"), (4, "hilbert")])
+@pytest.mark.parametrize("order", ["zigzag", "contiguous", "hilbert"])
 def test_auto_is_judged_as_the_exchange_that_is_chosen(
-    backend: Backend, number: int, order: str, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = case(exchange="auto", hosts=number, order=order, seed=100 + number)
+    given = case(exchange="auto", order=order, seed=100)
     check_case(backend, given)
     chosen = with_number(given).exchange
     other = next(exchange for exchange in ("direct", "all-to-all") if exchange != chosen)
