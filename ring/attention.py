@@ -73,8 +73,9 @@ def ring_attention(
             "all-to-all:4+ring" 4 neighbours divide the heads of their rows, and keys go round rings of the ranks with
             the same heads; in "ring+all-to-all:4" rings are of neighbours. By "ring:8+direct" a key goes to each group
             of 8 neighbours once, such as the ranks of a host, and is passed round inside. Without a number, as
-            "all-to-all+ring", the first exchange is among the ranks of a host and the second between hosts. "auto"
-            takes the one that `ring.estimate.choose` predicts to be the fastest, by rates of the device type.
+            "all-to-all+ring", the first exchange is among the ranks of a host and the second between hosts. Across
+            hosts speed was never measured. "auto" takes the one that `ring.estimate.choose` predicts to be the fastest,
+            by rates of the device type; all ranks must be on one host.
         bucket: maximum key/value tokens per receive buffer and kernel call; None: chosen by a memory budget.
         kernel: "auto", "math", "flash" or, on GPUs, "cudnn" and "fa4". "flash" and "cudnn" are torch's fused kernels,
             "fa4" is FlashAttention-4, if it is installed; tiles that they do not support use "math". "auto" takes the

@@ -40,7 +40,7 @@ from ring.estimate.rank_work import RankWork
 from ring.estimate.rates import Rates
 from ring.plan.exchange import ExchangeSpec
 from ring.plan.exchanges.key_exchange import KeyExchange
-from ring.plan.head_shares import shares_keys
+from ring.plan.head_shares import HeadBlock, shares_keys
 from ring.plan.ranges import Ints
 
 _GIVEN, _WANTED = (3, 6), (2, 3)  # tensors that a block of heads gets, and returns; forward, backward
@@ -172,7 +172,7 @@ def stages_of(
 
 
 def _rows(
-    problem: Problem, dividing: Sequence[int], own: int, stage: Sequence[tuple[range, range]], sizes: Ints,
+    problem: Problem, dividing: Sequence[int], own: int, stage: Sequence[HeadBlock], sizes: Ints,
     far: Sequence[bool],
 ) -> tuple[Messages, ...]:  # fmt: skip
     """Count the messages with rows of a stage, as `ring.comm.head_exchange` sends them."""

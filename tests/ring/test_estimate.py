@@ -177,7 +177,8 @@ def announced(call: Call, layout: Layout, keys: Layout, rank: int) -> list[list[
     """Messages that `ring_attention` sends on a rank, forward and backward."""
     programs, tensors = programs_of(call, layout, keys, rank)
     transport: Any = Announcing(rank)
-    found, (q, k, v, *_) = [], tensors
+    found: list[list[Any]] = []
+    q, k, v, *_ = tensors
     for run in (
         lambda: execute._forward(programs, transport, q, k, v),
         lambda: execute._backward(transport, programs.backward(q, False), False, *tensors),
