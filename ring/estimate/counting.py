@@ -4,8 +4,8 @@ Stages, messages and buffers are those of the schedules that ranks make for a ca
 counted by ranges (`ring.plan.ranges`), not by tokens, so long sequences take no longer.
 
 Many ranks are alike. So of more than 32 only some make their schedules: 8 at equal distances, and those with most pairs
-and most tokens. What is given is the most of these, which may be less than the most of all: bytes that `ring` sends in
-contiguous order by up to a seventh. Pairs are counted on all ranks.
+and most tokens. Estimates are the most of these, which may be less than the most of all: bytes that `ring` sends in
+contiguous order by up to a seventh, times across hosts by a tenth. Pairs are counted on all ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,13 +27,14 @@ from ring.plan.head_shares import HeadBlock, head_shares
 from ring.plan.pieces import DocumentTable
 from ring.plan.range_pairs import RangePairs, Sight, group_of, pair_up
 from ring.plan.ranges import Ints, Ranges, Subranges, ragged_arange, ranges_of
-from ring.plan.schedule import KeyRows, Schedule
+from ring.plan.schedule import KeyRows, Sizes, Transfer
 
 MAX_TOKENS = 2**31
 MAX_PAIRS = 2**27  # of ranges in one segment
 MAX_CHUNKS = 2**18
 _MOST_RANKS, _SOME_RANKS = 32, 8
 _SAMPLES = 16  # queries of two ranges that see each other in part; up to so many all
+_ENDS = ("sends", "receives", "return_sends", "return_receives")
 _EXACT = 2**53  # up to here fp64 is exact
 Heads = Sequence[Sequence[HeadBlock]]  # stages: the block of each rank that divides the heads
 
@@ -58,8 +60,7 @@ class Problem:
     value_dim: int
     itemsize: int
     _made: dict[Hashable, Problem] = field(default_factory=dict, init=False)  # of blocks of heads
-    _schedules: dict[Hashable, Schedule] = field(default_factory=dict, init=False)
-    _stage_pairs: dict[Schedule, np.ndarray] = field(default_factory=dict, init=False)
+    _stages: dict[Hashable, KeyStages] = field(default_factory=dict, init=False)
 
     @property
     def ranks(self) -> int:
@@ -155,27 +156,35 @@ class Problem:
                     total[list(exchange.same_heads(rank))] += self.of_heads(exchange, block).pairs
         return total
 
-    def schedule(self, keys: KeyExchange, bucket: int, rank: int) -> Schedule:
-        """Return the schedule of a rank by an exchange of keys. Raises ValueError if it may have too many stages."""
+    def stages(self, keys: KeyExchange, bucket: int, rank: int) -> KeyStages:
+        """Return the stages of a rank by an exchange of keys. Raises ValueError if there may be too many."""
+        if (keys, bucket, rank) not in self._stages:
+            self._stages[keys, bucket, rank] = self._key_stages(keys, bucket, rank)
+        return self._stages[keys, bucket, rank]
+
+    def _key_stages(self, keys: KeyExchange, bucket: int, rank: int) -> KeyStages:
         if self.ranks > 1 and not keys.whole and self.key_layout.n * len(self.pattern.branches) // bucket > MAX_CHUNKS:
             raise ValueError(f"bucket is {bucket}; it must be large enough for at most 2**18 stages of messages")
-        key = keys, bucket, rank
-        if key not in self._schedules:
-            rows = KeyRows(self.ranges, self.key_layout, self.pattern.causal, rank, self.kv_heads, bucket)
-            self._schedules[key] = keys.schedule(rows)
-        return self._schedules[key]
+        ranges, causal, total = self.ranges, self.pattern.causal, self._by_rank[rank]
+        schedule = keys.schedule(KeyRows(ranges, self.key_layout, causal, rank, self.kv_heads, bucket))
+        own = Subranges.whole(ranges, ranges.keys[ranges.rank[ranges.keys] == rank])
+        pairs = _areas(ranges, causal, rank, [own, *(stage.received.subranges for stage in schedule.stages)])
+        if schedule.whole and schedule.stages:
+            pairs[1] = max(0.0, total - pairs[0])
+        messages = [[getattr(stage, name) for stage in schedule.stages] for name in _ENDS]
+        return KeyStages(messages, schedule.sizes, pairs * (total / pairs.sum() if pairs.any() else 0.0))
 
-    def stage_pairs(self, keys: KeyExchange, bucket: int, rank: int) -> np.ndarray:
-        """Count the pairs that a rank computes with its own keys, and in each stage: (stages + 1,)."""
-        schedule, ranges = self.schedule(keys, bucket, rank), self.ranges
-        if schedule not in self._stage_pairs:
-            own = ranges.keys[ranges.rank[ranges.keys] == rank]
-            arrivals = [Subranges.whole(ranges, own), *(stage.received.subranges for stage in schedule.stages)]
-            areas, total = _areas(ranges, self.pattern.causal, rank, arrivals), int(self.pairs[rank])
-            if schedule.whole and schedule.stages:
-                areas[1] = max(0.0, total - areas[0])
-            self._stage_pairs[schedule] = areas * (total / areas.sum() if areas.any() else 0.0)
-        return self._stage_pairs[schedule]
+
+class KeyStages(NamedTuple):
+    """Messages, buffers and pairs of a rank's schedule (`ring.plan.schedule`).
+
+    messages: sends, receives, return_sends and return_receives, each of all stages. pairs: that the rank computes with
+    its own keys, and in each stage, (stages + 1,).
+    """
+
+    messages: list[list[tuple[Transfer, ...]]]
+    sizes: Sizes
+    pairs: np.ndarray
 
 
 def _query_heads(blocks: Sequence[Block]) -> Ints:

@@ -22,7 +22,7 @@ def memory_of(
     blocks = [problem.of_heads(exchange, stage[own]) for stage in stages if stage[own].queries]
     buffers, held = np.zeros(2, np.int64), np.zeros(2, np.int64)
     for block in blocks:
-        sizes = block.schedule(exchange.keys, bucket, place).sizes
+        sizes = block.stages(exchange.keys, bucket, place).sizes
         slot, gradient = block.slot_bytes(narrow)
         forward = (sizes.receive_buffers * sizes.receive + sizes.send) * slot
         backward = forward + (sizes.receive_buffers * sizes.receive + sizes.returned) * gradient

@@ -72,7 +72,7 @@ def rank_work(
             "rates have no time of masks by position, which queries and keys at unequal distances need here: give "
             "Rates(forward=, backward=, link=) in place of rates with kernels"
         )
-    own_pairs = float(problem.stage_pairs(exchange, bucket, rank)[0])
+    own_pairs = float(problem.stages(exchange, bucket, rank).pairs[0])
     own, others = (
         [
             sum(tile_seconds(tile, passed, problem.dims, problem.batch, kernels) for tile in some) / max(1, pairs)

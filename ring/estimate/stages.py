@@ -159,13 +159,11 @@ def stages_of(
         pairs, keys, gradients = np.zeros(1), none, none
         if stage[own].queries:
             part = problem.of_heads(exchange, stage[own])
-            place = exchange.keys, bucket, alike.index(rank)
-            schedule, pairs = part.schedule(*place), part.stage_pairs(*place)
-            ends = [
-                [[(alike[x.peer], x.stop - x.start, 1) for x in getattr(each, name)] for each in schedule.stages]
-                for name in ("sends", "receives", "return_sends", "return_receives")
-            ]
-            keys, gradients = Messages.of(ends[0], ends[1], far), Messages.of(ends[2], ends[3], far)
+            ends, _, pairs = part.stages(exchange.keys, bucket, alike.index(rank))
+            sends, receives, return_sends, return_receives = (
+                [[(alike[x.peer], x.stop - x.start, 1) for x in batch] for batch in end] for end in ends
+            )
+            keys, gradients = Messages.of(sends, receives, far), Messages.of(return_sends, return_receives, far)
         rows = _rows(problem, dividing, own, stage, sizes, far) if exchange.degree > 1 else (none,) * 4
         blocks.append(HeadStage(pairs, keys, gradients, rows, exchange.degree, known, one_sided))
     return blocks
