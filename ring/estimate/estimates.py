@@ -372,25 +372,22 @@ def row_of(
     terms, slots = call.memory(problem, bucket, one_sided), problem.slot_bytes(call.narrow)
     pairs = problem.computed(exchange, problem.head_stages(exchange, bucket))
     most = int(pairs.max())
-    passes = []
-    for backward, name in enumerate(("forward", "backward")):
+
+    def passed(name: str, backward: bool) -> Pass:
         times: dict[str, float] = {}
         if rates is not None:
-            spent = [stage_seconds(own, bool(backward), call.operations, slots, rates).times() for own in blocks]
+            spent = (stage_seconds(own, backward, call.operations, slots, rates).times() for own in blocks)
             times = max(spent, key=lambda seconds: seconds["seconds"])
-        passes.append(
-            Pass(
-                terms[f"{name}_buffers"], terms[f"{name}_memory"],
-                max(sum(x.sent(bool(backward), slots) for x in own) for own in blocks),
-                max(sum(x.count(bool(backward)) for x in own) for own in blocks),
-                most * call.operations[backward], **times,
-            )
-        )  # fmt: skip
+        sent = max(sum(x.sent(backward, slots) for x in own) for own in blocks)
+        messages = max(sum(x.count(backward) for x in own) for own in blocks)
+        flops = most * call.operations[backward]
+        return Pass(terms[f"{name}_buffers"], terms[f"{name}_memory"], sent, messages, flops, **times)
+
     return Estimate(
         layout.n, problem.ranks, order, call.exchange, bucket, shards=terms["shards"], accumulator=terms["accumulator"],
         gradients=terms["gradients"], incoming=terms["incoming"], pairs=most,
         imbalance=most / (int(pairs.sum()) / problem.ranks) if most else 1.0,
-        forward=passes[0], backward=passes[1], counted=len(ranks),
+        forward=passed("forward", False), backward=passed("backward", True), counted=len(ranks),
         longest=None if memory is None else longest(call, problem.ranks, order, memory, one_sided),
     )  # fmt: skip
 

@@ -464,8 +464,8 @@ def test_refuses(change: dict[str, Any], named: str) -> None:
 
 
 def test_refuses_what_it_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="layout has too many runs of positions: 268435456 pairs"):
-        estimate(Pattern.longnet([4096], [1], 32), tokens=2**16, ranks=4096, order="striped", **SIZES)
+    with pytest.raises(ValueError, match="layout has too many runs of positions: 536870912 pairs"):
+        estimate(Pattern.longnet([2048], [1], 32), tokens=2**18, ranks=2048, order="striped", **SIZES)
     with pytest.raises(ValueError, match="tokens are too many: 2\\*\\*53"):
         estimate(Pattern.dense(), tokens=2**31, ranks=2, **SIZES)
     with pytest.raises(ValueError, match="memory is .* less than 2\\*\\*31 tokens take on 64 ranks"):
