@@ -311,7 +311,7 @@ assert case.world == 2 and all(case.steps > 1 for case, _ in shrunk)
 # %% [markdown]
 # Shrinking never comes down to one step: that one is right. So here a small model is trained for longer, on two ranks,
 # in three ways: with `optimizer.zero_grad()`; with `model.zero_grad()`; and, guarded, with `optimizer.zero_grad()` as
-# `ring.nn.frameworks.fairscale` wraps it. Of the first parameter that rank 0 steps, the gradient is compared with the
+# `ring.integrations.fairscale` wraps it. Of the first parameter that rank 0 steps, the gradient is compared with the
 # right one, and with that of rank 0's own tokens.
 
 # %%
@@ -327,7 +327,7 @@ from train import Model, join, leave, windows
 
 from ring import Layout
 from ring.nn import ContextParallel, cross_entropy, next_tokens, shard_batch
-from ring.nn.frameworks import fairscale
+from ring.integrations import fairscale
 
 options = Namespace(tokens=256, batch=2, layers=1, dim=32, heads=2, segment_length=[64, 256], dilated_ratio=[1, 2],
                     seed=0, data=1, text="manual", held_out=0)

@@ -34,7 +34,7 @@ from verification import whole_file
 from verification.failures import RankFailure
 from verification.run.processes.pool import Pool
 
-PAGE = Path(__file__).parents[1] / "ring" / "nn" / "frameworks" / "ARCHITECTURES.md"
+PAGE = Path(__file__).parents[1] / "ring" / "integrations" / "ARCHITECTURES.md"
 TOKENS, DOCUMENTS = 20, (7, 1, 12)
 LIMIT = 1e-9  # of the greatest magnitude: rounding in fp64 is 1e-13
 PARAMETERS = 5_000_000  # of a tiny model, at most
@@ -250,7 +250,7 @@ def near(x: Tensor, exact: Tensor, whole: Tensor) -> bool:
 
 def judge(architecture: str, kind: str) -> Verdict:
     """Task of a rank: return the verdict on a class."""
-    from ring.nn.frameworks.transformers import prepare
+    from ring.integrations.transformers import prepare
 
     try:
         model: Any = build(architecture, kind)

@@ -28,8 +28,8 @@ from torchtitan.protocols.module import Module
 
 from reference.pattern import Pattern
 from ring import Layout
+from ring.integrations.wrappers import fsdp
 from ring.nn import ContextParallel, clip_grad_norm, count_labels, cross_entropy, next_tokens, shard_batch
-from ring.nn.frameworks import fsdp
 from verification.models import ModelCase, Part, Run, Setup
 
 TOKENS, SEQUENCES, STEPS = 64, 4, 3

@@ -24,10 +24,10 @@ PACKAGES = (  # public: the names in __all__
 )  # fmt: skip
 MODULES = (  # public: every class and function without an underscore
     "reference.call_limits", "reference.closed_forms", "reference.cost", "reference.oracle", "reference.shards",
-    "ring.nn.frameworks.ddp", "ring.nn.frameworks.deepspeed",
-    "ring.nn.frameworks.fairscale", "ring.nn.frameworks.fsdp", "ring.nn.frameworks.lightning",
-    "ring.nn.frameworks.mesh", "ring.nn.frameworks.parallel_style", "ring.nn.frameworks.recompute",
-    "ring.nn.frameworks.trainer", "ring.nn.frameworks.transformers",
+    "ring.integrations.wrappers.ddp", "ring.integrations.deepspeed",
+    "ring.integrations.fairscale", "ring.integrations.wrappers.fsdp", "ring.integrations.trainers.lightning",
+    "ring.integrations.wrappers.mesh", "ring.integrations.parallel_style", "ring.integrations.wrappers.recompute",
+    "ring.integrations.trainers.trainer", "ring.integrations.transformers",
     "verification.peers.claims",
 )  # fmt: skip
 OPTIONAL = {  # the package that a module needs

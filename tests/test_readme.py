@@ -16,7 +16,7 @@ from verification.mutants.catalogue import DEFECTS
 
 ROOT = Path(__file__).parents[1]
 README, SPEED, RING, FRAMEWORKS = (
-    (ROOT / name / "README.md").read_text() for name in ("", "notebooks", "ring", "ring/nn/frameworks")
+    (ROOT / name / "README.md").read_text() for name in ("", "notebooks", "ring", "ring/integrations")
 )
 PATH = r"(?<![\w./])((?:reference|ring|verification|scripts|tests|notebooks|\.ci)/[\w./]*\w)(?![\w*])"
 PAGES = sorted({ROOT / "notebooks/README.md", *ROOT.glob("*.md")} | {

@@ -24,7 +24,7 @@ ROAD = (
     "ring.strided_view", "ring.comm", "ring.compute",
     "ring.lowering", "ring.default_bucket", "ring.settings", "ring.validation", "ring.programs",
     "ring.consensus", "ring.attend", "ring.execute", "ring.dispatcher_op", "ring.torch_compile", "ring.attention",
-    "ring.nn", "ring.estimate", "ring",
+    "ring.nn", "ring.estimate", "ring", "ring.integrations",
     "verification.wording", "verification.whole_file", "verification.failures", "verification.protocols",
     "verification.saved_fields", "verification.record_kinds", "verification.case", "verification.case_line",
     "verification.strategies", "verification.run", "verification.check", "verification.causes", "verification.search",

@@ -225,7 +225,9 @@ def _common(square: Tensor, grads: Sequence[Tensor], ranks: BatchRanks, kind: st
     if most - least > rounding * most or squares.isfinite().any() != squares.isfinite().all():
         average = "average them first (average_gradients, DDP)"
         if kind != "of plain parameters":
-            average = "shard the model over all of these ranks (ring.nn.frameworks.fsdp.shard with the whole mesh)"
+            average = (
+                "shard the model over all of these ranks (ring.integrations.wrappers.fsdp.shard with the whole mesh)"
+            )
         raise ValueError(
             f"gradients {kind} must be equal on all ranks: {average}, "
             f"got norms from {least**0.5:.6g} to {most**0.5:.6g}"

@@ -39,8 +39,8 @@ from bench.step_run import Exact, Stepper, StepTime, Turns, Wrong, by_turns, ste
 from bench.step_ways import ALONE, MEANING, OURS, PEERS, UNCHECKED, StepProblem, Way, names_of, ring_attend, way_of
 from bench.workload import Unsupported, named
 from ring import Layout
+from ring.integrations.wrappers import fsdp, recompute
 from ring.nn import ContextParallel, shard_batch, token_mean
-from ring.nn.frameworks import fsdp, recompute
 
 MODES = ("eager", "compiled")
 BACKENDS = {"cuda": "inductor", "cpu": "aot_eager"}  # inductor's C++ takes minutes to compile

@@ -22,8 +22,8 @@ from reference.pattern import Branch, Pattern, numbered_pattern
 from ring import Layout, ring_attention
 from ring.comm.group import transport_over
 from ring.comm.process_group import ProcessGroupTransport
+from ring.integrations.wrappers import recompute
 from ring.nn import ContextParallel, RingAttention
-from ring.nn.frameworks import recompute
 from ring.settings import Settings
 from ring.torch_compile import NO_GROUP, traced
 from tests.support.attention_cases import PACKED, PATTERNS, inputs, plain

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ring.integrations.wrappers import ddp, fsdp
 from ring.nn import LongNetBlock
-from ring.nn.frameworks import ddp, fsdp
 from tests.support.framework_example import (
     Example,
     Result,

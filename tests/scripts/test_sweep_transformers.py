@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 from sweep_transformers import REFUSED, RIGHT, WRONG, Verdict, cause, joint, judge
 
-from ring.nn.frameworks import transformers
+from ring.integrations import transformers
 from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]

@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ring import Layout
+from ring.integrations import transformers
+from ring.integrations.wrappers import ddp
 from ring.nn import ContextParallel, cross_entropy, next_tokens, shard_batch
-from ring.nn.frameworks import ddp, transformers
 
 SIZES = {"vocab_size": 19, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -131,7 +131,7 @@ def build_in_fp32(context: ContextParallel | None) -> nn.Module:
 def llama(context: ContextParallel | None, compare: bool = True) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from ring.nn.frameworks.transformers import prepare
+    from ring.integrations.transformers import prepare
 
     model = LlamaForCausalLM(
         LlamaConfig(

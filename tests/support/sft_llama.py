@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from ring.nn.frameworks.trainer import ContextParallelTrainer  # was:
+from ring.integrations.trainers.trainer import ContextParallelTrainer  # was:
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 

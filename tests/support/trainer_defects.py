@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from ring.nn.frameworks import trainer_call
-from ring.nn.frameworks.lightning import ReplicatedStrategy
-from ring.nn.frameworks.trainer_accelerator import DataAccelerator
+from ring.integrations.trainers import call as trainer_call
+from ring.integrations.trainers.accelerator import DataAccelerator
+from ring.integrations.trainers.lightning import ReplicatedStrategy
 from verification.models import Part, Run, WholeBatch
 from verification.models.trainers import accelerate_loop, lightning_trainer, peft_lora, transformers_trainer, trl_sft
 

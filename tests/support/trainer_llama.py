@@ -7,7 +7,7 @@ import torch
 from accelerate import PartialState
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from ring.nn.frameworks.trainer import ContextParallelTrainer  # was: from transformers import Trainer
+from ring.integrations.trainers.trainer import ContextParallelTrainer  # was: from transformers import Trainer
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 

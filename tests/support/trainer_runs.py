@@ -31,7 +31,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from ring.nn.frameworks.trainer import ContextParallelTrainer
+from ring.integrations.trainers.trainer import ContextParallelTrainer
 
 VOCABULARY = 19
 SIZES: dict[str, Any] = {

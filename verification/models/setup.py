@@ -392,7 +392,7 @@ def probabilities(logits: Tensor, labels: Tensor) -> Tensor:
 
 def recompute_layers(model: nn.Module, layers: tuple[type[nn.Module], ...], run: Run) -> None:
     """Apply the Case's checkpointing to layers of these classes, in place."""
-    from ring.nn.frameworks import recompute
+    from ring.integrations.wrappers import recompute
 
     kind = run.case.checkpointing
     if kind != "none":
@@ -403,7 +403,7 @@ def distribute(
     model: nn.Module, layers: tuple[type[nn.Module], ...], run: Run, policy: MixedPrecisionPolicy | None = None
 ) -> nn.Module:
     """Return the model with the Case's wrapper. policy: of FSDP."""
-    from ring.nn.frameworks import ddp, fsdp
+    from ring.integrations.wrappers import ddp, fsdp
 
     assert run.mesh is not None
     if run.case.wrapper == "ddp":

@@ -1,12 +1,37 @@
-"""Adapters of training frameworks to sharded sequences. Import the modules that you use.
+"""Former names of the modules of `ring.integrations`: each can be imported here, with a warning of its new name."""
 
-mesh             the ranks of a step: data x context, and the mesh over which gradients are averaged
-ddp, fsdp        torch's DistributedDataParallel and fully_shard over that mesh
-deepspeed        DeepSpeed's ZeRO 1, 2 and 3
-fairscale        FairScale's OSS and ShardedDDP
-lightning        strategies of Lightning's Trainer with either of these
-transformers     the attention of Hugging Face's models
-trainer          transformers' Trainer and its subclasses, with sharded sequences
-parallel_style   an attention module in a plan of torch's parallelize_module
-recompute        activation checkpointing, with the attention saved or recomputed
-"""
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+MOVED = {
+    "ddp": "wrappers.ddp", "fsdp": "wrappers.fsdp", "mesh": "wrappers.mesh", "recompute": "wrappers.recompute",
+    "transformers": "transformers", "trainer": "trainers.trainer", "lightning": "trainers.lightning",
+    "deepspeed": "deepspeed", "fairscale": "fairscale", "parallel_style": "parallel_style",
+    # named in the pickles of whole prepared models
+    "transformers_call": "transformers.call", "transformers_temperature": "transformers.temperature",
+}  # fmt: skip
+
+
+class _Moved(MetaPathFinder, Loader):
+    """Imports the module of the new name in place of the old one."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, name = fullname.rpartition(".")
+        return ModuleSpec(fullname, self) if package == __name__ and name in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        new = f"ring.integrations.{MOVED[module.__name__.rpartition('.')[2]]}"
+        warnings.warn(f"{module.__name__} is now {new}", DeprecationWarning, stacklevel=2)
+        sys.modules[module.__name__] = import_module(new)
+
+
+sys.meta_path.append(_Moved())

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from ring.integrations.wrappers import ddp, fsdp
 from ring.nn import average_gradients, clip_grad_norm, cross_entropy
-from ring.nn.frameworks import ddp, fsdp
 from tests.support.framework_example import mesh_of, whole
 from tests.support.nn_ranks import VOCABULARY, far, said
 from tests.support.ranks import Ranks

@@ -1,8 +1,7 @@
-"""Whole programs: the training step on the page of `ring.nn`, a Llama of Hugging Face, and what they import."""
+"""Whole programs: those on the page of `ring.nn`."""
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import subprocess
@@ -29,12 +28,6 @@ def torchrun(ranks: int, folder: Path, program: str) -> str:
     return run("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script, folder=folder)
 
 
-def test_no_framework_is_imported_but_by_the_module_that_is_for_it() -> None:
-    modules = "ring.nn, ring.nn.frameworks, ring.nn.frameworks.ddp, ring.nn.frameworks.fsdp"
-    optional = "{'transformers', 'accelerate', 'trl', 'deepspeed', 'fairscale', 'lightning'}"
-    assert run("-c", f"import sys, {modules}; print({optional} & {{*sys.modules}})") == "set()\n"
-
-
 def test_the_training_step_has_the_same_loss_and_norm_on_every_rank(tmp_path: Path) -> None:
     page = (ROOT / "ring/nn/README.md").read_text()
     (example,) = re.findall(r"```python\n(# train_step\.py.*?)```", page, re.DOTALL)
@@ -52,37 +45,3 @@ def test_losses_of_whole_sequences_are_those_of_one_process(tmp_path: Path) -> N
     assert len(wanted) == 3 and len(four) == 12
     for _, step, *numbers in four:  # printed with five digits; rounding of fp32 is less
         assert all(abs(float(x) - y) < 1e-4 for x, y in zip(numbers, wanted[step], strict=True))
-
-
-@pytest.mark.parametrize("name, changed", [("trainer_llama", 2), ("sft_llama", 3)])
-def test_few_lines_shard_a_trainer(name: str, changed: int, tmp_path: Path) -> None:
-    """The lines behind `# was:` are those of one process, and the page has those before them."""
-    sharded, page = (
-        (ROOT / path).read_text() for path in (f"tests/support/{name}.py", "ring/nn/frameworks/TRAINERS.md")
-    )
-    lines = re.findall(r"^ *(.*?)  # (?:type: .*  # )?was:.*$", sharded, re.MULTILINE)
-    assert len(lines) == changed and all(line in page for line in lines)
-    alone = tmp_path / "alone.py"
-    alone.write_text(re.sub(r"^( *).*# was:(?: (.*))?$", r"\1\2", sharded, flags=re.MULTILINE))
-    (before,) = re.findall(r"rank 0: (.*)", run(alone, folder=tmp_path))
-    after = re.findall(r"rank \d: (.*)", torchrun(4, tmp_path, sharded))
-    expected = [float(x) for x in before.split()]
-    assert len(after) == 4 and len(expected) >= 7
-    for numbers in after:  # printed with five digits; rounding of fp32 is less
-        assert all(abs(float(x) - y) < 1e-4 for x, y in zip(numbers.split(), expected, strict=True)), (numbers, before)
-
-
-def test_twelve_lines_make_it_sharded(tmp_path: Path) -> None:
-    """The two programs differ in twelve lines and empty ones, and end with the same loss, to fp32 rounding.
-
-    A thread of gloo that gives back what a backward left with it while Python ends aborts the process.
-    """
-    alone, sharded = (ROOT / f"tests/support/llama_{name}.py" for name in ("alone", "sharded"))
-    before, after = [path.read_text().splitlines()[1:] for path in (alone, sharded)]
-    changed = [line for line in difflib.ndiff(before, after) if line[:2] in ("+ ", "- ") and line[2:]]
-    assert sum(line.startswith("+") for line in changed) <= 12 and sum(line.startswith("-") for line in changed) <= 2
-    names = "\nfrom pathlib import Path\nfor x in Path('/proc/self/task').iterdir(): print((x / 'comm').read_text())\n"
-    printed = run(alone) + torchrun(2, tmp_path, sharded.read_text() + names)
-    first, *others = [float(word) for word in printed.split() if word[0].isdigit()]
-    assert len(others) == 2 and all(abs(loss - first) < 1e-5 for loss in others)
-    assert "python" in printed and "gloo" not in printed

@@ -18,6 +18,7 @@ from torch.nn import functional
 import ring.nn
 from reference import Pattern
 from ring import Layout
+from ring.integrations.wrappers import ddp, fsdp
 from ring.nn import (
     IGNORED,
     ContextParallel,
@@ -34,7 +35,6 @@ from ring.nn import (
     shard_batch,
     token_mean,
 )
-from ring.nn.frameworks import ddp, fsdp
 from tests.support.framework_example import mesh_of as mesh_of_ranks
 from tests.support.framework_example import whole as without_wrapper
 from tests.support.nn_ranks import MESHES, TOKENS, VOCABULARY, context_of, data_index, drawn, far, in_fp64, said

@@ -12,8 +12,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ring.integrations.transformers import prepare
 from ring.nn import ContextParallel
-from ring.nn.frameworks.transformers import prepare
 from verification.models import ModelCase, Run, Setup, WholeBatch
 from verification.models.setup import recompute_layers
 from verification.models.trainers.small_llama import small_llama

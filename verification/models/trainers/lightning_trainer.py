@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import LlamaForCausalLM
 
+from ring.integrations.trainers.lightning import ReplicatedStrategy, ShardedStrategy
+from ring.integrations.transformers import prepare
 from ring.nn import ContextParallel, count_labels, cross_entropy, shard_batch, token_mean
-from ring.nn.frameworks.lightning import ReplicatedStrategy, ShardedStrategy
-from ring.nn.frameworks.transformers import prepare
 from verification.models import ModelCase, Run, Setup, WholeBatch
 from verification.models.setup import distribute, probabilities, recompute_layers
 from verification.models.step_case import StepCase

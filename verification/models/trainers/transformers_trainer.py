@@ -20,9 +20,9 @@ from torch.nn import functional
 from transformers import EvalPrediction, LlamaModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
+from ring.integrations.trainers.trainer import ContextParallelTrainer
+from ring.integrations.transformers import prepare
 from ring.nn import ContextParallel
-from ring.nn.frameworks.trainer import ContextParallelTrainer
-from ring.nn.frameworks.transformers import prepare
 from ring.nn.sequence import gather
 from verification.models import ModelCase, Part, Run, Setup, WholeBatch
 from verification.models.batches import IGNORED

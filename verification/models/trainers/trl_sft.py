@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from ring.nn.frameworks.trainer import ContextParallelTrainer
+from ring.integrations.trainers.trainer import ContextParallelTrainer
 from verification.models import ModelCase, Run, WholeBatch
 from verification.models.trainers import transformers_trainer
 from verification.models.trainers.transformers_trainer import Row, not_shifted

@@ -38,7 +38,7 @@ def prepare() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it once, when imported
     for module in (LAYER, ALST, SDPA):
         importlib.import_module(module)
-    importlib.import_module("ring.nn.frameworks.deepspeed").without_compiler()
+    importlib.import_module("ring.integrations.deepspeed").without_compiler()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
 

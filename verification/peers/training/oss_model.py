@@ -12,7 +12,7 @@ from fairscale.nn.data_parallel import ShardedDataParallel
 from fairscale.optim import OSS
 from torch import Tensor, nn
 
-from ring.nn.frameworks import fairscale
+from ring.integrations import fairscale
 from verification.models.recording import arrays, named_parameters
 from verification.models.results import Named
 from verification.models.setup import Run, recompute_layers
@@ -21,7 +21,7 @@ from verification.training.rank.ring_model import LAYERS
 
 
 class Sharded(OwnSetup):
-    """Wrapped by `ring.nn.frameworks.fairscale`."""
+    """Wrapped by `ring.integrations.fairscale`."""
 
     oss: Any
 

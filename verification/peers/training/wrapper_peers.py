@@ -41,7 +41,7 @@ def without_clipping_in_fp64(case: TrainingCase) -> TrainingCase:
 
 
 def zero(stage: int) -> StepPeer:
-    supported = f"ring.nn.frameworks.deepspeed, ZeRO {stage}: fp32, and bf16 with parameters and sums in fp32"
+    supported = f"ring.integrations.deepspeed, ZeRO {stage}: fp32, and bf16 with parameters and sums in fp32"
     return wrapper_peer(f"deepspeed/zero{stage}", supported, in_fp32, ZERO, "Zero", stage)
 
 
@@ -52,6 +52,6 @@ def oss(name: str, kind: str, supported: str) -> StepPeer:
 
 WRAPPER_PEERS = (
     *(zero(stage) for stage in (1, 2, 3)),
-    oss("guarded", "Sharded", "ring.nn.frameworks.fairscale"),
+    oss("guarded", "Sharded", "ring.integrations.fairscale"),
     oss("as-written", "ShardedAsWritten", "OSS and ShardedDDP by their defaults, and the optimizer's zero_grad()"),
 )

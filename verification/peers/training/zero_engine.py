@@ -1,4 +1,4 @@
-"""DeepSpeed's engine on a rank, by `ring.nn.frameworks.deepspeed`, as the wrapper of a training step."""
+"""DeepSpeed's engine on a rank, by `ring.integrations.deepspeed`, as the wrapper of a training step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
 
-from ring.nn.frameworks import deepspeed
+from ring.integrations import deepspeed
 from verification.models.recording import arrays, named_parameters
 from verification.models.results import Named
 from verification.models.setup import Part, Run, recompute_layers

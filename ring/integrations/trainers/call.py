@@ -1,0 +1,240 @@
+"""Calls a prepared model with the whole batch of a collator: sharded before the model, the loss of all tokens after it.
+
+The batch is that of Hugging Face: labels that are not shifted, or `shift_labels`; an attention mask that marks padding;
+position_ids that restart in each packed document. Rows that are packed from different documents become one long row. So
+do rows with different padding where labels are those of the tokens themselves: that attention may see later tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import signature
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.modeling_outputs import CausalLMOutput
+
+from reference.documents import Documents, documents_from_positions
+from ring.integrations.transformers.call import is_given
+from ring.integrations.transformers.padding import check_values, separated
+from ring.nn.batch import IGNORED, Batch, next_tokens, shard_batch
+from ring.nn.batch_group import BatchRanks
+from ring.nn.context import ContextParallel
+from ring.nn.loss import cross_entropy
+from ring.nn.sequence import gather
+
+TENSORS = ("input_ids", "labels", "attention_mask", "position_ids")
+MORE = {True: "shift_labels", False: "token_type_ids"}  # where labels are those of the next tokens, or are not
+ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")  # of packed documents, as position_ids say them as well
+OTHERS = ("max_length_q", "max_length_k", "seq_idx", "num_items_in_batch", "use_cache", "fused_lm_head", "return_dict")
+# Arguments that a trainer or `compute_loss` adds, each with what to write instead; a collator adds others.
+ADDED = {
+    "output_hidden_states": "a rank has those of its shard: take logits, or gather them in a loop of your own",
+    "output_attentions": "ring attention does not compute weights",
+    "output_router_logits": "the auxiliary loss would be over the tokens of a rank; write router_aux_loss_coef=0.0 in "
+    "the arguments of TRL's trainer, or add that loss by token_mean in a loop of your own",
+    "logits_to_keep": "the call returns all logits: slice these",
+    "past_key_values": "a cache holds the keys of one shard",
+    "inputs_embeds": "give input_ids: noise and changes of embeddings belong into the model's embedding layer",
+}
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole batch.
+
+    tokens, targets: (B, n), or (1, B n) for rows of different documents; targets are what the model predicts at each
+    token. mask: alike, 1 for tokens and 0 for padding; None without padding. types: alike, of BERT; None without.
+    """
+
+    tokens: Tensor
+    targets: Tensor | None
+    mask: Tensor | None
+    documents: Documents | None
+    types: Tensor | None
+
+
+@dataclass(frozen=True)
+class ShardedCall:
+    """The model's call in `Trainer.compute_loss`, on every rank.
+
+    model: prepared, maybe wrapped. mesh: ("data", "context"). handle: returns the context of so many tokens. shifts:
+    True if a token's label is for the one before it. whole: True for logits of the whole sequence. inner: the model
+    without wrapper. draws: the stream of the model's random numbers on CPUs. Shards of unequal length draw unequally,
+    so that a collator on the common stream would then draw other batches on each rank.
+    """
+
+    model: nn.Module
+    mesh: DeviceMesh
+    handle: Callable[[int], ContextParallel]
+    shifts: bool
+    whole: bool
+    inner: nn.Module
+    draws: torch.Generator
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the model's attribute."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.model if hasattr(self.model, name) else self.inner, name)
+
+    def train(self, mode: bool = True) -> ShardedCall:
+        """Set the model's mode, and return this call, as modules do."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> ShardedCall:
+        """Set the model's mode to that of evaluation."""
+        return self.train(False)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Return the data rank's loss, if there are labels, and the logits (B, n, V), if they are wanted.
+
+        The loss is the sum over the tokens of the data rank, divided by `num_items_in_batch`, or by their number. With
+        `fused_lm_head`, TRL's keyword, return TRL's output of a value for each label, (B, n - 1) as without shards.
+        """
+        named = signature(type(self.inner).forward).bind_partial(self.inner, *args).arguments
+        inputs = dict(**dict(list(named.items())[1:]), **options)
+        ranks = BatchRanks(None)
+        given = ranks.agree("the Trainer's batch", lambda: ({}, whole_batch(inputs, self.shifts)))
+        batch = ranks.agree("the Trainer's batch", lambda: ({}, self._shard(given)))
+        others = dict(batch.others)
+        labels = batch.labels if self.shifts else others.pop("targets", None)
+        call = partial(
+            self._called, input_ids=batch.tokens, position_ids=batch.positions[None], context=batch.context, **others
+        )
+        shape = inputs["input_ids"].shape
+        if inputs.get("fused_lm_head"):
+            fused = call(shift_labels=labels, fused_lm_head=True)
+            return replace(fused, **{k: _whole(x, batch.context, shape) for k, x in fused.items() if x.dim() == 2})
+        logits, loss = call().logits, None
+        if labels is not None:
+            items = inputs.get("num_items_in_batch")
+            labelled = None if items is None else int(items)
+            loss = cross_entropy(logits, labels, self.mesh["context"], labelled=labelled)
+        gathered = gather(batch.context, logits).view(*shape, -1) if self.whole or loss is None else None
+        output = CausalLMOutput(loss=loss, logits=gathered)
+        return output.to_tuple() if inputs.get("return_dict") is False else output
+
+    def _called(self, **inputs: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.draws.get_state())
+            output = self.model(**inputs)
+            self.draws.set_state(torch.get_rng_state())
+        return output
+
+    def _shard(self, given: Whole) -> Batch:
+        labels, targets = (given.targets, None) if self.shifts else (None, given.targets)
+        tensors = {"attention_mask": given.mask, "token_type_ids": given.types, "targets": targets}
+        others = {name: x for name, x in tensors.items() if x is not None}
+        context = self.handle(given.tokens.shape[1])
+        return shard_batch(context, given.tokens, labels, documents=given.documents, unshifted=tuple(others), **others)
+
+
+def _whole(x: Tensor, context: ContextParallel, shape: torch.Size) -> Tensor:
+    """Return values of all tokens but those of the last column, which has no next token.
+
+    Leaves out the token that stands in on a rank without tokens.
+    """
+    return gather(context, x[:, : context.tokens]).view(shape)[:, :-1]
+
+
+def whole_batch(inputs: Mapping[str, Any], shifts: bool) -> Whole:
+    """Return the batch of a collator.
+
+    Args:
+        inputs: by the names of the model's arguments.
+        shifts: True if a token's label is for the one before it.
+
+    Raises:
+        ValueError, NotImplementedError: tensors that are not understood, or labels that cross the ends of documents.
+    """
+    allowed = (*TENSORS, MORE[shifts])
+    for name, value in inputs.items():
+        if name not in allowed + ENDS + OTHERS and is_given(value):
+            if name in ADDED:
+                raise NotImplementedError(f"{name} must be left out of the model's call: {ADDED[name]}")
+            raise NotImplementedError(
+                f"batch must have {', '.join(allowed)} alone, got {name}: let the collator omit it, or compute_loss "
+                "take it out of the inputs"
+            )
+        if name in allowed and not isinstance(value, Tensor | None):
+            raise ValueError(f"{name} must be a tensor, got {type(value)}")
+    tokens, mask, positions, types = (
+        inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+    )
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+        raise ValueError("batch must have input_ids (batch, tokens)")
+    targets = _targets(inputs, tokens, shifts)
+    if mask is not None and bool((mask == 1).all()):
+        mask = None
+    documents = None if positions is None else _documents(positions, tokens)
+    _check_lengths(inputs, (tokens.numel(),) if documents is None else documents)
+    if documents is not None:
+        if targets is not None and shifts:
+            _check_ends(targets, documents)
+        whole = _joined(Whole(tokens, targets, mask, documents, types))
+    else:
+        whole = Whole(tokens, targets, mask, None, types)
+    if whole.mask is not None and whole.mask.shape == whole.tokens.shape:  # otherwise shard_batch refuses it
+        check_values(whole.mask)
+        real = whole.mask != 0
+        if separated(real, documents, is_own=True) is None and not shifts:
+            lengths = real.sum(1)
+            apart = torch.stack((lengths, real.shape[1] - lengths), 1).flatten().tolist()
+            return _joined(replace(whole, mask=None, documents=Documents(apart)))
+    return whole
+
+
+def _joined(whole: Whole) -> Whole:
+    """Return the batch as one long row."""
+    rows = (whole.tokens, whole.targets, whole.mask, whole.types)
+    tokens, targets, mask, types = (None if x is None else x.reshape(1, -1) for x in rows)
+    assert tokens is not None
+    return Whole(tokens, targets, mask, whole.documents, types)
+
+
+def _targets(inputs: Mapping[str, Any], tokens: Tensor, shifts: bool) -> Tensor | None:
+    """Return what the model predicts at each token, (B, n); None without labels."""
+    shifted, labels = inputs.get("shift_labels"), inputs.get("labels")
+    for name, x in (("shift_labels", shifted), ("labels", labels)):
+        if x is not None and x.shape != tokens.shape:
+            raise ValueError(f"{name} must have the shape of input_ids, {tuple(tokens.shape)}, got {tuple(x.shape)}")
+    if shifted is not None or labels is None:
+        return shifted
+    return next_tokens(labels) if shifts else labels
+
+
+def _documents(positions: Tensor, tokens: Tensor) -> Documents | None:
+    """Return the lengths of the documents of all rows, one after the other; None if each row is one document."""
+    rows, n = tokens.shape
+    if positions.shape in ((rows, n), (1, n), (n,)):
+        whole = torch.arange(n, device=tokens.device)
+        if bool((positions == whole).all()):
+            return None
+    if positions.shape != tokens.shape:
+        raise ValueError(
+            f"position_ids must have the shape of input_ids, {tuple(tokens.shape)}, got {tuple(positions.shape)}"
+        )
+    return Documents(documents_from_positions(positions.reshape(-1)))
+
+
+def _check_lengths(inputs: Mapping[str, Any], documents: Sequence[int]) -> None:
+    for name in ENDS:
+        ends = inputs.get(name)
+        if ends is not None and ends.tolist() != [0, *accumulate(documents)]:
+            raise ValueError(f"{name} must be the ends of documents in position_ids, got others")
+
+
+def _check_ends(targets: Tensor, documents: Documents) -> None:
+    ends = torch.tensor(documents, device=targets.device).cumsum(0) - 1
+    if bool((targets.reshape(-1)[ends] != IGNORED).any()):
+        raise ValueError(
+            f"labels must be {IGNORED} for the first token of each document, as DataCollatorWithFlattening has them, "
+            "got others: the last token of a document would predict the next document"
+        )

@@ -1,0 +1,212 @@
+"""transformers' Trainer over data x context: each sequence is sharded over `context_size` ranks.
+
+    trainer = ContextParallelTrainer(model, args, train_dataset=..., context_size=4)       # for Trainer(model, ...)
+
+Everything else of the script stays as it is; start it with torchrun. Steps, logs, evaluations and checkpoints are those
+of a Trainer whose processes are the data ranks. TRL's SFTTrainer and other subclasses of Trainer:
+
+    class Sharded(ContextParallelTrainer, SFTTrainer): ...
+
+Each rank of a context group reads the same whole batches, of any length, padded or packed; the model is called with
+the rank's shard. `compute_loss_func` and label smoothing get logits of the whole sequence, as predictions do.
+TRAINERS.md in this folder has the limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import is_peft_model
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedModel, Trainer
+
+from ring.integrations.trainers.accelerator import DataAccelerator, check_dataset, check_loader
+from ring.integrations.trainers.call import ShardedCall
+from ring.integrations.trainers.refusals import check_adapters, check_head, check_settings, check_trainer, check_world
+from ring.integrations.transformers import prepare
+from ring.integrations.transformers.call import prepared_call
+from ring.layout import Layout
+from ring.nn.batch import IGNORED
+from ring.nn.context import ContextParallel
+
+
+class ContextParallelTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer of a language model, causal or masked, or of a token classifier, whose sequences are sharded.
+
+    Args:
+        args: of transformers' `Trainer`. A model that is prepared already is not compared again. Adapters of PEFT must
+            be LoRA.
+        context_size: number of neighbouring ranks that share sequences; a divisor of all ranks.
+        options: of transformers' `Trainer`.
+
+    Raises:
+        ValueError, NotImplementedError: a setting that would train wrongly, by name, or a model that `prepare` refuses.
+    """
+
+    mesh: DeviceMesh
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        sharded = [issubclass(base, ContextParallelTrainer) for base in cls.__bases__]
+        first = sharded.index(True)
+        if any(issubclass(base, Trainer) for base in cls.__bases__[:first]):
+            bases = ", ".join(base.__name__ for base in (cls.__bases__[first], *cls.__bases__[:first]))
+            raise TypeError(f"ContextParallelTrainer must precede other trainers: write class {cls.__name__}({bases})")
+
+    def __init__(self, *args: Any, context_size: int, **options: Any) -> None:
+        self.context_size = context_size
+        self._evaluates = False
+        self._draws: torch.Generator | None = None
+        super().__init__(*args, **options)
+        self._check()
+        group = self.mesh["context"]
+        self._handle: Callable[[int], ContextParallel] = lru_cache(64)(
+            lambda tokens: ContextParallel(Layout.zigzag(tokens, context_size), group)
+        )
+        if prepared_call(self._inner()) is None:
+            prepare(self._inner(), group)
+
+    def _inner(self) -> PreTrainedModel:
+        return self.model.get_base_model() if is_peft_model(self.model) else self.model
+
+    def _check(self) -> None:
+        if is_peft_model(self.model):
+            check_adapters(self.model.peft_config)
+        elif self.model_init is not None or not isinstance(self.model, PreTrainedModel):
+            got = "model_init" if self.model_init is not None else f"a {type(self.model).__name__}"
+            raise NotImplementedError(f"model must be given as a PreTrainedModel, got {got}")
+        check_trainer(self)
+        check_head(self._inner(), self._loss_shifts_labels)
+        if self.model.config.output_hidden_states:
+            raise NotImplementedError("config.output_hidden_states must be False: predictions are logits alone")
+        dispatch = self.args.accelerator_config.dispatch_batches
+        held = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval_dataset": self.eval_dataset}
+        for name, dataset in {"train_dataset": self.train_dataset, **held}.items():
+            check_dataset(name, dataset, dispatch)
+
+    # --- the accelerator ----------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Check the settings, make the mesh, and let the accelerator read and count data by data ranks."""
+        check_settings(self.args, self.context_size)
+        super().create_accelerator_and_postprocess()
+        check_world(dist.get_world_size() if dist.is_initialized() else 0, self.context_size)
+        sizes = (dist.get_world_size() // self.context_size, self.context_size)
+        if self.args.fsdp and not self.is_fsdp_enabled:
+            raise NotImplementedError("fsdp needs GPUs: accelerate ignores it on CPUs, got use_cpu=True")
+        self.mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=("data", "context"))
+        self.accelerator = DataAccelerator(self.mesh, **self._accelerator_options)
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
+        self._accelerator_options: dict[str, Any] = super()._build_accelerator_args(**options)
+        return self._accelerator_options
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the number of sequences of a step.
+
+        Args:
+            args: the TrainingArguments.
+        """
+        return int(super().get_total_train_batch_size(args)) // self.context_size
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """Return this rank's share of a batch's operations, which the Trainer adds up over all ranks.
+
+        Args:
+            inputs: the whole batch.
+        """
+        return float(super().floating_point_ops(inputs)) / self.context_size
+
+    # --- the loss -----------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Tensor:
+        """Return the loss of a micro-batch, after its backward.
+
+        Args:
+            model: wrapped. Every `compute_loss`, also one of a subclass, gets a call of it that takes whole batches.
+            inputs: the whole batch.
+            args, options: of the Trainer.
+        """
+        check_loader("get_train_dataloader", self.callback_handler.train_dataloader)
+        loss: Tensor = super().training_step(self._sharded(model, self._own_loss()), inputs, *args, **options)
+        return loss
+
+    def _own_loss(self) -> bool:
+        """True for a `compute_loss` of a subclass, which may read logits."""
+        return type(self).compute_loss is not ContextParallelTrainer.compute_loss
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **options: Any) -> Any:
+        """Return the loss of the data rank, on every rank of its context group, as `Trainer` does.
+
+        Args:
+            model: wrapped.
+            inputs: the whole batch.
+            return_outputs: True: with the outputs, whose logits are whole.
+            options: of the Trainer.
+        """
+        call = self._sharded(model, return_outputs)
+        call = replace(call, whole=call.whole and return_outputs)
+        return super().compute_loss(call, inputs, return_outputs, **options)
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the mean loss of a batch, its logits and its labels, whole, on every rank of its context group.
+
+        Args:
+            model: the model.
+            inputs: the whole batch.
+            prediction_loss_only: True: the loss alone.
+            ignore_keys: of the outputs.
+
+        Raises:
+            ValueError: sequences that accelerate repeats to fill the last batches cannot be told from the others.
+        """
+        self._evaluates = True
+        try:
+            check_loader("get_eval_dataloader", self.callback_handler.eval_dataloader)
+            whole = not prediction_loss_only or self._own_loss()
+            call, inputs = self._sharded(model, whole), self._without_repeated(inputs)
+            return super().prediction_step(call, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._evaluates = False
+
+    def _sharded(self, model: Any, whole: bool) -> ShardedCall:
+        if isinstance(model, ShardedCall):
+            return model
+        if self._draws is None:
+            self._draws = torch.Generator().manual_seed((torch.initial_seed() + self.state.global_step) % 2**63)
+        return ShardedCall(model, self.mesh, self._handle, self._loss_shifts_labels, whole, self.model, self._draws)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """Count labels over the data ranks; in evaluation as if all had as many, since each batch has its own mean."""
+        if not self._evaluates or not self.args.average_tokens_across_devices:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        first = int(self._loss_shifts_labels)
+        (labels,) = (batch.get("shift_labels", batch["labels"][:, first:]) for batch in batch_samples)
+        return (labels != IGNORED).sum() * self.accelerator.num_processes
+
+    def _without_repeated(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Ignore the labels of sequences that fill the last batches of data ranks: the gathered results end before."""
+        state, ranks = self.accelerator.gradient_state, self.accelerator.num_processes
+        if ranks == 1 or not state.end_of_dataloader or state.remainder == 0 or "labels" not in inputs:
+            return inputs
+        if getattr(state.active_dataloader, "_drop_last", False):
+            return inputs
+        size = self.args.eval_batch_size
+        if state.remainder < 0 or len(inputs["labels"]) != size:
+            raise ValueError(
+                f"eval_dataset must have a length that is a multiple of {ranks * size}, for {ranks} data ranks with "
+                "batches of that size, where it has no length or its batches are packed into one row"
+            )
+        real = max(0, state.remainder - size * self.accelerator.process_index)
+        rows = torch.arange(size, device=inputs["labels"].device)[:, None]
+        names = {"labels", "shift_labels"} & set(inputs)
+        return {**inputs, **{name: inputs[name].masked_fill(rows >= real, IGNORED) for name in names}}

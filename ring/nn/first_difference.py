@@ -1,0 +1,136 @@
+"""First module of a sharded forward whose output differs from that of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ring.nn.module_calls import Call
+
+LIMIT = torch.finfo(torch.float64).eps ** 0.5  # of the greatest magnitude: half of the digits
+MODEL = ("", 0)  # the key of the model's own call
+Key = tuple[str, int]  # a module's name, and the number of its call
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A document, or the whole sequence, in one process.
+
+    length: its tokens. tokens: those of this rank's shard. here: rows of the shard that belong to it. there: their
+    rows in it. calls: of the modules in one process.
+    """
+
+    length: int
+    tokens: int
+    here: Tensor
+    there: Tensor
+    calls: list[Call]
+
+
+def _numbered(calls: list[Call]) -> dict[Key, Call]:
+    """Calls by name and number, in the order in which they end."""
+    counts: dict[str, int] = {}
+    numbered = {}
+    for call in calls:
+        counts[call.name] = counts.get(call.name, -1) + 1
+        numbered[call.name, counts[call.name]] = call
+    return numbered
+
+
+def first_difference(calls: list[Call], parts: list[Part]) -> tuple[int, str] | None:
+    """Return the first module that differs: its place in the order of the forward, and a sentence.
+
+    Args:
+        calls: of this rank's shard.
+        parts: in one process.
+
+    Returns:
+        None if the model's own outputs agree.
+    """
+    ours, wholes = _numbered(calls), [_numbered(part.calls) for part in parts]
+
+    def difference(key: Key, tensors: Callable[[Call], dict[str, Tensor]]) -> tuple[str, bool] | None:
+        if key not in ours or any(key not in whole for whole in wholes):
+            return None
+        return _difference(tensors(ours[key]), [tensors(whole[key]) for whole in wholes], parts, key == MODEL)
+
+    if difference(MODEL, _outputs) is None:
+        return None
+    order = list(wholes[0])
+    place = next(place for place, key in enumerate(order) if difference(key, _outputs))
+    key = order[place]
+    while key != MODEL and difference(key, _inputs):  # the cause is in what calls it
+        later = order[order.index(key) + 1 :]
+        key = next(outer for outer in later if outer == MODEL or key[0].startswith(f"{outer[0]}."))
+    name, is_along = difference(key, _outputs) or ("output", True)
+    return place, _sentence(ours[key], name, is_along, len(wholes) > 1)
+
+
+def _outputs(call: Call) -> dict[str, Tensor]:
+    return call.outputs
+
+
+def _inputs(call: Call) -> dict[str, Tensor]:
+    return call.inputs
+
+
+def _difference(
+    ours: dict[str, Tensor], wholes: list[dict[str, Tensor]], parts: list[Part], required: bool
+) -> tuple[str, bool] | None:
+    """The first tensor that differs: its name, and whether it runs along the tokens.
+
+    Tensors without rows of tokens are compared as they are, but not with those of a document. required: tensors of
+    another shape differ.
+    """
+    if required and not ours:
+        return "output", False
+    for name, x in ours.items():
+        for part, whole in zip(parts, wholes, strict=True):
+            if name not in whole:
+                continue
+            pairs = [*_rows(x, whole[name], part)]
+            is_along = bool(pairs)
+            if not pairs and len(parts) == 1:
+                if x.shape == whole[name].shape:
+                    pairs = [(x, whole[name])]
+                elif required:
+                    return name, False
+            if pairs and not any(_is_near(a, b, whole[name]) for a, b in pairs):
+                return name, is_along
+    return None
+
+
+def _rows(x: Tensor, whole: Tensor, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the part's rows of a rank's tensor and of that of one process, along each dimension that fits."""
+    for dim in range(x.dim() if x.dim() == whole.dim() else 0):
+        fits = (x.shape[dim], whole.shape[dim]) == (part.tokens, part.length)
+        if fits and x.shape[:dim] + x.shape[dim + 1 :] == whole.shape[:dim] + whole.shape[dim + 1 :]:
+            here, there = (rows.to(x.device) for rows in (part.here, part.there))
+            yield x.index_select(dim, here), whole.index_select(dim, there)
+
+
+def _is_near(x: Tensor, expected: Tensor, whole: Tensor) -> bool:
+    if not (x.is_floating_point() or x.is_complex()) or not x.numel():
+        return torch.equal(x, expected)
+    finite = whole[whole.isfinite()].abs()
+    limit = LIMIT * float(finite.max()) if finite.numel() else 0.0
+    return bool(((x == expected) | ((x - expected).abs() <= limit) | (x.isnan() & expected.isnan())).all())
+
+
+def _sentence(call: Call, name: str, is_along: bool, packed: bool) -> str:
+    where = f"{call.name} ({call.kind})" if call.name else f"the model itself ({call.kind}), beside its submodules,"
+    what = "" if name == "output" else f" {name}"
+    if is_along:
+        return (
+            f"the output{what} of {where} differs, whose inputs agree: it mixes tokens outside the attention that is "
+            "sharded (an attention of its own, a convolution, a state along the sequence), or counts positions itself. "
+            "Use a model whose layers mix tokens only in the attention of transformers' AttentionInterface"
+        )
+    return (
+        f"the output{what} of {where} differs, whose inputs agree: it is a function of the whole sequence (a pooled "
+        "output, a mean over tokens, an auxiliary loss), and a rank has a part. Leave it out (as by "
+        "add_pooling_layer=False, output_router_logits=False), and compute it from gathered outputs"
+    )
