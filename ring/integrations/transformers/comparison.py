@@ -34,12 +34,13 @@ from torch.utils._pytree import tree_map_only
 
 from ring.comm.group import device_for, is_mesh, transport_over
 from ring.comm.transport import Transport, all_gather_json
+from ring.integrations.transformers.double import instead_of_zeros
+from ring.integrations.transformers.first_difference import Part, differing_module
 from ring.integrations.transformers.lengths import LONGEST, reach
+from ring.integrations.transformers.undisturbed import record, settings
 from ring.layout import Layout
 from ring.nn.context import ContextParallel
-from ring.nn.double import instead_of_zeros
-from ring.nn.first_difference import Part, first_difference
-from ring.nn.module_calls import Call, record, settings
+from ring.nn.module_calls import Call
 from ring.validation import is_dtensor
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ class Comparison:
                 f"read the mask, which is None, got {_told(wrong)}: give a model that does so, {OFF}"
             )
         self._handle.agree("prepare", partial(_raised, error))
-        finding = first_difference(calls, passage.parts)
+        finding = differing_module(calls, passage.parts)
         findings = all_gather_json(finding, self._handle.transport)
         ranks = [rank for rank, other in enumerate(findings) if other is not None]
         if ranks:
@@ -225,7 +226,7 @@ def _raised(error: Exception | None) -> tuple[dict[str, object], None]:
 
 
 def _told(error: Exception) -> str:
-    module = "".join(getattr(error, "__notes__", ())[:1])  # of `record`
+    module = "".join(getattr(error, "__notes__", ())[:1])  # of `ModuleCalls`
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}{module}"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ring.nn.module_calls import Call
+from ring.nn.module_calls import Call, first_difference
 
 LIMIT = torch.finfo(torch.float64).eps ** 0.5  # of the greatest magnitude: half of the digits
 MODEL = ("", 0)  # the key of the model's own call
@@ -30,17 +30,7 @@ class Part:
     calls: list[Call]
 
 
-def _numbered(calls: list[Call]) -> dict[Key, Call]:
-    """Calls by name and number, in the order in which they end."""
-    counts: dict[str, int] = {}
-    numbered = {}
-    for call in calls:
-        counts[call.name] = counts.get(call.name, -1) + 1
-        numbered[call.name, counts[call.name]] = call
-    return numbered
-
-
-def first_difference(calls: list[Call], parts: list[Part]) -> tuple[int, str] | None:
+def differing_module(calls: list[Call], parts: list[Part]) -> tuple[int, str] | None:
     """Return the first module that differs: its place in the order of the forward, and a sentence.
 
     Args:
@@ -50,31 +40,26 @@ def first_difference(calls: list[Call], parts: list[Part]) -> tuple[int, str] | 
     Returns:
         None if the model's own outputs agree.
     """
-    ours, wholes = _numbered(calls), [_numbered(part.calls) for part in parts]
+    ours, *wholes = [{(x.name, x.number): x for x in some} for some in (calls, *(part.calls for part in parts))]
 
     def difference(key: Key, tensors: Callable[[Call], dict[str, Tensor]]) -> tuple[str, bool] | None:
         if key not in ours or any(key not in whole for whole in wholes):
             return None
         return _difference(tensors(ours[key]), [tensors(whole[key]) for whole in wholes], parts, key == MODEL)
 
-    if difference(MODEL, _outputs) is None:
+    def output_difference(call: Call) -> tuple[str, bool] | None:
+        return difference((call.name, call.number), lambda x: x.outputs)
+
+    def input_difference(call: Call) -> tuple[str, bool] | None:
+        return difference((call.name, call.number), lambda x: x.inputs)
+
+    order = parts[0].calls
+    if output_difference(order[-1]) is None:
         return None
-    order = list(wholes[0])
-    place = next(place for place, key in enumerate(order) if difference(key, _outputs))
-    key = order[place]
-    while key != MODEL and difference(key, _inputs):  # the cause is in what calls it
-        later = order[order.index(key) + 1 :]
-        key = next(outer for outer in later if outer == MODEL or key[0].startswith(f"{outer[0]}."))
-    name, is_along = difference(key, _outputs) or ("output", True)
-    return place, _sentence(ours[key], name, is_along, len(wholes) > 1)
-
-
-def _outputs(call: Call) -> dict[str, Tensor]:
-    return call.outputs
-
-
-def _inputs(call: Call) -> dict[str, Tensor]:
-    return call.inputs
+    first, *around = first_difference(order, output_difference, input_difference)
+    cause = [first, *around][-1]
+    name, is_along = output_difference(cause) or ("output", True)
+    return order.index(first), _sentence(cause, name, is_along, len(wholes) > 1)
 
 
 def _difference(
