@@ -10,6 +10,7 @@
     batch_group     the ranks that share a global batch
     loss            means over all labelled tokens, and over all sequences, of the global batch
     gradients       average of gradients without a wrapper; clipping by their norm
+    module_calls    calls of a model's modules, and the first that differs from what it should be
 
 Nothing here patches torch or a model, and no argument is silently ignored.
 """

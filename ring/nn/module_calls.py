@@ -113,7 +113,8 @@ def _tensors(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 class Named(Protocol):
     """A call of the module of that name."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
 
 C = TypeVar("C", bound=Named)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ring.nn.module_calls import calls_around, first_difference
 from verification.models.model_case import ModelCase
 from verification.models.observation import TRACED, Entry, ModelExpectation, ModelObservation
 from verification.models.results import Array, largest, size
@@ -93,6 +94,10 @@ class _Comparison:
         wrong = {rank for rank, seen, x in pairs if seen.size and not float(np.abs(seen - factor * x).max()) <= limit}
         return sorted(wrong)
 
+    def changed_output(self, entry: Entry) -> list[int]:
+        """Ranks on which the output of a call differs."""
+        return self.differing(entry, lambda x: x.output)
+
     def other_gradient(self, entry: Entry, factor: float) -> bool:
         """Return True if the gradient of the output is not the factor times that of the one process."""
         return bool(self.differing(entry, lambda x: x.gradient, factor, summed=True))
@@ -101,25 +106,18 @@ class _Comparison:
         """Arguments of a call that differ on some rank."""
         return [name for name in entry.inputs if self.differing(entry, lambda x, at=name: x.inputs.get(at))]  # type: ignore[misc]
 
-    def around(self, entry: Entry) -> Iterator[Entry]:
-        """Yield the calls of the modules that contain it, from the inside out."""
-        name = entry.name
-        while name:
-            name = name.rpartition(".")[0]
-            later = self.expectation.entries[self.expectation.entries.index(entry) :]
-            yield from [other for other in later if other.name == name][:1]
 
-
-def first_difference(case: ModelCase, expectation: ModelExpectation, observations: Sequence[ModelObservation]) -> str:
+def describe_first_difference(
+    case: ModelCase, expectation: ModelExpectation, observations: Sequence[ModelObservation]
+) -> str:
     """Return a sentence on the first module that differs in step one, or on what differs beside the modules."""
     for name, x in expectation.exact["start"].items():
         if any(not np.array_equal(seen.start.get(name), x) for seen in observations):  # type: ignore[arg-type]
             return f"build(context) draws other initial parameters than build(None): {name}"
     comparison = _Comparison(case, expectation, observations)
-    for entry in expectation.entries:
-        ranks = comparison.differing(entry, lambda x: x.output)
-        if ranks:
-            return _of_output(comparison, entry, ranks)
+    path = first_difference(expectation.entries, comparison.changed_output, comparison.changed_inputs)
+    if path:
+        return _of_output(comparison, path)
     entries = [entry for entry in expectation.entries if entry.gradient is not None]
     if not entries:
         return "in step one the outputs of all modules agree"
@@ -135,7 +133,7 @@ def first_difference(case: ModelCase, expectation: ModelExpectation, observation
     for entry in reversed(entries):
         if comparison.other_gradient(entry, factor):
             right = (
-                outer for outer in comparison.around(entry)
+                outer for outer in calls_around(entry, expectation.entries)
                 if outer.gradient is not None and not comparison.other_gradient(outer, factor)
             )  # fmt: skip
             return (
@@ -146,25 +144,22 @@ def first_difference(case: ModelCase, expectation: ModelExpectation, observation
     return _of_parameters(case, expectation, observations)
 
 
-def _of_output(comparison: _Comparison, entry: Entry, ranks: list[int]) -> str:
+def _of_output(comparison: _Comparison, path: list[Entry]) -> str:
+    """Return a sentence on the first output that differs. path: from `first_difference` of `ring.nn`."""
+    ranks = comparison.changed_output(path[0])
     where = "all ranks" if len(ranks) == len(comparison.observations) > 1 else f"rank {', '.join(map(str, ranks))}"
-    rings = any(seen.rings for seen in comparison.observations)
-    sentence = "" if rings else "no rank called ring_attention: was `prepare` called? "
-    sentence += (
-        f"the first module, in the order of the forward, whose output differs is {named(entry.name)}, on {where}"
-    )
-    changed = comparison.changed_inputs(entry)
+    called = any(seen.rings for seen in comparison.observations)
+    first = "" if called else "no rank called ring_attention: was `prepare` called? "
+    first += f"the first module, in the order of the forward, whose output differs is {named(path[0].name)}, on {where}"
+    *changed, last = [" and ".join(comparison.changed_inputs(entry)) for entry in path]
+    if last:
+        return f"{first}: the model is called with other {last}"
     if not changed:
-        return f"{sentence}; its inputs agree"
-    for outer in comparison.around(entry):
-        outer_changed = comparison.changed_inputs(outer)
-        if not outer_changed:
-            return (
-                f"{sentence}, since its {' and '.join(changed)} does: the cause is in the forward of "
-                f"{named(outer.name)}, beside its submodules"
-            )
-        changed = outer_changed
-    return f"{sentence}: the model is called with other {' and '.join(changed)}"
+        return f"{first}; its inputs agree"
+    return (
+        f"{first}, since its {changed[-1]} does: the cause is in the forward of {named(path[-1].name)}, beside its "
+        "submodules"
+    )
 
 
 def _of_parameters(case: ModelCase, expectation: ModelExpectation, observations: Sequence[ModelObservation]) -> str:

@@ -17,7 +17,7 @@ from rich.console import Console
 from verification import runner
 from verification.experiments import on_gpus
 from verification.failures import RankFailure, Refused, WrongResult
-from verification.models.first_module import first_difference
+from verification.models.first_module import describe_first_difference
 from verification.models.loading import import_from_here, load, name_of, told, with_users_frames
 from verification.models.model_case import ModelCase
 from verification.models.model_checks import MODEL_GROUPS, check_model_step
@@ -110,7 +110,7 @@ class ModelExperiment:
         with suppress(RankFailure, ToolError):
             if case.resumed_after and self._holds(backend, wide):
                 return "without the checkpoint the run is that of one process: the cause is in its saving or loading"
-            return first_difference(wide, *self._results(backend, wide, True))
+            return describe_first_difference(wide, *self._results(backend, wide, True))
         return None
 
     def _holds(self, backend: Backend, case: ModelCase) -> bool:

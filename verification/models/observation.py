@@ -1,17 +1,14 @@
-"""Results of a run, and ModuleTrace: inputs, outputs and gradients of the outputs of all modules of a model."""
+"""Results of a run, and the inputs, outputs and gradients of the outputs of all modules of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from inspect import signature
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ring.nn.module_calls import Call, ModuleCalls
 from verification.models.recording import without_wrappers
 from verification.models.results import Array, Expectation, Named, Results
 from verification.models.tolerance import THRESHOLD
@@ -32,11 +29,23 @@ class Entry:
     output: Array | None = None
     gradient: Array | None = None
 
+    @classmethod
+    def of(cls, call: Call) -> Entry:
+        """Return the first tensor of each argument, and the logits, or else the first tensor, of the output."""
+        entry = cls(call.name, call.forward, call.number)
+        for path, x in call.inputs.items():
+            entry.inputs.setdefault(path.partition(".")[0], _copy(x))
+        output = "logits" if "logits" in call.outputs else next(iter(call.outputs), "")
+        entry.output, entry.gradient = (
+            _copy(named[output]) if output in named else None for named in (call.outputs, call.gradients)
+        )
+        return entry
+
 
 @dataclass(eq=False)
 class ModelObservation(Results):
     """Results of a run. On a rank, logits are those of its tokens, and `held` their indices in the sequence; `entries`
-    are those of a ModuleTrace of step one; `evaluation` has the values of an evaluation, by name. `shapes` are those of
+    are the calls of modules in step one; `evaluation` has the values of an evaluation, by name. `shapes` are those of
     buffers that had the same shape at the start, and `buffers` those of them that changed, after the last step. `rings`
     is the number of kernel calls of `ring_attention`."""
 
@@ -58,75 +67,23 @@ class ModelObservation(Results):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelExpectation(Expectation):
-    """Results of the one process: ModuleTrace, gradients of step two, and shapes of buffers, as on a rank."""
+    """Results of the one process: the calls of modules, gradients of step two, and shapes of buffers, as on a rank."""
 
     entries: list[Entry]
     second: Named
     shapes: dict[str, tuple[int, ...]]
 
 
-class ModuleTrace:
-    """Records every call within the first forwards of the whole model, in the order in which calls end: a module after
-    those that it contains. Forwards that a backward recomputes are left out.
+def trace(model: nn.Module, forwards: int) -> ModuleCalls:
+    """Record the calls of the model's modules, under the names that they have without wrappers.
 
     forwards: how many; those of step one.
     """
-
-    def __init__(self, model: nn.Module, forwards: int) -> None:
-        self._entries: list[Entry] = []
-        self._forwards = forwards
-        self._number, self._running = -1, False
-        self._calls: dict[str, int] = {}
-        model.register_forward_pre_hook(self._begin)
-        for name, module in model.named_modules():
-            plain = without_wrappers(f"{name}.").removesuffix(".")
-            module.register_forward_hook(partial(self._note, plain), with_kwargs=True)
-        model.register_forward_hook(self._end)
-
-    def entries(self) -> list[Entry]:
-        return self._entries
-
-    def _begin(self, *_: object) -> None:
-        self._number, self._calls = self._number + 1, {}
-        self._running = self._number < self._forwards
-
-    def _end(self, *_: object) -> None:
-        self._running = False
-
-    def _note(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if not self._running:
-            return
-        call = self._calls[name] = self._calls.get(name, -1) + 1
-        entry = Entry(name, self._number, call, _arguments(module, args, kwargs))
-        self._entries.append(entry)
-        first = next(tensors(getattr(output, "logits", output)), None)
-        if first is None:
-            return
-        entry.output = _copy(first)
-        if first.requires_grad:
-
-            def note(grad: Tensor) -> None:
-                entry.gradient = _copy(grad)
-
-            first.register_hook(note)
+    return ModuleCalls(model, forwards, lambda name: without_wrappers(f"{name}.").removesuffix("."))
 
 
-def _arguments(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Array]:
-    """The tensors among the arguments of a module's call, each argument's first one, by its name."""
-    named = signature(module.forward).bind(*args, **kwargs).arguments
-    found = {name: next(tensors(value), None) for name, value in named.items()}
-    return {name: _copy(x) for name, x in found.items() if x is not None}
-
-
-def tensors(values: object) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists and dicts."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, dict):
-        yield from tensors(list(values.values()))
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from tensors(value)
+def entries_of(recorded: ModuleCalls | None) -> list[Entry]:
+    return [Entry.of(call) for call in (recorded.calls if recorded is not None else ())]
 
 
 def _copy(x: Tensor) -> Array:

@@ -1,6 +1,8 @@
 """fp64 throughout a model: many models compute norms and positions in fp32 whatever the dtype of their parameters.
 
-Rounding of 1e-8 would hide small defects, and may differ between shards. So float32 becomes float64 in every call.
+Rounding of 1e-8 would hide small defects, and may differ between shards. So float32 becomes float64 in every call, by a
+mode that torch.compile traces: it skips, or leaves in fp32, what is under a mode of operations
+(`ring.integrations.transformers.double`), which in turn needs no parameters in fp64.
 """
 
 from __future__ import annotations

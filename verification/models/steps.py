@@ -18,7 +18,7 @@ from verification.models.loading import built, calling, load
 from verification.models.meshes import mesh_of
 from verification.models.model_case import ModelCase
 from verification.models.noise import Rounded, exact
-from verification.models.observation import TRACED, ModelExpectation, ModelObservation, ModuleTrace
+from verification.models.observation import TRACED, ModelExpectation, ModelObservation, entries_of, trace
 from verification.models.precision import computing_in
 from verification.models.recording import (
     arrays,
@@ -52,7 +52,7 @@ def train_on_rank(
     transport: Transport, case: ModelCase, name: str, traced: bool = False, folder: str = ""
 ) -> ModelObservation:
     """Task: train on this rank. transport: over all ranks; only its rank is used. traced: at most two steps, the first
-    with a ModuleTrace. folder: of the Case's checkpoint."""
+    with the calls of modules. folder: of the Case's checkpoint."""
     whole = [whole_batches(case, step) for step in range(steps_of(case, traced))]
     run = Run(case, held=held_batch(case), folder=folder, resumes_after=case.resumed_after)
     return _train(transport, case, name, whole, run, traced)
@@ -77,14 +77,14 @@ def _train(
         named = named_parameters(wrapped)
         optimizer = _optimizer(setup, named, run)
         record_gradients(optimizer, seen, lambda: gradients_of(named), traced)
-        trace = ModuleTrace(model, case.accumulation) if traced else None
+        recorded = trace(model, case.accumulation) if traced else None
         with count_kernels() as kernels:
             _take_steps(setup, wrapped, optimizer, run, seen, steps)
         seen.rings = kernels.total()
         seen.evaluation = _evaluation(run.evaluation)
         seen.parameters = arrays(named)
         seen.note_buffers(buffers, buffers_of(model))
-        seen.entries = trace.entries() if trace is not None else []
+        seen.entries = entries_of(recorded)
     return seen
 
 
@@ -153,7 +153,7 @@ def train_alone(
     with computing_in(case.dtype):
         model = _started(setup, case, None, seen)
         run, named, buffers = Run(case), named_parameters(model), buffers_of(model)
-        trace = ModuleTrace(model, 1) if traced else None
+        recorded = trace(model, 1) if traced else None
         if rounded is not exact:
             round_parameters(named, rounded)
             _round_outputs(model, rounded)
@@ -176,7 +176,7 @@ def train_alone(
             raise Misuse("loss, in one process, recorded no logits; it must call self.logits, or run.see(logits)")
         logits = to_numpy(run.logits[0][0])[rows.row, rows.column].reshape(*shape, -1)
         seen.logits = {f"micro-batch {m + 1}": logits[:, m] for m in range(case.accumulation)}
-        seen.entries = trace.entries() if trace is not None else []
+        seen.entries = entries_of(recorded)
     return seen
 
 

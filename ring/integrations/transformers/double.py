@@ -1,4 +1,7 @@
-"""Arithmetic in fp64, operation by operation, for a model in any precision and without a copy of it."""
+"""Arithmetic in fp64, operation by operation, for a model in any precision and without a copy of it.
+
+A mode of functions would miss TorchScript, autocast and what functions do inside. Nothing is compiled in this one.
+"""
 
 from __future__ import annotations
 
