@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ring.integrations.wrappers import same_ranks
+from ring.integrations.wrappers.former_name import takes_former_name
 from ring.integrations.wrappers.mesh import averaging_mesh
 from ring.integrations.wrappers.missing_gradients import FilledBuckets
 from ring.nn.batch_group import BatchRanks
@@ -33,21 +34,22 @@ from ring.nn.batch_group import BatchRanks
 OURS = ("process_group", "device_mesh")  # set by the mesh
 
 
+@takes_former_name
 def wrap(
-    model: nn.Module, mesh: DeviceMesh, *, alike: str | Iterable[str] = (), **options: Any
+    model: nn.Module, mesh: DeviceMesh, *, same_tokens: str | Iterable[str] = (), **options: Any
 ) -> DistributedDataParallel:
     """Return the model with gradients averaged over all ranks of the mesh.
 
     Args:
         model: to wrap.
         mesh: of the ranks with tokens of their own.
-        alike: names of the dimensions of its root mesh along which ranks hold the same tokens.
+        same_tokens: names of the dimensions of its root mesh along which ranks hold the same tokens.
         options: of DDP (device_ids, static_graph, ...).
 
     Raises:
         ValueError: a mesh that leaves out ranks, or options that set the ranks of the average.
     """
-    over = averaging_mesh(mesh, alike)
+    over = averaging_mesh(mesh, same_tokens)
     for name in OURS:
         if name in options:
             raise ValueError(f"{name} must be left out: gradients are averaged over the ranks of mesh, got {name}")

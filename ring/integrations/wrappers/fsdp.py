@@ -15,7 +15,7 @@
 FSDP averages as DDP does, so losses have the same scale. `mesh` has the ranks with tokens of their own; with ranks that
 replicate the model, that shard it, that share sequences and that share tokens (tensor parallelism):
 
-    fsdp.shard(model, mesh["replicate", "shard", "context"], DecoderLayer, replicate="replicate", alike="tensor")
+    fsdp.shard(model, mesh["replicate", "shard", "context"], DecoderLayer, replicate="replicate", same_tokens="tensor")
 
 Layers are units: all ranks gather their parameters. A layer that only some ranks run is refused by name, on every rank,
 before its parameters are mixed up with another's. Leave its class out of `layers`: its parameters then belong to the
@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ring.integrations.wrappers import same_ranks
+from ring.integrations.wrappers.former_name import takes_former_name
 from ring.integrations.wrappers.mesh import averaging_mesh, replicating_mesh
 from ring.integrations.wrappers.missing_gradients import FilledUnits
 from ring.integrations.wrappers.modules import modules_of
@@ -44,6 +45,7 @@ HALVES = (torch.bfloat16, torch.float16)
 OURS = ("mesh", "mp_policy", "dp_mesh_dims")  # set by mesh and policy
 
 
+@takes_former_name
 def shard(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -51,7 +53,7 @@ def shard(
     *,
     policy: MixedPrecisionPolicy | None = None,
     replicate: str | Iterable[str] = (),
-    alike: str | Iterable[str] = (),
+    same_tokens: str | Iterable[str] = (),
     **options: Any,
 ) -> FSDPModule:
     """Return the model, sharded in place over all ranks of the mesh; each layer is gathered when it runs.
@@ -63,7 +65,7 @@ def shard(
         policy: param_dtype is the type of parameters and activations; the optimizer keeps the current type.
         replicate: names of the mesh's dimensions along which the model is replicated (torch's hybrid sharding): layers
             are gathered only along the others, which may be one host.
-        alike: names of the dimensions of the mesh's root mesh along which ranks hold the same tokens.
+        same_tokens: names of the dimensions of the mesh's root mesh along which ranks hold the same tokens.
         options: of fully_shard (reshard_after_forward, offload_policy, ...).
 
     Raises:
@@ -71,7 +73,7 @@ def shard(
             parameters without reduce_dtype: gradients would be summed in 16 bits, with an error that grows with the
             ranks.
     """
-    over = replicating_mesh(mesh, replicate, alike) if replicate else averaging_mesh(mesh, alike)
+    over = replicating_mesh(mesh, replicate, same_tokens) if replicate else averaging_mesh(mesh, same_tokens)
     for name in OURS:
         if name in options:
             raise ValueError(f"{name} must be left out: mesh and policy set it, got {name}")

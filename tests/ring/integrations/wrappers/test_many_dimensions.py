@@ -60,9 +60,9 @@ ONE = Example("short", clip=0.1)  # two of context
         (TWO, (((((0,), (1,)),), (((2,), (3,)),))), LEVELS, "fsdp", {"replicate": "replicate"}, LEVELS[:3]),
         (TWO, ((((0,), (2,)), ((1,), (3,))),), LEVELS, "fsdp", {}, LEVELS),
         (TWO, ((((0,), (2,)), ((1,), (3,))),), LEVELS, "fsdp", {"replicate": ("shard",)}, LEVELS[:3]),
-        (ONE, (((0, 1), (2, 3)),), TENSOR, "fsdp", {"alike": "tensor"}, ("dp", "context")),
-        (ONE, (((0, 2), (1, 3)),), TENSOR, "fsdp", {"alike": "tensor"}, TENSOR),
-        (ONE, (((0, 1), (2, 3)),), TENSOR, "fsdp", {"alike": "tensor", "replicate": "context"}, TENSOR[:2]),
+        (ONE, (((0, 1), (2, 3)),), TENSOR, "fsdp", {"same_tokens": "tensor"}, ("dp", "context")),
+        (ONE, (((0, 2), (1, 3)),), TENSOR, "fsdp", {"same_tokens": "tensor"}, TENSOR),
+        (ONE, (((0, 1), (2, 3)),), TENSOR, "fsdp", {"same_tokens": "tensor", "replicate": "context"}, TENSOR[:2]),
     ],
 )
 def test_it_trains_as_one_process(

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Linear
 
+from ring.integrations.wrappers import ddp, fsdp
 from ring.integrations.wrappers.mesh import averaging_mesh, replicating_mesh
 from tests.support.framework_example import mesh_of
 from tests.support.ranks import Ranks
@@ -113,8 +115,12 @@ def _refuse() -> None:
         (mesh["context"], (), "got 2 of the 4 ranks"),
         (cube["shard", "cp"], (), "got 2 of the 4 ranks of its root mesh ('replicate', 'shard', 'cp')"),
         (cube["cp"], "shard", "got 2 of the 4 ranks"),
-        (cube["cp"], "tensor", "alike must name dimensions of the root mesh that mesh leaves out, ['replicate', 'sha"),
-        (mesh, "data", "alike must name dimensions of the root mesh that mesh leaves out, [], got ['data']"),
+        (
+            cube["cp"],
+            "tensor",
+            "same_tokens must name dimensions of the root mesh that mesh leaves out, ['replicate', ",
+        ),
+        (mesh, "data", "same_tokens must name dimensions of the root mesh that mesh leaves out, [], got ['data']"),
         (DeviceMesh("cpu", torch.tensor(SQUARE)), (), "mesh must have named dimensions"),
         ([0, 1], (), "mesh must be a DeviceMesh, got a list"),
     ]
@@ -129,3 +135,20 @@ def _refuse() -> None:
 
 def test_meshes_that_leave_out_ranks_are_refused(ranks: Ranks) -> None:
     ranks(4).run(_refuse)
+
+
+@pytest.mark.parametrize(
+    "function, arguments",
+    [
+        (ddp.wrap, (Linear, [0])),
+        (fsdp.shard, (Linear, [0], Linear)),
+        (averaging_mesh, ([0],)),
+        (replicating_mesh, ([0], "a")),
+    ],
+)
+def test_same_tokens_is_taken_by_its_former_name(function: Any, arguments: Any) -> None:
+    words = "same_tokens must be names of mesh dimensions, such as 'data', got 3"
+    with pytest.warns(DeprecationWarning, match="alike is now same_tokens"), pytest.raises(ValueError, match=words):
+        function(*arguments, alike=3)
+    with pytest.warns(DeprecationWarning, match="alike"), pytest.raises(ValueError, match="same_tokens must be given"):
+        function(*arguments, alike="tensor", same_tokens="tensor")
