@@ -62,16 +62,25 @@ if TYPE_CHECKING:
 
     from ring.comm.transport import Transport
 
+PREPARED = "_has_ring_attention"  # attribute of a prepared model's modules, which copies have, too
 # Keywords that every attention function receives, and that do not affect the attention.
 HARMLESS = {"num_items_in_batch", "output_hidden_states", "output_router_logits", "return_dict", "cache_position"}
 
 
+_registered_alone: set[str] = set()  # names of models that are meant to go without `prepare`
+
+
 def register(name: str = NAME) -> None:
-    """Register ring attention for all models. Idempotent.
+    """Register ring attention for all models, also for those that are not prepared. Idempotent.
 
     Args:
         name: for `model.set_attn_implementation`.
     """
+    _registered_alone.add(name)
+    _register(name)
+
+
+def _register(name: str = NAME) -> None:
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, placeholder)
 
@@ -102,19 +111,21 @@ def prepare(
     """
     if not compare and (group is not None or example is not None):
         raise ValueError("group and example are for the comparison: leave them out with compare=False")
-    register()
+    _register()
     comparison = Comparison(model, group, example) if compare else None
-    call, hooks = check_calls(model, register)
+    call, hooks = check_calls(model, _register)
     model.set_attn_implementation(NAME)
-    if comparison is not None:
-        try:
-            _check_replaced(model)
+    try:
+        _check_replaced(model)
+        if comparison is not None:
             comparison.check(call)
-        except Exception:
-            _set_back(call)
-            for hook in hooks:
-                hook.remove()
-            raise
+    except Exception:
+        _set_back(call)
+        for hook in hooks:
+            hook.remove()
+        raise
+    for module in model.modules():
+        setattr(module, PREPARED, True)
     _refuse_to_generate(model)
     return model
 
@@ -207,6 +218,7 @@ def attention(
     try:
         _check_arguments(type(module).__name__, attention_mask, dropout, others)
         _check_rotary(getattr(module, "config", None))
+        _check_prepared(module, checked)
         if checked is None:
             checked_positions(position_ids, context, name=name)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -263,6 +275,16 @@ def _check_padding(checked: Checked | None, causal: bool) -> None:
         raise NotImplementedError(
             "attention_mask must have its zeros in the same places of every row, without a pattern, where attention is "
             "not causal, got others: call the model for each row"
+        )
+
+
+def _check_prepared(module: nn.Module, checked: Checked | None) -> None:
+    """Raise for a model that got its attention with the configuration of a prepared one."""
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if checked is None and name == NAME and name not in _registered_alone and not getattr(module, PREPARED, False):
+        raise ValueError(
+            f"model must be prepared, got a {type(module).__name__} of another, which has the configuration of a "
+            "prepared one: call prepare with this model, too, or register() to go without what prepare checks"
         )
 
 

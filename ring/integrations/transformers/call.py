@@ -215,7 +215,8 @@ def _refuse_handle(context: object, implementation: str | None) -> None:
     if isinstance(context, ContextParallel):
         error = ValueError(
             f"context must be left out while the model's attention is {implementation!r}, not {NAME!r}, as within "
-            "restored(model): each rank would compute its shard alone"
+            "restored(model), and in copies that are made there: each rank would compute its shard alone. Call and "
+            "copy the model outside of that block"
         )
         context.raise_everywhere(error, FIRST)
 

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from transformers import (
     BertConfig,
     BertModel,
+    BloomForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
     GPT2Config,
@@ -25,6 +26,7 @@ from transformers import (
     MambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    MPNetForMaskedLM,
     PreTrainedModel,
     RobertaConfig,
     RobertaForMaskedLM,
@@ -32,6 +34,7 @@ from transformers import (
     T5ForConditionalGeneration,
     ViTConfig,
     ViTModel,
+    XGLMForCausalLM,
 )
 
 from ring import Layout
@@ -375,3 +378,23 @@ def test_a_model_that_reads_its_mask_has_no_padding() -> None:
     model(input_ids=ids, attention_mask=ids, **given)
     with pytest.raises(NotImplementedError, match=r"attention_mask must be None or ones .*logits of .*MaskReader"):
         model(input_ids=ids, attention_mask=ids.index_fill(1, torch.tensor([0]), 0), **given)
+
+
+@pytest.mark.parametrize(
+    "kind, sizes",
+    [
+        (XGLMForCausalLM, {"d_model": 8, "ffn_dim": 8, "num_layers": 1, "attention_heads": 2}),
+        (
+            MPNetForMaskedLM,
+            {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+        ),
+        (BloomForCausalLM, {"hidden_size": 8, "n_layer": 1, "n_head": 2}),
+    ],
+)
+def test_an_attention_that_cannot_be_replaced_is_refused_uncompared(kind: Any, sizes: dict[str, int]) -> None:
+    model = kind(kind.config_class(vocab_size=19, **sizes))
+    with pytest.raises(
+        NotImplementedError, match=f"registry can replace, got a {kind.__name__}, which computes its own"
+    ):
+        prepare(model, compare=False)
+    assert not model._forward_pre_hooks and model.config._attn_implementation == "eager"

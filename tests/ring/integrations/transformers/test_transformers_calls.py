@@ -289,9 +289,12 @@ def test_a_prepared_model_generates_and_is_saved_as_before(tmp_path: Path) -> No
             assert own is model and model.config._attn_implementation == plain.config._attn_implementation
             assert torch.equal(model.generate(x, **arguments), wanted)
             assert model(x).past_key_values is not None
+            twin = copy.deepcopy(model)
             with pytest.raises(ValueError, match="context must be left out while .* 'sdpa'"):
                 model(x, context=context)
         assert model(x, position_ids=context.positions[None], context=context).past_key_values is None
+    with pytest.raises(ValueError, match="copies that are made there.* Call and copy the model outside of that block"):
+        twin(x, context=context)
     with pytest.raises(ValueError, match="model must be a prepared one"), transformers.restored(plain):
         pass
 
@@ -317,3 +320,18 @@ def test_a_copy_is_a_model_of_its_own(twin_of: Any, family: str) -> None:
         torch.testing.assert_close(outputs(model, x, **given), exact, rtol=EXACT, atol=EXACT)
     base, exact = twin.base_model, outputs(make(family).base_model, x)
     torch.testing.assert_close(outputs(base, x, **given), exact, rtol=EXACT, atol=EXACT)
+
+
+def test_a_model_with_the_configuration_of_a_prepared_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "_registered_alone", set())
+    x, context = tokens(1, 7), ContextParallel(Layout.contiguous(7, 1))
+    given: dict[str, Any] = {"position_ids": context.positions[None], "context": context}
+    model = transformers.prepare(make("roberta"), SoloTransport())
+    other = type(model)(copy.deepcopy(model.config)).double().eval()
+    other.load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match="model must be prepared, got a RobertaSelfAttention of another"):
+        outputs(other, x, **given)
+    transformers.prepare(other, SoloTransport())
+    assert outputs(other, x, **given).equal(outputs(model, x, **given))
+    transformers.register()
+    outputs(type(model)(copy.deepcopy(model.config)).double().eval(), x, **given)
