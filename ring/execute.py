@@ -54,12 +54,13 @@ class Execution:
 def execution_of(call: Call, setting: CallSetting, numbered: NumberedCall, transport: Transport) -> Execution:
     """Return the execution of a validated call. Its programs are cached on its setting, which determines them."""
 
-    @_disable_current_modes()  # selective checkpointing wants the same operators in a recomputation, which finds a plan
-    def made() -> Programs:
-        return make_programs(call, setting.exchange, transport.rank)
-
-    programs = _programs.get_or_make(setting, made, lambda programs: programs.nbytes)
+    make = partial(_make, call, setting.exchange, transport.rank)
+    programs = _programs.get_or_make(setting, make, lambda programs: programs.nbytes)
     return Execution(programs, transport, numbered, call.settings.check)
+
+
+# Selective checkpointing wants the same operators in a recomputation, which finds a plan.
+_make = _disable_current_modes()(make_programs)
 
 
 def forward(
