@@ -32,7 +32,7 @@ def test_console_scripts_call_what_is_there(target: str) -> None:
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_without_an_installed_copy_the_script_says_in_a_line_what_to_do(tmp_path: Path) -> None:
+def test_script_without_an_install_says_how_to_install(tmp_path: Path) -> None:
     alone = [sys.executable, "-I", "-S", str(ROOT / "scripts/validate_nccl.py")]
     done = subprocess.run(alone, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     (said,) = done.stderr.splitlines()

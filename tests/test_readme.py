@@ -136,7 +136,7 @@ def test_the_share_of_seeded_defects_is_the_record() -> None:
     assert f"{soon} are found within 30 examples and {late} within 300" in README
 
 
-def test_it_is_read_in_a_minute() -> None:
+def test_readme_is_short() -> None:
     assert len(README.splitlines()) <= 110 and len(README.split()) <= 1200
 
 

@@ -4,6 +4,7 @@ Imports count wherever they stand, inside functions and under TYPE_CHECKING too.
 """
 
 import ast
+import re
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -37,6 +38,11 @@ NO_BEGINNINGS = (
     "As", "By", "How", "Likewise", "Of", "That", "Their", "Those", "What", "Where", "Whether", "Which", "Who", "Whom",
     "Whose",
 )  # fmt: skip
+# Test names say what holds, in a phrase: not what somebody does, nor a riddle.
+NO_TEST_NAMES = re.compile(
+    r"test_(a_thing|as|how|it|nothing|of|that|their|things|those|what|where|whether|which|who|whom|whose)(_|$)"
+)
+LONGEST_TEST_NAME = 60
 
 
 @cache
@@ -85,7 +91,7 @@ def test_no_import_runs_in_a_circle() -> None:
         pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
 
 
-def test_the_ring_takes_patterns_and_pictures_alone_from_the_reference() -> None:
+def test_ring_imports_only_patterns_and_pictures_of_reference() -> None:
     shared = {"reference.pattern", "reference.documents", "reference.svg"}
     for module in files():
         if module.startswith("ring"):
@@ -134,4 +140,16 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
             if docstring and docstring.split()[0].strip("`,:") in NO_BEGINNINGS:
                 line = getattr(node, "lineno", 1)
                 refused.append(f"{path.relative_to(ROOT)}, line {line}: {docstring.splitlines()[0]}")
+    assert refused == []
+
+
+def test_test_names_are_short_and_say_what_holds() -> None:
+    refused = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if not any(part in path.as_posix() for part in ("frameworks/", "integrations/", "replay/", "test_estimate"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+        if len(node.name) > LONGEST_TEST_NAME or NO_TEST_NAMES.match(node.name)
+    ]
     assert refused == []

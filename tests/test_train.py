@@ -63,7 +63,7 @@ def checkpointed(folder: Path, **changes: Any) -> Any:
     return train
 
 
-def test_what_is_not_given_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+def test_options_default_to_the_checkpoints(tmp_path: Path) -> None:
     train = checkpointed(tmp_path)
     words = f"--resume --lr 0.5 --layout striped --ranks 2 --tokens 64 --segment-length 16 64 --folder {tmp_path}"
     options = train.parse(train.parser_of(), words.split())
@@ -85,7 +85,7 @@ def test_what_is_not_given_is_that_of_the_checkpoint(tmp_path: Path) -> None:
         ("--check", "--check trains from the beginning: leave it out"),
     ],
 )
-def test_other_options_than_those_of_the_checkpoint_are_refused(
+def test_options_unlike_the_checkpoint_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
 ) -> None:
     train = checkpointed(tmp_path)
@@ -124,9 +124,7 @@ def test_every_field_of_a_checkpoint_is_checked(
     assert said in capsys.readouterr().err
 
 
-def test_a_folder_or_file_of_no_use_is_refused_before_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unusable_paths_are_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train = checkpointed(tmp_path / "full")
     missing = tmp_path / "dangling.json"
     missing.symlink_to(tmp_path / "nowhere" / "record.json")
@@ -225,7 +223,7 @@ def test_a_rank_whose_launcher_has_ended_does_not_begin() -> None:
     assert done.returncode == 1 and "Error" not in done.stderr  # it would miss its group's address
 
 
-def test_data_groups_that_do_not_divide_the_ranks_are_refused() -> None:
+def test_data_groups_must_divide_the_ranks() -> None:
     done = run("scripts/train.py", "--ranks", "4", "--data", "3")
     assert done.returncode == 2
     assert "--data is 3; it must divide the 4 ranks and the batch of 2" in done.stderr
@@ -242,7 +240,7 @@ def test_no_step_sees_the_windows_that_are_held_out(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_both_patterns_are_trained_on_as_many_bytes_and_for_as_long(tmp_path: Path) -> None:
+def test_both_patterns_train_on_equal_bytes(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     own = ("--seconds", "0.5", "--held-out", "2", "--every", "2", "--seeds", "3", "4", "--json", str(file))
     done = run(*ONE_RANK, "scripts/bench", "patterns", *own)

@@ -23,7 +23,7 @@ def test_power_laws_have_students_intervals() -> None:
     assert law.low < narrow.low < narrow.high < law.high
 
 
-def test_sums_of_known_terms_have_intervals_that_hold_the_truth_as_often_as_they_say() -> None:
+def test_intervals_of_sums_hold_the_truth_at_their_level() -> None:
     x, rng = np.linspace(0, 1, 8), np.random.default_rng(1)
     columns = {"x": x, "1": np.ones(8)}
     exact = figures.sum_of(columns, 3 * x + 5)
@@ -48,12 +48,12 @@ def test_sums_of_known_terms_have_intervals_that_hold_the_truth_as_often_as_they
         (lambda: figures.sum_of({"a": [1, 2, np.nan]}, [1, 2, 3]), "finite"),
     ],
 )
-def test_what_cannot_be_fitted_is_refused(call: Callable[[], object], said: str) -> None:
+def test_unfittable_points_are_refused(call: Callable[[], object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         call()
 
 
-def test_records_are_read_or_say_how_to_make_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_records_say_how_to_make_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = [file.stem for file in figures.DATA.glob("*.json")]
     assert names and all(figures.record(name) for name in names)
@@ -76,7 +76,7 @@ def test_the_recorded_search_has_every_defect_of_the_catalogue() -> None:
 
 
 @pytest.mark.parametrize("read", [lambda: figures.record("run"), figures.recorded_rows, figures.seeded_defects])
-def test_a_copy_without_records_says_where_they_are(
+def test_missing_records_are_located(
     read: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(figures, "DATA", tmp_path / "data")

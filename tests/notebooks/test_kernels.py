@@ -17,7 +17,7 @@ assert len(listening) == 1 and len(glob.glob(tempfile.gettempdir() + "/kernel-*"
 """
 
 
-def test_nbmake_starts_our_kernels_which_listen_at_no_port_and_remove_their_socket_files(tmp_path: Path) -> None:
+def test_kernels_listen_at_no_port_and_remove_sockets(tmp_path: Path) -> None:
     shutil.copy(ROOT / "notebooks" / "conftest.py", tmp_path)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LISTENING)])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}

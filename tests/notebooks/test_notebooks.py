@@ -44,7 +44,7 @@ def test_a_notebook_is_its_source_executed_once(source: Path) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-def test_parameters_follow_the_imports_are_named_one_a_line_and_count(source: Path) -> None:
+def test_parameters_follow_the_imports_and_count(source: Path) -> None:
     """papermill takes other assignments for no parameters, and sets a parameter in a cell that it adds after these."""
     cells = [cell for cell in jupytext.read(source).cells if cell.cell_type == "code"]
     assert [cell.metadata.get("tags", []) for cell in cells] == [[], ["parameters"], *[[]] * (len(cells) - 2)]

@@ -8,7 +8,7 @@ from notebooks import simulated_ranks
 from reference import Branch, Pattern
 
 
-def test_an_entry_beyond_its_bound_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_beyond_bounds_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     short = replace(simulated_ranks.PLAIN, tokens=16, heads=1, kv_heads=1, head_dim=4)
     assert all(0 < error <= bound and 0 < ratio <= 1 for error, bound, ratio in simulated_ranks.errors(short).values())
     nothing = replace(short, pattern=Pattern((Branch(3, 5, 4),)))  # log-sum-exps are -inf

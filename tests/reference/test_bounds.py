@@ -137,7 +137,7 @@ def ratios(results: dict[str, Tensor], expectation: Expectation) -> dict[str, fl
 
 @pytest.mark.parametrize("way", EMULATED)
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
-def test_an_emulation_never_exceeds_the_bounds(pattern: Pattern, way: str) -> None:
+def test_emulation_stays_within_bounds(pattern: Pattern, way: str) -> None:
     """Scores of hundreds too, and in fp16 its smallest numbers: 2^-25 is lost wherever something is rounded."""
     dtype, kernel = way.split("-")
     sizes = [(1.0, 0), (12.0, 0), (300.0, 0), *((1.0, x) for x in (9, 13, 17, 20) if dtype == "float16")]
@@ -163,9 +163,7 @@ WITH_SCORES = {
 @pytest.mark.parametrize("way", [*EMULATED, "bfloat16-gpu", "float16-gpu"])
 @pytest.mark.parametrize("pattern", [PATTERNS[name] for name in ("dilated", "mixed")])
 @pytest.mark.parametrize("scores", WITH_SCORES.values(), ids=WITH_SCORES)
-def test_an_emulation_with_softcap_or_sinks_never_exceeds_the_bounds(
-    scores: Scores, pattern: Pattern, way: str
-) -> None:
+def test_emulation_with_softcap_or_sinks_stays_within_bounds(scores: Scores, pattern: Pattern, way: str) -> None:
     """Sinks in fp32 and in the working type; values of another head dim."""
     dtype, kernel = way.split("-")
     for size, exponent in [(1.0, 0), (12.0, 0), (300.0, 0), *((1.0, x) for x in (9, 17) if dtype == "float16")]:
@@ -178,7 +176,7 @@ def test_an_emulation_with_softcap_or_sinks_never_exceeds_the_bounds(
             assert worst_ratio(found, expected(tensors, pattern, kernel, typed)) <= 1.0, (size, exponent)
 
 
-def test_a_tanh_that_errs_as_much_as_is_assumed_uses_the_bound_of_lse_up() -> None:
+def test_worst_tanh_uses_up_the_bound_of_lse() -> None:
     """All else is 2^-13 of it or less."""
     for softcap in (0.5, 2.0, 30.0):
         tensors, scores = problem("bfloat16", 12.0, DV), Scores(softcap)
@@ -197,7 +195,7 @@ def test_a_tanh_that_errs_as_much_as_is_assumed_uses_the_bound_of_lse_up() -> No
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_each_fault_of_softcap_or_sinks_exceeds_the_bounds(fault: str, scores: Scores, dtype: str) -> None:
+def test_faults_of_softcap_or_sinks_exceed_the_bounds(fault: str, scores: Scores, dtype: str) -> None:
     tensors = problem(dtype, 2.0, DV)
     found = emulate(tensors, LONGNET, "math", fault, scores)
     assert worst_ratio(found, expected(tensors, LONGNET, "math", scores)) > (10.0 if dtype == "float32" else 1.0)
@@ -205,7 +203,7 @@ def test_each_fault_of_softcap_or_sinks_exceeds_the_bounds(fault: str, scores: S
 
 @pytest.mark.parametrize("fault", ["scale", "lse in bf16", "accumulator in bf16", "D of a wrong O"])
 @pytest.mark.parametrize("size", [1.0, 12.0])
-def test_in_fp32_each_fault_exceeds_the_bounds(fault: str, size: float) -> None:
+def test_faults_exceed_the_bounds_in_fp32(fault: str, size: float) -> None:
     tensors, pattern = problem("float32", size), PATTERNS["causal"]
     assert worst_ratio(emulate(tensors, pattern, "math", fault), expected(tensors, pattern, "math")) > 10.0
 
@@ -273,7 +271,7 @@ def literal(r: Arithmetic, c: Tensor, tensors: list[Tensor], scores: Scores = PL
 
 @pytest.mark.parametrize("scores", [PLAIN, Scores(1.5), Scores(1.5, SINKS.double()), Scores(None, SINKS.double())])
 @pytest.mark.parametrize("way", ["float64-math", "float32-math", "float32-flash", *EMULATED[1:3], "bfloat16-gpu"])
-def test_the_fused_computation_is_the_formulas_as_written(way: str, scores: Scores) -> None:
+def test_fused_computation_equals_the_formulas(way: str, scores: Scores) -> None:
     dtype, kernel = way.split("-")
     counts = Counts(30, 40, merges=7, row_merges=9, key_blocks=2, row_blocks=3)
     r = replace(Arithmetic.of(dtype, kernel, D, 0.3, counts, sinks="float32"), u_returned=2.0**-9)
@@ -313,7 +311,7 @@ def test_large_relative_errors_of_exp_are_bounded_exactly(error: float) -> None:
     assert error > 1 or (off / found.bound["out"]).max() > 0.2
 
 
-def test_each_branch_that_sees_a_pair_may_lose_its_gradient_to_underflow() -> None:
+def test_bounds_count_underflow_once_a_branch() -> None:
     """Three branches, each with a dS of just below 2^-25: in fp16 all three are rounded to 0."""
     r = Arithmetic.of("float16", "half", D, 1.0, Counts(3 * N, 3 * N))
     q, k, v, dout, _ = (x.double().numpy() for x in problem("float16", 1.0))
@@ -322,7 +320,7 @@ def test_each_branch_that_sees_a_pair_may_lose_its_gradient_to_underflow() -> No
     np.testing.assert_allclose(found.bound["dk"], np.broadcast_to(3 * r.eta * per_key[:, None] + r.floor_dk, k.shape))
 
 
-def test_the_gradient_of_fp32_sinks_is_not_rounded_to_bf16() -> None:
+def test_gradient_of_fp32_sinks_stays_fp32() -> None:
     """Without dout the rows' lse alone is in their gradient, so nothing else of it is rounded to bf16 either."""
     tensors = problem("bfloat16", 1.0)
     tensors[3] *= 0
@@ -333,7 +331,7 @@ def test_the_gradient_of_fp32_sinks_is_not_rounded_to_bf16() -> None:
     assert ratios(rough, expected(tensors, LONGNET, "math", fine))["dsinks"] > 10.0
 
 
-def test_only_fp64_has_an_oracle_as_coarse_as_itself() -> None:
+def test_fp64_bounds_count_both_sides() -> None:
     sides = {x: Arithmetic.of(x, "math", D, 1.0, Counts(1, 1)).sides for x in DTYPES}
     assert sides == {"float64": 2, "float32": 1, "bfloat16": 1, "float16": 1}
 

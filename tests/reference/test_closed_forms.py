@@ -71,6 +71,6 @@ def test_segment_closed_forms(exchange: str, causal: bool, p: int, r: int) -> No
         lambda: segment_pairs(10, 4, 2, 1, False),
     ],
 )
-def test_closed_forms_refuse_what_they_do_not_cover(call: Callable[[], object]) -> None:
+def test_closed_forms_refuse_other_patterns(call: Callable[[], object]) -> None:
     with pytest.raises(ValueError):
         call()

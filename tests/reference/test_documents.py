@@ -51,7 +51,7 @@ def test_on_paper(branch: Branch, causal: bool, documents: tuple[int, ...], seen
 @budget
 @given(PACKED)
 @example(Pattern.dense(documents=(7,), window=2))  # keys on both sides of a query
-def test_the_twin_has_the_same_mask_and_the_count_of_pairs_bounds_it(packed: Pattern) -> None:
+def test_twin_has_the_same_mask_and_pairs_bound_it(packed: Pattern) -> None:
     documents = packed.documents or ()
     n = sum(documents)
     c = multiplicity(packed, torch.arange(n), torch.arange(n), 2).numpy()
@@ -103,7 +103,7 @@ EDGES = r"\(0, 2, 5\); these are cu_seqlens\? Write documents_from_cu_seqlens\(d
         lambda pattern: pattern.validate_tokens(5),
     ],
 )
-def test_documents_that_do_not_add_up_are_refused(call: Callable[[Pattern], object]) -> None:
+def test_wrong_sums_of_documents_are_refused(call: Callable[[Pattern], object]) -> None:
     for documents, told in (
         ((2, 2), r"4 in 2 documents, \(2, 2\)$"),
         ((0, 2, 5), f"7 in 3 documents, {EDGES}"),
@@ -118,7 +118,7 @@ def test_positions_behind_the_documents_are_refused() -> None:
         attention(X, X, X, Pattern.dense(documents=(2, 2)), q_positions=AT, k_positions=AT)
 
 
-def test_documents_are_compared_as_the_tuple_of_their_lengths() -> None:
+def test_documents_compare_by_their_lengths() -> None:
     one, other = Pattern.dense(documents=(3, 0)), Pattern.dense(documents=[3, 0])  # type: ignore[arg-type]
     assert one == other and one.documents == (3, 0) and (3, 0) == one.documents and hash(one.documents) == hash((3, 0))
     for pattern in (Pattern.dense(), Pattern.dense(documents=(3,)), Pattern.dense(documents=(0, 3))):

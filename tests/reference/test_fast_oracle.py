@@ -102,7 +102,7 @@ def test_the_twins_agree_on_any_pattern(data: st.DataObject, n: int, dims: tuple
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_torch_tensors_give_what_arrays_do(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_and_arrays_give_equal_results(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if blocks:
         cut_in_blocks(monkeypatch)
     inputs = drawn_inputs(PATTERNS["mixed"], 24, sinks=np.array(SINKS["some"]), softcap=2.0)
@@ -113,7 +113,7 @@ def test_torch_tensors_give_what_arrays_do(blocks: bool, monkeypatch: pytest.Mon
         np.testing.assert_allclose(found.bound[name], wanted.bound[name], rtol=1e-9)
 
 
-def test_huge_scores_of_keys_that_are_not_seen_shift_nothing() -> None:
+def test_huge_unseen_scores_shift_nothing() -> None:
     inputs = drawn_inputs(Pattern.dense(causal=True), 8)
     inputs.q[:, :7] *= 100
     inputs.q[:, 7] = 0.0
@@ -121,7 +121,7 @@ def test_huge_scores_of_keys_that_are_not_seen_shift_nothing() -> None:
     assert_twins_agree(inputs)
 
 
-def test_a_softcap_that_is_not_positive_is_refused() -> None:
+def test_nonpositive_softcaps_are_refused() -> None:
     inputs = drawn_inputs(PATTERNS["causal"], 4, softcap=0.0)
     with pytest.raises(ValueError, match="softcap is 0.0; it must be a finite number above 0"):
         evaluate(inputs, arithmetic_of(inputs))

@@ -19,9 +19,7 @@ CAUSAL, ARITHMETIC = PATTERNS["causal"], Arithmetic.of("float32", "math", D, D**
 
 
 @pytest.mark.parametrize("pattern", PATTERNS.values())
-def test_bounds_that_overflow_are_infinite_where_something_is_seen(
-    pattern: Pattern, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overflowing_bounds_are_infinite_on_seen_rows(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     usual, unknown = (small(pattern=pattern, **changes) for changes in ({"score_scale": 300.0}, NOTHING_KNOWN))
     whole = [expect(usual), found := expect(unknown)]
     cut_in_blocks(monkeypatch)
@@ -35,7 +33,7 @@ def test_bounds_that_overflow_are_infinite_where_something_is_seen(
         assert (np.where(mask, bound, 0.0) == 0.0).all(), name
 
 
-def test_a_row_of_which_nothing_is_known_leaves_the_others_their_bounds() -> None:
+def test_unknown_rows_leave_other_bounds_alone() -> None:
     tensors = problem("float32", 1.0)
     usual = evaluate(inputs_of(tensors, CAUSAL), ARITHMETIC)
     tensors[0][:, 5] *= 1e12
@@ -50,13 +48,13 @@ def test_a_row_of_which_nothing_is_known_leaves_the_others_their_bounds() -> Non
         assert np.flatnonzero(np.isinf(found.bound[name]).any((0, 2, 3))).tolist() == [0, 1, 2, 3, 4, 5], name
 
 
-def test_the_bound_of_lse_does_not_stop_where_that_of_weights_does() -> None:
+def test_bound_of_lse_outlasts_bound_of_weights() -> None:
     """An error of 2000 in one score moves the lse by as much: a bound of 600 would refuse what is right."""
     found = evaluate(inputs_of(problem("float32", 1.0)[:4], CAUSAL), replace(ARITHMETIC, u_exp=2000.0))
     assert (found.bound["lse"] >= 2000.0).all() and (found.bound["out"] == np.inf).all()
 
 
-def test_a_softcap_bounds_scores_of_any_size_and_huge_sinks_make_bounds_infinite_but_never_nan() -> None:
+def test_softcap_and_huge_sinks_never_make_bounds_nan() -> None:
     tensors = problem("float32", 1.0)
     tensors[0] *= 1e12
     for softcap in (1e-300, 2.0):
@@ -72,13 +70,13 @@ def test_a_softcap_bounds_scores_of_any_size_and_huge_sinks_make_bounds_infinite
 
 
 @pytest.mark.parametrize("made", (np.array, torch.tensor))
-def test_an_infinite_weight_times_nothing_promises_nothing(made: Any) -> None:
+def test_infinite_weight_times_zero_is_infinite(made: Any) -> None:
     weights, sizes = made([[np.inf, 1.0], [2.0, 0.0]]), made([[0.0, 1.0], [3.0, 0.0]])
     assert bounds.product(weights, sizes).tolist() == [[np.inf, np.inf], [0.0, 2.0]]
 
 
 @pytest.mark.parametrize("name", QUANTITIES)
-def test_a_bound_that_is_nan_is_not_compared(name: str) -> None:
+def test_nan_bounds_raise(name: str) -> None:
     right = expect(small())
     with pytest.raises(ValueError, match=f"the bound of {name} is NaN"):
         replace(right, bound=right.bound | {name: np.where(right.bound[name] < 0, 0, np.nan)})

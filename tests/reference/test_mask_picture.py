@@ -101,7 +101,7 @@ LONGNET = Pattern.longnet([2048, 8192, 32768], [1, 4, 12], heads=12, causal=True
         (Pattern((Branch(heads=range(1, 3)),)), {}, ["3 heads, mean", "head 0", "heads 1, 2"]),
     ],
 )
-def test_pictures_say_what_they_show(pattern: Pattern, sizes: dict[str, int], said: list[str]) -> None:
+def test_pictures_have_captions(pattern: Pattern, sizes: dict[str, int], said: list[str]) -> None:
     picture = pattern.picture(**sizes)
     assert set(said) <= set(texts(picture.svg)), texts(picture.svg)
     assert len(picture.svg) < 60_000 and repr(picture) == "Picture()"
@@ -129,7 +129,7 @@ def test_the_mean_counts_every_head() -> None:
         (LONGNET, {"heads": 3}, "pattern must be one for the 3 query heads"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(pattern: Pattern, sizes: dict[str, Any], said: str) -> None:
+def test_wrong_sizes_are_refused(pattern: Pattern, sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         pattern.picture(**sizes)
 

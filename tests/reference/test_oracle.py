@@ -130,7 +130,7 @@ def test_sinks_at_their_limits(pattern: Pattern) -> None:
     assert torch.allclose(dsinks, x.dlse.where(dead, torch.zeros(())).sum((0, 2)))
 
 
-def test_rows_that_see_a_sink_alone_pass_only_the_gradient_of_lse_on() -> None:
+def test_rows_of_a_lone_sink_pass_on_gradients_of_lse_alone() -> None:
     x = example(6, 6, heads=1, kv_heads=1)._replace(sinks=torch.tensor([0.75]).double())
     pattern, dead = Pattern((Branch(3, 3, 1),)), [0, 2, 3, 5]
     x.dout[:, dead] = nan
@@ -145,7 +145,7 @@ def test_rows_that_see_a_sink_alone_pass_only_the_gradient_of_lse_on() -> None:
     assert (hidden[0] == 0).all() and (hidden[1] == 0.75).all() and torch.allclose(hidden[5], x.dlse.sum((0, 2)))
 
 
-def test_a_large_softcap_caps_nothing_and_any_score_is_capped() -> None:
+def test_softcap_acts_at_any_size() -> None:
     x = example(9, 9, heads=2, kv_heads=1, batch=2)
     assert_all_close(everything(x._replace(softcap=1e9), CAUSAL), everything(x, CAUSAL))  # apart by x^3 / 3 t^2
     x.q[:], x.k[:] = 1e200, 1e200
@@ -188,7 +188,7 @@ def test_row_blocks_change_nothing(pattern: Pattern, rows: int, monkeypatch: pyt
         assert max(seen) == (rows if elements > 1 else 1)
 
 
-def test_rows_that_nothing_selects_are_exactly_nothing() -> None:
+def test_unselected_rows_are_exactly_zero() -> None:
     """Whatever comes in for them: the derivative of lse ** 2 is -inf there."""
     x = example(6, 6, heads=1, kv_heads=1)
     pattern = Pattern((Branch(3, 3, 1),))  # positions 1 and 4
@@ -232,7 +232,7 @@ def test_nan_and_inf_propagate(value: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
-def test_working_types_come_out_as_fp64_of_the_rounded_inputs(dtype: torch.dtype) -> None:
+def test_results_are_fp64_of_rounded_inputs(dtype: torch.dtype) -> None:
     low = [t.to(dtype) for t in example(5, 5)[:5]]
     found, exact = (
         everything(Example._make([*tensors, {}, None, None]), DENSE) for tensors in (low, [t.double() for t in low])

@@ -33,14 +33,14 @@ COPIES: dict[str, Callable[[Pattern], Pattern]] = {
 
 @pytest.mark.parametrize("way", COPIES)
 @given(pattern=patterns(3, packed=True))
-def test_what_comes_back_is_equal_and_has_a_number_of_its_own(way: str, pattern: Pattern) -> None:
+def test_unpickled_patterns_are_equal_with_new_numbers(way: str, pattern: Pattern) -> None:
     again = COPIES[way](pattern)
     assert again == pattern and hash(again) == hash(pattern) and repr(again) == repr(pattern)
     if pattern.documents is not None:  # 0 is the number of all others
         assert again.number != pattern.number and numbered_pattern(again.number) is again
 
 
-def test_a_number_finds_no_pattern_that_is_gone() -> None:
+def test_numbers_of_freed_patterns_find_none() -> None:
     for number in (Pattern.dense(documents=(1, 1)).number, -1, 2**62):
         with pytest.raises(ValueError, match=f"^pattern must be the number of an existing one, got {number}"):
             numbered_pattern(number)
@@ -54,7 +54,7 @@ CHANGES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_what_differs_in_a_field_is_not_equal() -> None:
+def test_patterns_differ_by_any_field() -> None:
     branches = [BRANCH, *(replace(BRANCH, **change) for change in CHANGES)]
     listings = [*((one,) for one in branches), (BRANCH, BRANCH), *permutations(branches[:3])]
     packed = (None, (3, 0), (0, 3), (3,), (), (2, 1))
@@ -64,7 +64,7 @@ def test_what_differs_in_a_field_is_not_equal() -> None:
 
 
 @given(patterns(3, packed=True))
-def test_nothing_that_a_caller_changes_changes_a_pattern(pattern: Pattern) -> None:
+def test_patterns_copy_their_arguments(pattern: Pattern) -> None:
     branches: Any = list(pattern.branches)
     documents: Any = None if pattern.documents is None else list(pattern.documents)
     made = Pattern(branches, pattern.causal, documents)
@@ -157,7 +157,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("make", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_what_is_no_pattern_is_refused(make: Callable[[], object], said: str) -> None:
+def test_malformed_patterns_are_refused(make: Callable[[], object], said: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         make()
 
@@ -187,6 +187,6 @@ def test_only_integers_are_integers(make: Callable[[Any], object], argument: str
         make(wrong)
 
 
-def test_no_pattern_is_causal_unless_it_is_said() -> None:
+def test_patterns_are_not_causal_by_default() -> None:
     for pattern in (Pattern.dense(), Pattern.longnet([8], [2], 4), Pattern.head_groups([8], [2], 4)):
         assert not pattern.causal

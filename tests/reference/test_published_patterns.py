@@ -69,7 +69,7 @@ def pairs(pattern: Pattern, seen: Seen, tokens: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("heads", range(1, 8))
-def test_offsets_are_those_of_the_rules_and_groups_as_equal_as_can_be(heads: int) -> None:
+def test_offsets_follow_the_rules_in_equal_groups(heads: int) -> None:
     for rate in range(1, 8):
         for rule in RULES:
             made = Pattern.longnet([rate] * 4, [rate] * 4, heads, offsets=rule).branches
@@ -99,7 +99,7 @@ def published(draw: st.DrawFn) -> tuple[Pattern, Seen, int]:
 
 
 @given(published())
-def test_oracle_and_twin_see_the_pairs_that_are_published(drawn: tuple[Pattern, Seen, int]) -> None:
+def test_oracle_and_twin_see_published_pairs(drawn: tuple[Pattern, Seen, int]) -> None:
     pattern, seen, tokens = drawn
     heads, at, wanted = len(seen[0]), torch.arange(tokens), pairs(pattern, seen, tokens)
     assert np.array_equal(multiplicity(pattern, at, at, heads).numpy(), wanted)

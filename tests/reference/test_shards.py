@@ -49,7 +49,7 @@ def test_on_paper(order: str, given_: tuple[int, ...] | None, wanted: list[list[
 
 
 @given(st.sampled_from(("contiguous", "zigzag")), st.integers(1, 5), st.lists(st.integers(0, 20), min_size=1))
-def test_the_ring_s_layouts_by_document_are_these(order: str, p: int, documents: list[int]) -> None:
+def test_layouts_by_document_equal_the_rings(order: str, p: int, documents: list[int]) -> None:
     order, n = f"{order} by document", sum(documents)
     layout, found = _layout(order, n, p, None, 0, tuple(documents)), shards(order, n, p, None, 0, tuple(documents))
     assert found.counts == layout.counts
@@ -57,9 +57,7 @@ def test_the_ring_s_layouts_by_document_are_these(order: str, p: int, documents:
 
 
 @given(st.sampled_from(ORDERS), st.integers(1, 80) | st.just(8191), st.integers(1, 9), st.data())
-def test_the_ring_s_layouts_are_these_and_hold_every_position_once(
-    order: str, n: int, p: int, data: st.DataObject
-) -> None:
+def test_layouts_equal_the_rings_and_hold_each_position_once(order: str, n: int, p: int, data: st.DataObject) -> None:
     own = _layout(order, n, p, None, 3)
     laid = torch.cat([own.positions(rank) for rank in range(p)])
     assert sorted(laid.tolist()) == list(range(n))
@@ -84,7 +82,7 @@ def test_an_unknown_order_is_refused(order: str) -> None:
 
 
 @pytest.mark.parametrize(("n", "p"), ((1, 1), (2, 3), (5, 2), (40, 3)))
-def test_seeded_orders_follow_from_the_seed_and_keep_their_promises(n: int, p: int) -> None:
+def test_seeded_orders_repeat_with_the_seed(n: int, p: int) -> None:
     made = {order: [np.concatenate(shards(order, n, p, None, seed).positions) for seed in range(20)] for order in
             ("shuffled", "permuted", "swapped")}  # fmt: skip
     for order, listings in made.items():
@@ -117,7 +115,7 @@ def test_default_bucket_on_paper(largest: int, heads: int, itemsize: int, device
 
 
 @pytest.mark.parametrize("cuts", ((0, 9000, 9001, 9002), (0, 1, 9001, 9002), (0, 1, 2, 9002)), ids=str)
-def test_the_default_bucket_goes_by_the_largest_shard_wherever_it_is(cuts: tuple[int, ...]) -> None:
+def test_default_bucket_follows_the_largest_shard(cuts: tuple[int, ...]) -> None:
     layout = Layout.from_cuts(range(9002), cuts)
     assert ring_bucket(layout, 8, 1, torch.float32) == default_bucket(9000, 8, 1, 4) == 9000 * 72 // (10 * 40)
     keys = Layout.contiguous(15_000, 3)

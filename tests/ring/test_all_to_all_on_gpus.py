@@ -147,9 +147,7 @@ def test_a_captured_call_replays(world: int, exchange: str, ranks: Ranks) -> Non
 
 @pytest.mark.parametrize("bucket", [None, 256])
 @pytest.mark.parametrize(("world", "exchange"), EXCHANGES)
-def test_short_calls_are_replayed_by_each_rank_for_itself(
-    world: int, exchange: str, bucket: int | None, ranks: Ranks
-) -> None:
+def test_ranks_replay_short_calls_separately(world: int, exchange: str, bucket: int | None, ranks: Ranks) -> None:
     """Forward and backward of two settings."""
     for replaying in ([True] * world, [rank % 2 == 0 for rank in range(world)]):
         found = ranks(world, "nccl").run(replays, replaying, exchange, bucket, timeout=TIMEOUT)

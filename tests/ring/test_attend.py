@@ -22,7 +22,7 @@ from ring.compute.accumulator import Accumulator, Sum
         ("cuda", torch.bfloat16, 2**25 + 1, 32, False), ("cuda", torch.bfloat16, 2**31, 1, False),
     ],
 )  # fmt: skip
-def test_which_partial_results_are_combined_in_one_pass(
+def test_partial_results_are_combined_in_one_pass(
     device: str, dtype: torch.dtype, tokens: int, heads: int, combined: bool
 ) -> None:
     x: Any = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, tokens, heads, 8))

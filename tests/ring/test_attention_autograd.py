@@ -109,7 +109,7 @@ def test_under_autocast_inputs_are_taken_in_its_type(
 
 
 @pytest.mark.parametrize("kernel", ("math", "auto"))
-def test_autocast_leaves_doubles_alone_and_computes_nothing_else_in_its_type(kernel: str) -> None:
+def test_autocast_leaves_doubles_and_other_work_alone(kernel: str) -> None:
     for dtype in (torch.float64, torch.bfloat16):
         leaves = [x.to(dtype).requires_grad_() for x in inputs()[:3]]
         plainly = differentiated(leaves, leaves, kernel)
@@ -118,7 +118,7 @@ def test_autocast_leaves_doubles_alone_and_computes_nothing_else_in_its_type(ker
         assert all(x.equal(y) for x, y in zip(found, plainly, strict=True))
 
 
-def test_where_autocast_takes_no_part_a_tensor_is_refused_by_the_call() -> None:
+def test_without_autocast_mixed_types_are_refused() -> None:
     """Not by autocast, on one rank alone: the meta device has none."""
     q, k, v, *_ = inputs()
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="k must be on q's device meta"):

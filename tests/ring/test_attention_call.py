@@ -17,7 +17,7 @@ from ring.comm.transport import SoloTransport
 from tests.support.attention_cases import call, inputs, plain
 
 
-def test_what_comes_back() -> None:
+def test_results_have_documented_shapes_and_types() -> None:
     q, k, v, *_ = inputs(dtype=torch.float16)
     layout = Layout.contiguous(17, 1)
     alone = plain(q, k, v, Pattern.dense(), layout)
@@ -122,9 +122,7 @@ MISSING: list[Bad] = [  # what is right, and not there
 @pytest.mark.parametrize(
     ("bad", "error"), [*((b, ValueError) for b in BAD), *((b, NotImplementedError) for b in MISSING)]
 )
-def test_wrong_arguments_are_refused_and_leave_the_next_call_alone(
-    bad: Bad, error: type[Exception], check: bool
-) -> None:
+def test_refusals_leave_the_next_call_alone(bad: Bad, error: type[Exception], check: bool) -> None:
     with pytest.raises(error, match=bad[0]):
         ring_attention(**arguments_with(**bad[1]), check=check)
     right = arguments_with()

@@ -78,7 +78,7 @@ def test_any_scale_is_taken_as_it_is(pattern: str, scale: float, kernel: str) ->
 @pytest.mark.parametrize("order", LAYOUTS)
 @pytest.mark.parametrize("offset", (0, 17, 2**30))
 @pytest.mark.parametrize("rate", (2**30 + 1, 2**63 - 1))
-def test_dilation_rates_and_segments_far_beyond_the_sequence(rate: int, offset: int, order: str) -> None:
+def test_rates_and_segments_beyond_the_sequence(rate: int, offset: int, order: str) -> None:
     branches = Branch(9, rate, offset), Branch(None, rate, offset), Branch(5, 2), Branch(2**62, 2, 1), Branch(2**62)
     check(inputs(), Pattern(branches, causal=True), LAYOUTS[order](17), True)
 
@@ -150,9 +150,7 @@ def test_huge_half_precision_scores() -> None:
 
 @pytest.mark.parametrize("kernel", ("math", "flash"))
 @pytest.mark.parametrize(("score", "least", "most"), ((1e3, 0.0, 1e-4), (1e5, 0.0, 1e-2), (1e7, 0.01, 0.7)))
-def test_gradients_of_large_equal_scores_are_off_by_the_last_digit_of_lse(
-    kernel: str, score: float, least: float, most: float
-) -> None:
+def test_large_equal_scores_cost_the_last_digit_of_lse(kernel: str, score: float, least: float, most: float) -> None:
     """Equality holds within the bounds: one fp32 number for a row's lse loses the logarithm of how many there are."""
     q, k = torch.full((1, 8, 1, 1), score), torch.ones(1, 8, 1, 1)
     v, dout = torch.randn(2, 1, 8, 1, 1, generator=torch.Generator().manual_seed(0))
@@ -168,9 +166,7 @@ def test_gradients_of_large_equal_scores_are_off_by_the_last_digit_of_lse(
 
 
 @pytest.mark.parametrize("kernel, name", [("auto", "flash"), ("math", "math")])
-def test_kernels_are_chosen_by_the_head_dim_and_only_one_is_given_delta(
-    kernel: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_chosen_by_head_dim(kernel: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU any dim goes with any kernel, so that results do not tell by what a kernel was chosen."""
     choose, backward = Mock(wraps=kernel_choice.choose), Mock(wraps=kernel_calls.backward)
     monkeypatch.setattr(kernel_choice, "choose", choose)

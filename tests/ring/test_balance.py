@@ -50,7 +50,7 @@ def test_each_token_has_one_rank(data: st.DataObject, n: int, p: int) -> None:
 @given(st.lists(st.integers(0, 60), max_size=12), st.integers(1, 5))
 @example([8, 7, 9], 4)
 @settings(max_examples=100)
-def test_zigzag_divides_long_documents_and_leaves_short_ones_whole(lengths: list[int], p: int) -> None:
+def test_zigzag_divides_long_documents_alone(lengths: list[int], p: int) -> None:
     layout, begin = Layout.zigzag(sum(lengths), p, documents=tuple(lengths)), 0
     held = [set(layout.positions(rank).tolist()) for rank in range(p)]
     for length in lengths:
@@ -66,7 +66,7 @@ def test_zigzag_divides_long_documents_and_leaves_short_ones_whole(lengths: list
 
 @given(st.integers(2, 8), st.data())
 @settings(max_examples=100)
-def test_short_documents_are_as_many_tokens_on_every_rank(p: int, data: st.DataObject) -> None:
+def test_short_documents_give_ranks_equal_tokens(p: int, data: st.DataObject) -> None:
     """The last that a rank gets, it gets when it has no more tokens than the mean of those that are dealt by then."""
     lengths = data.draw(st.lists(st.integers(0, 2 * p - 1), min_size=1, max_size=60))
     layout = Layout.zigzag(sum(lengths), p, documents=tuple(lengths))
@@ -76,7 +76,7 @@ def test_short_documents_are_as_many_tokens_on_every_rank(p: int, data: st.DataO
 
 @given(st.integers(2, 8), st.data())
 @settings(max_examples=60)
-def test_ranks_take_turns_at_short_documents_of_each_length(p: int, data: st.DataObject) -> None:
+def test_ranks_alternate_short_documents(p: int, data: st.DataObject) -> None:
     """Ranks have the same lengths, and equal work, if each length occurs once for each rank, in any order."""
     one = data.draw(st.lists(st.integers(1, 2 * p - 1), min_size=1, max_size=8))
     lengths = tuple(data.draw(st.permutations(one * p)))
@@ -112,7 +112,7 @@ def packed(draw: Any) -> tuple[Pattern, int]:
 
 @given(packed(), st.integers(2, 3))
 @settings(max_examples=150)
-def test_the_work_is_even_where_any_order_of_chunks_makes_it_so(drawn: tuple[Pattern, int], p: int) -> None:
+def test_work_is_even_where_it_can_be(drawn: tuple[Pattern, int], p: int) -> None:
     pattern, n = drawn
     cost = work(pattern, n)
     if not cost.any():
@@ -160,7 +160,7 @@ def test_short_documents_stay_whole() -> None:
         assert all(share in (0, length) for share, length in zip(shares[1:], lengths[1:], strict=True))
 
 
-def test_without_documents_contiguous_or_zigzag_are_enough() -> None:
+def test_one_sequence_is_contiguous_or_zigzag() -> None:
     causal, zigzag = Layout.balanced(Pattern.dense(True), 1 << 12, 4), Layout.zigzag(1 << 12, 4)
     assert causal == zigzag == Layout.zigzag(1 << 12, 4, documents=(1 << 12,))
     assert Layout.balanced(Pattern.longnet((64,), (1,), 4, True), 1 << 12, 4) == Layout.contiguous(1 << 12, 4)
@@ -168,7 +168,7 @@ def test_without_documents_contiguous_or_zigzag_are_enough() -> None:
 
 @given(st.lists(st.integers(0, 600), min_size=1, max_size=12), st.sampled_from(((2, 4), (2, 8), (3, 6))))
 @settings(max_examples=40, deadline=None)
-def test_between_hosts_go_only_documents_that_no_host_could_hold(lengths: list[int], place: tuple[int, int]) -> None:
+def test_only_documents_beyond_a_host_cross_hosts(lengths: list[int], place: tuple[int, int]) -> None:
     hosts, p = place
     pattern = Pattern((Branch(),), True, tuple(lengths))
     layout = Layout.balanced(pattern, sum(lengths), p, hosts=hosts)
@@ -180,7 +180,7 @@ def test_between_hosts_go_only_documents_that_no_host_could_hold(lengths: list[i
         assert np.array_equal(np.sort(np.concatenate(own)), np.sort(by_host.positions(host).numpy()))
 
 
-def test_hosts_divide_whole_documents_and_keep_their_bytes() -> None:
+def test_hosts_keep_whole_documents() -> None:
     lengths = (500, 500, *(100,) * 8)  # contiguous halves would have unequal work
     pattern = Pattern((Branch(),), True, lengths)
     leaving = []

@@ -127,7 +127,7 @@ TYPES: list[tuple[str, Any, Any]] = [  # what a right call had before, and what 
 
 
 @pytest.mark.parametrize(("name", "right", "wrong"), TYPES)
-def test_what_equals_the_argument_of_the_call_before_is_no_such_argument(name: str, right: Any, wrong: Any) -> None:
+def test_equal_arguments_of_another_type_are_refused(name: str, right: Any, wrong: Any) -> None:
     """Settings of calls are cached by their arguments, so an equal one of another type would find them."""
     for said in together({name: wrong}, {name: wrong}, before={name: right}):
         assert said.startswith(f"ValueError: rank 0: {name} must"), said
@@ -147,7 +147,7 @@ def test_autocast_hides_nothing_that_is_wrong(changes: Arguments, said: str) -> 
 
 
 @pytest.mark.parametrize("name", ("q", "k", "v", "out", "lse"))
-def test_what_is_changed_in_place_before_the_backward_is_refused(name: str) -> None:
+def test_inputs_changed_before_backward_are_refused(name: str) -> None:
     """Gradients from the changed numbers would be wrong."""
     q, k, v = (x.requires_grad_() for x in inputs()[:3])
     out, lse = ring_attention(q, k, v, DENSE, Layout.contiguous(17, 1), return_lse=True)
@@ -196,13 +196,13 @@ def test_ranks_that_differ_are_told_in_what(changes: tuple[Arguments, ...], said
 
 
 @pytest.mark.parametrize("name", ("q", "k", "v"))
-def test_one_tensor_that_requires_gradients_makes_a_difference(name: str) -> None:
+def test_one_tensor_requiring_gradients_is_a_difference(name: str) -> None:
     wanted = {name: torch.ones(1, 2, 2, 4, requires_grad=True)}
     said = "ValueError: requires_grad must be the same on every rank: rank 0 has False, rank 1 True"
     assert together({}, wanted) == [said] * 2
 
 
-def test_sinks_that_require_gradients_make_a_difference_beside_others_that_do() -> None:
+def test_sinks_requiring_gradients_are_a_difference() -> None:
     q = torch.ones(1, 2, 2, 4, requires_grad=True)
     first, second = ({"q": q, "sinks": torch.zeros(2).requires_grad_(x)} for x in (False, True))
     said = "ValueError: requires_grad of sinks must be the same on every rank: rank 0 has False, rank 1 True"
@@ -218,7 +218,7 @@ class OneRankMore(SoloTransport):
         return [payload] * 2
 
 
-def test_a_call_that_was_right_on_another_group_is_looked_at_again() -> None:
+def test_calls_are_checked_anew_on_other_groups() -> None:
     layout, own = Layout.contiguous(4, 2), Pattern.dense(causal=True, window=0)
     q, k, v = torch.ones(3, 1, 2, 2, 4)
     ring_attention(q, k, v, own, layout, group=OneRankMore(), exchange="direct")
@@ -280,7 +280,7 @@ def test_layouts_that_differ_in_anything_are_refused(layouts: tuple[Layout, ...]
         ("fa4", torch.float32, (64, 64), "takes dtype float16 or bfloat16 and"),
     ],
 )  # fmt: skip
-def test_a_fused_kernel_of_gpus_is_refused_where_it_takes_no_tile(
+def test_gpu_kernels_without_a_tile_are_refused(
     kernel: str, dtype: torch.dtype, dims: tuple[int, int], refused: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Needs no GPU: nothing is computed."""
@@ -294,7 +294,7 @@ def test_a_fused_kernel_of_gpus_is_refused_where_it_takes_no_tile(
 
 
 @pytest.mark.parametrize("kernel", ["flash", "cudnn", "fa4"])
-def test_what_a_kernel_lacks_is_named(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kernel_features_are_named(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A softcap, or the package of FlashAttention-4. Needs no GPU."""
     q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 8, 3, 64))
     call: Any = SimpleNamespace(

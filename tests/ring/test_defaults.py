@@ -29,9 +29,7 @@ GIVEN: dict[str, Any] = {"exchange": "gather", "bucket": 600, "kernel": "math", 
 
 @pytest.mark.parametrize("left_out", [*((name,) for name in GIVEN), tuple(GIVEN)], ids="+".join)
 @pytest.mark.parametrize(("heads", "kv_heads", "dtype"), SHAPES)
-def test_what_is_left_out_of_a_call_is_as_documented(
-    heads: int, kv_heads: int, dtype: torch.dtype, left_out: tuple[str, ...]
-) -> None:
+def test_defaults_are_as_documented(heads: int, kv_heads: int, dtype: torch.dtype, left_out: tuple[str, ...]) -> None:
     """Only the first of many heads is served: the others count for the bucket, and cost nothing."""
     pattern, draw = Pattern((Branch(heads=range(1)),)), torch.Generator().manual_seed(0)
     shapes = [(1, LAYOUT.n, h, 2) for h in (heads, kv_heads, kv_heads, heads)]

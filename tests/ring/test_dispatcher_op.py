@@ -142,7 +142,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[str], list[Trace]]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("way", WAYS)
-def test_each_forward_runs_as_often_as_it_must_and_no_bit_changes(run: Callable[[str], list[Trace]], way: str) -> None:
+def test_forwards_run_as_often_as_needed(run: Callable[[str], list[Trace]], way: str) -> None:
     """Selective checkpointing runs none twice, the others all. Calls are numbered alike on both ranks."""
     kept, found = run("kept"), run(way)
     for (exact, _, _), (gradients, forwards, number) in zip(kept, found, strict=True):

@@ -85,7 +85,7 @@ def test_hilbert_goes_from_neighbour_to_neighbour(side: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "side"), ((0, 1), (3, 2), (5, 4), (17, 8), (50, 8), (63, 8)))
-def test_hilbert_of_part_of_a_square_keeps_the_order_of_the_curve(n: int, side: int) -> None:
+def test_hilbert_keeps_its_order_in_part_of_a_square(n: int, side: int) -> None:
     whole = [position for position in Layout.hilbert(side * side, 1).positions(0).tolist() if position < n]
     for p in (1, 2, 3, 70):
         with warnings.catch_warnings(action="error"):
@@ -102,7 +102,7 @@ def test_positions_are_fresh_int64(name: str) -> None:
 
 
 @given(orders_and_cuts())
-def test_from_cuts_holds_what_was_given_as_runs_or_listed(drawn: Drawn) -> None:
+def test_from_cuts_holds_its_positions_as_runs_or_listed(drawn: Drawn) -> None:
     order, cuts = drawn
     layout = Layout.from_cuts(order, cuts)
     assert layout.cuts == cuts and shards(layout) == [order[a:b] for a, b in pairwise(cuts)]
@@ -231,7 +231,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("make", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_what_is_no_layout_or_does_not_fit_it_is_refused(make: Callable[[], object], said: str) -> None:
+def test_malformed_layouts_are_refused(make: Callable[[], object], said: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         make()
 
@@ -297,7 +297,7 @@ def test_fields_cannot_be_set() -> None:
 
 
 @given(st.integers(1001, 1300), st.data())
-def test_long_orders_that_differ_anywhere_are_two_layouts(tokens: int, data: st.DataObject) -> None:
+def test_long_layouts_differ_by_any_position(tokens: int, data: st.DataObject) -> None:
     """NumPy prints so many without their middle."""
     at, order = data.draw(st.integers(0, tokens - 2)), np.random.default_rng(tokens).permutation(tokens)
     one = Layout.from_cuts(order, (0, tokens))

@@ -45,7 +45,7 @@ def _without_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["cudnn", "flash"])
 @pytest.mark.parametrize("dtype", list(UNIT), ids=str)
 @pytest.mark.parametrize("dim", [8, 16, 40, 64, 128, 256])
-def test_fused_kernels_are_the_math_kernel_to_within_rounding(name: str, dtype: torch.dtype, dim: int) -> None:
+def test_fused_kernels_equal_the_math_kernel_within_rounding(name: str, dtype: torch.dtype, dim: int) -> None:
     for mask, (folds, groups, share) in itertools.product((Mask.FULL, Mask.CAUSAL), ((1, 1, 1), (3, 2, 1), (2, 2, 4))):
         for queries, keys in SHAPES if mask is Mask.FULL else [(n, n) for n, _ in SHAPES[::4]]:
             if queries == keys == 1:
@@ -144,7 +144,7 @@ def test_the_one_pass_merge_is_the_plain_one(dtype: torch.dtype, dim: int, sinks
 @pytest.mark.parametrize("folds", [1, 3], ids="{} folds".format)
 @pytest.mark.parametrize("others", [0, 1, 3], ids="{} others".format)
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["no sinks", "sinks"])
-def test_a_part_that_covers_everything_becomes_the_output(sinks: torch.Tensor | None, others: int, folds: int) -> None:
+def test_full_parts_become_the_output(sinks: torch.Tensor | None, others: int, folds: int) -> None:
     from ring.compute.gpu.gpu_accumulator import CombinedAccumulator, CombinedSum
 
     torch.manual_seed(2)
@@ -211,7 +211,7 @@ def test_packing_in_one_pass_is_the_plain_one(
     assert steps >= 2
 
 
-def test_nothing_merged_is_zero_and_minus_infinity() -> None:
+def test_merge_of_empty_parts_is_zero_and_minus_infinity() -> None:
     from ring.compute.gpu.gpu_accumulator import CombinedAccumulator, CombinedSum
 
     like = torch.empty(1, 40, 2, 16, dtype=torch.bfloat16, device="cuda")
@@ -305,7 +305,7 @@ def test_tensors_that_begin_anywhere(kernel: str, tokens: int) -> None:
     held_to_math(inputs, dout, Pattern.dense(False), Layout.contiguous(tokens, 1), kernel)
 
 
-def test_calls_that_differ_in_the_layout_of_the_output_only() -> None:
+def test_calls_differ_by_output_layout() -> None:
     """q, k and v of two calls have the same strides: every other row of one tensor, and every row of wider ones."""
     n, heads, dim = 128, 2, 64
     torch.manual_seed(7)
@@ -353,14 +353,14 @@ def test_a_captured_call_replays() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_the_current_device_need_not_be_that_of_the_tensors() -> None:
+def test_current_device_may_differ_from_the_tensors() -> None:
     leaves, dout = drawn(256, 4, 2, "cuda:1")
     assert torch.cuda.current_device() == 0
     held_to_math(leaves, dout, Pattern.longnet([64, 256], [1, 4], 4, True), Layout.zigzag(256, 1))
     assert torch.cuda.current_device() == 0
 
 
-def test_a_group_made_without_the_name_of_a_backend_is_used_from_a_gpu() -> None:
+def test_groups_without_a_named_backend_work_on_gpus() -> None:
     """Torch then makes gloo for the CPU and NCCL for GPUs."""
     x = torch.ones(1, 8, 1, 8, device="cuda", dtype=torch.bfloat16)
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)

@@ -25,7 +25,7 @@ def test_a_regular_file_is_read_up_to_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ("fifo", "socket", "folder", "/dev/zero", "/dev/null", "missing"))
-def test_what_is_no_regular_file_is_refused_in_a_line(
+def test_irregular_files_are_refused_in_a_line(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the path of a socket must be short

@@ -73,9 +73,7 @@ def results_of(attention: Callable[..., Any], given: list[Tensor], pattern: Patt
 
 @pytest.mark.parametrize(("dtype", "strided"), ((torch.float64, False), (torch.float64, True), (torch.bfloat16, True)))
 @pytest.mark.parametrize("pattern", MORE_PATTERNS.values(), ids=MORE_PATTERNS)
-def test_the_operators_do_what_a_call_does_and_what_a_graph_is_told(
-    pattern: Pattern, dtype: torch.dtype, strided: bool
-) -> None:
+def test_operators_equal_calls_and_meta_results(pattern: Pattern, dtype: torch.dtype, strided: bool) -> None:
     """Bit for bit. Before anything runs, a graph is told shapes, types and strides of all results."""
     given = inputs(dtype=dtype)
     if strided:
@@ -87,7 +85,7 @@ def test_the_operators_do_what_a_call_does_and_what_a_graph_is_told(
 
 
 @pytest.mark.parametrize("attention", (traced, ring_attention))
-def test_one_offset_by_head_is_refused_for_several_heads_as_in_a_call(attention: Callable[..., Any]) -> None:
+def test_one_offset_for_several_heads_is_refused(attention: Callable[..., Any]) -> None:
     pattern = Pattern((Branch(4, 2, (1,)),))
     results_of(attention, inputs(heads=1, kv_heads=1), pattern)
     with pytest.raises(ValueError, match="pattern must be one for the 4 query heads, got one that was made for 1"):
@@ -135,7 +133,7 @@ def test_a_graph_leaves_nothing_out_that_nobody_reads(backward: bool) -> None:
     assert kept == ["ring.attention_forward.default", "ring.attention_backward.default"][: 1 + backward]
 
 
-def test_a_module_on_one_rank_without_any_group_refuses_masks() -> None:
+def test_modules_without_a_group_refuse_masks() -> None:
     context, q = ContextParallel(Layout.contiguous(9, 1)), torch.randn(1, 2, 9, 4)
     module = RingAttention(PATTERNS["causal"])
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -208,7 +206,7 @@ def _compared(name: str, group: str, backend: str) -> tuple[float, int]:
         pytest.param("twice, with lse", "none", "inductor", marks=pytest.mark.slow),
     ],
 )
-def test_results_are_those_without_a_graph_at_every_length(ranks: Ranks, name: str, group: str, backend: str) -> None:
+def test_results_equal_eager_ones_at_every_length(ranks: Ranks, name: str, group: str, backend: str) -> None:
     """One graph for the first length, one for all others: layouts are no constants of a graph."""
     for difference, graphs in ranks(2).run(_compared, name, group, backend, timeout=300):
         assert difference < 1e-13 and graphs == 2 < len(LENGTHS)

@@ -60,7 +60,7 @@ def test_one_call_of_all_documents_is_right(documents: tuple[int, ...], window: 
 
 
 @pytest.mark.parametrize("kinds", [("flash_", ""), ("varlen_", "varlen_")])
-def test_stand_ins_are_called_as_flash_attn_and_compute_as_it_does(kinds: tuple[str, str]) -> None:
+def test_stand_ins_equal_flash_attn(kinds: tuple[str, str]) -> None:
     """Arguments go by name, with the defaults of the signature, as in ring-flash-attn's calls."""
     tensors = [x.detach() for x in Workload.dense(6, 1, SMALL).draw(CPU, 3)]
     options, results = dict[str, Any](dropout_p=0.0, softmax_scale=0.5, causal=True), []
@@ -97,7 +97,7 @@ THREE, ODD = Workload.dense(8, 3, HEADS), Workload.packed(48, 2, HEADS, 16)
         (lambda: peers.by_document(ODD, ODD.draw(CPU, 0), "zigzag").__enter__(), "lengths that 4 divides"),
     ],
 )
-def test_what_a_method_cannot_take_it_says(make: Callable[[], object], message: str) -> None:
+def test_methods_name_unsupported_calls(make: Callable[[], object], message: str) -> None:
     with pytest.raises(Unsupported, match=message):
         make()
 

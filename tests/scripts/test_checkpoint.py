@@ -192,5 +192,5 @@ def _refuse(folder: Path) -> None:
         checkpoint.save(folder / "saved", *a_linear())
 
 
-def test_what_would_be_read_in_part_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_partial_reads_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_refuse, tmp_path)

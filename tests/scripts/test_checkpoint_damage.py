@@ -96,7 +96,7 @@ def test_damage_is_named_with_its_file(saved: Path, damage: str, name: str) -> N
         (lambda folder: (shutil.copytree(folder.with_name("7"), folder), (folder / "\x1b[2J").touch()), r"'\x1b[2J'"),
     ],
 )
-def test_what_is_no_checkpoint_is_refused(saved: Path, make: Callable[[Path], object], said: str) -> None:
+def test_malformed_checkpoints_are_refused(saved: Path, make: Callable[[Path], object], said: str) -> None:
     make(saved.with_name("8"))
     assert said in refused(saved.with_name("8"))
 
@@ -175,7 +175,7 @@ def test_values_come_back_as_they_were(tmp_path: Path, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", (NAN, float("inf")))
-def test_what_is_no_number_is_not_saved(tmp_path: Path, value: float) -> None:
+def test_non_numbers_are_not_saved(tmp_path: Path, value: float) -> None:
     model, optimizer = a_run()
     model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
     optimizer.step()
@@ -319,7 +319,7 @@ with checkpoint.hold(sys.argv[1]):
 """
 
 
-def test_a_lock_names_its_holder_and_ends_before_its_children(tmp_path: Path) -> None:
+def test_locks_name_their_holder_and_end_before_children(tmp_path: Path) -> None:
     theirs = (".notes.new", ".checkpoint-0123456789abcdeg.new", ".step-1.0123abcd.new")
     for name in theirs:
         (tmp_path / name).mkdir()

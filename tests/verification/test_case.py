@@ -28,7 +28,7 @@ case = partial(
 )  # fmt: skip
 
 
-def test_json_turns_back_into_an_equal_case_without_fields_with_a_default_too() -> None:
+def test_json_round_trips_cases() -> None:
     for given in (case(score_scale=1), plain(3, scale=-2), case(pattern=Pattern.dense(documents=(0, 12, 1))),
                   case(value_dim=5, softcap=30, sinks="some"), case(keys=Keys(5, "zigzag", (0, 5, 5, 5))),
                   case(hosts=3), case(hosts=3, exchange="ring+direct"), case(exchange="auto")):  # fmt: skip
@@ -71,14 +71,14 @@ def test_a_bad_field_is_named(field: str, values: tuple[object, ...]) -> None:
             replace(case(), **{field: value})  # type: ignore[arg-type]
 
 
-def test_choices_that_runs_would_change_or_refuse_are_refused() -> None:
+def test_unrunnable_choices_are_refused() -> None:
     with pytest.raises(ValueError, match="^again is 'no_grad' and exchange is 'auto'"):
         case(exchange="auto", again="no_grad")
     with pytest.raises(ValueError, match="^hosts is 3 and exchange is 'auto'"):
         case(exchange="auto", hosts=3)
 
 
-def test_documents_must_add_up_and_the_last_is_lengthened() -> None:
+def test_last_document_is_lengthened_to_the_sum() -> None:
     for documents in ((), (12,), (14,), (13, 1)):
         with pytest.raises(ValueError, match="documents must add up to the 13 tokens"):
             case(pattern=Pattern.dense(documents=documents))

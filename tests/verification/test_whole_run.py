@@ -44,7 +44,7 @@ def test_a_case_of_gpus_is_replayed_where_there_are_none(tmp_path: Path) -> None
     assert "the Case has device 'cuda'; on sim it runs on 'cpu'" in printed(report.console)
 
 
-def test_the_profile_quick_draws_enough_of_what_has_a_title_and_a_sentence(tmp_path: Path) -> None:
+def test_quick_draws_enough_of_every_titled_property(tmp_path: Path) -> None:
     titles = runner.titles()
     assert set(titles) == {one.title for one in PROPERTIES} | {law.name for law in runner.LAWS}
     assert all(re.fullmatch(r"\S.{15,}\.", about) for about in titles.values()), titles
@@ -76,7 +76,7 @@ def test_the_same_is_drawn_and_found_side_by_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_cannot_go_on_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_processes_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began = whole_run._Process.begin
 
     def killed(plan: runner.RunPlan, report: Report, world: int) -> whole_run._Process:
@@ -148,7 +148,7 @@ def test_only_what_is_named_judges(
         assert {name for name in report.rows.properties() if report.rows.total(name).examples == 30} == rows
 
 
-def test_runs_follow_each_other_with_new_seeds_until_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_runs_draw_new_seeds_until_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
 
     def run_world(plan: runner.RunPlan, report: Report, backend: Any, shrink_backend: Any, world: int) -> None:

@@ -20,7 +20,7 @@ ACTING = "\x00\x07\x08\r\x1b[2J\x7f\x85\x9b31m\xad\u061c\u200f\u2028\u202e\u2066
     "text, shown",
     [("a\tb\nc é 中 \\x1b", "a\tb\nc é 中 \\x1b"), ("\x1b[31mred\u202e\r\ud800", "\\x1b[31mred\\u202e\\r\\ud800")],
 )
-def test_what_acts_is_escaped(text: str, shown: str) -> None:
+def test_control_characters_are_escaped(text: str, shown: str) -> None:
     assert printable(text) == shown
 
 

@@ -23,7 +23,7 @@ STEPS = st.lists(st.tuples(st.none() | st.integers(0, 7), st.booleans(), st.inte
 
 
 @given(st.integers(1, 8), st.none() | st.integers(1, 100), STEPS, st.integers(0, 40))
-def test_it_keeps_what_a_list_would(most: int, most_bytes: int | None, steps: list[Step], cleared: int) -> None:
+def test_evicts_oldest_first(most: int, most_bytes: int | None, steps: list[Step], cleared: int) -> None:
     kept: BoundedCache[Thing, Thing] = BoundedCache(most, most_bytes)
     wanted: list[tuple[Thing, Thing, int]] = []
     for at, (number, once, nbytes) in enumerate(steps):
@@ -48,7 +48,7 @@ def test_it_keeps_what_a_list_would(most: int, most_bytes: int | None, steps: li
 
 
 @pytest.mark.parametrize("most_bytes", (None, 100))
-def test_what_is_forgotten_is_freed(most_bytes: int | None) -> None:
+def test_evicted_values_are_freed(most_bytes: int | None) -> None:
     kept: BoundedCache[Any, Any] = BoundedCache(2, most_bytes)
     seen = []
     for _ in range(5):
@@ -62,7 +62,7 @@ def test_what_is_forgotten_is_freed(most_bytes: int | None) -> None:
     assert all(one() is None for refs in seen for one in refs)
 
 
-def test_what_is_falsy_is_there_and_what_cannot_be_made_is_not_kept() -> None:
+def test_falsy_values_are_cached_and_failures_are_not() -> None:
     kept: BoundedCache[str, float] = BoundedCache(10)
     assert [kept.get_or_make("a", lambda: 0), kept.get_or_make("a", lambda: 1)] == [0, 0] and kept.get("b") is None
     for _ in range(2):
@@ -71,7 +71,7 @@ def test_what_is_falsy_is_there_and_what_cannot_be_made_is_not_kept() -> None:
     assert list(kept) == ["a"] and kept.get_or_make("b", lambda: 1.0) == 1.0
 
 
-def test_threads_that_ask_at_once_all_get_one() -> None:
+def test_threads_share_one_value() -> None:
     kept: BoundedCache[int, str] = BoundedCache(4)
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda key: kept.get_or_make(key % 7, lambda: str(key % 7)), range(2000)))

@@ -15,7 +15,7 @@ class Thing:
     """May be referred to weakly."""
 
 
-def test_it_is_made_once_and_freed_with_its_object() -> None:
+def test_values_are_made_once_and_freed_with_their_object() -> None:
     made = []
 
     @cached_on

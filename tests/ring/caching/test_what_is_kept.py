@@ -120,7 +120,7 @@ def _call(
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_entries_say_what_they_weigh_and_nothing_else_is_kept(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_state_all_bytes_they_hold(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     light, put = [], BoundedCache.put
 
     def weighed(self: BoundedCache[Any, Any], key: Any, value: Any, nbytes: int = 0) -> Any:

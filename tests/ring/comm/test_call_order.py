@@ -158,7 +158,7 @@ OUTCOMES: list[tuple[Scenario, int, list[str]]] = [  # the scenario, the number 
 
 
 @pytest.mark.parametrize(("scenario", "number", "errors"), OUTCOMES)
-def test_what_differs_is_told_on_all_ranks(run: Run, scenario: Scenario, number: int, errors: list[str]) -> None:
+def test_differing_calls_raise_on_all_ranks(run: Run, scenario: Scenario, number: int, errors: list[str]) -> None:
     """And nothing that came out is wrong, and the last call is counted alike."""
     for *told, worst in run(scenario):
         assert told == [errors, number] and worst < EXACT

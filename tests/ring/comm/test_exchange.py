@@ -38,7 +38,7 @@ def attend(
     torch.autograd.grad(out.sum(), (q, k, v))
 
 
-def test_what_cannot_be_counted_in_32_bits_is_packed_by_views() -> None:
+def test_rows_beyond_32_bits_are_packed_by_views() -> None:
     found = []
     for rows, slots, on_gpu in ((2**30, 2**30, True), (2**30 + 1, 1, True), (1, 2**30 + 1, True), (1, 1, False)):
         k: Any = SimpleNamespace(is_cuda=on_gpu, shape=(1, rows, 1, 1))
@@ -46,7 +46,7 @@ def test_what_cannot_be_counted_in_32_bits_is_packed_by_views() -> None:
     assert found == [True, False, False, False]
 
 
-def test_buffers_are_counted_for_each_rank_and_given_back_after_each_call() -> None:
+def test_buffers_are_counted_and_returned_after_each_call() -> None:
     """A measure goes on when one inside it ends, though both show the same until then."""
 
     def step(transport: SimulatedTransport) -> list[int]:
@@ -93,7 +93,7 @@ def told(plan: Plan, gpu: bool, backward: bool) -> list[Outgoing]:
 
 @pytest.mark.parametrize("gpu", (False, True))
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_gradients_travel_in_the_accumulators_type_but_for_complete_ones_between_gpus(exchange: str, gpu: bool) -> None:
+def test_gradients_travel_in_fp32_unless_complete_on_gpus(exchange: str, gpu: bool) -> None:
     plan = plan_of(DENSE, LAYOUT, 0, 2, 2, KEY_EXCHANGES[exchange], 64)
     there, back = told(plan, gpu, backward=False), told(plan, gpu, backward=True)
     keys = [one for one in back if one.label.startswith("keys")]
@@ -106,7 +106,7 @@ def test_gradients_travel_in_the_accumulators_type_but_for_complete_ones_between
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
-def test_gradients_of_slots_are_summed_in_the_accumulators_type(dtype: torch.dtype) -> None:
+def test_gradients_of_slots_are_summed_in_fp32(dtype: torch.dtype) -> None:
     """1 and 256 times 2**-9: in bf16, of which 1 has a last place of 2**-7, nothing would be added."""
     step: Any = SimpleNamespace(once=False)
     grad = torch.full((1, 2), 7.0, dtype=dtype)

@@ -102,7 +102,5 @@ def _dtensors() -> None:
 
 
 @pytest.mark.parametrize("task", (_calls_over_a_mesh, _meshes_that_do_not_fit, _dtensors))
-def test_meshes_of_one_dimension_are_taken_and_other_meshes_and_dtensors_refused(
-    ranks: Ranks, task: Callable[[], None]
-) -> None:
+def test_only_meshes_of_one_dimension_are_taken(ranks: Ranks, task: Callable[[], None]) -> None:
     ranks(4).run(task)

@@ -141,7 +141,7 @@ def _forked(called_before: bool) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("called_before", [False, True])
-def test_a_forked_process_cannot_call_on_a_group_of_its_parent(ranks: Ranks, called_before: bool) -> None:
+def test_forked_processes_cannot_use_their_parents_group(ranks: Ranks, called_before: bool) -> None:
     refusal = (
         r"RuntimeError: nothing can be called on this group any more, since on this rank process \d+ was forked from "
         r"process \d+, which created the group: create one here"
@@ -151,5 +151,5 @@ def test_a_forked_process_cannot_call_on_a_group_of_its_parent(ranks: Ranks, cal
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_of_a_group_is_left(ranks: Ranks, way: str) -> None:
+def test_ended_groups_are_freed(ranks: Ranks, way: str) -> None:
     assert ranks(2).run(_left_of_a_group, way) == [[], []]

@@ -82,7 +82,7 @@ def _one_rank_is_late() -> None:
     end(group)
 
 
-def test_a_rank_that_is_late_is_no_error_and_leaves_no_mark(ranks: Ranks) -> None:
+def test_late_ranks_raise_nothing(ranks: Ranks) -> None:
     ranks(3).run(_one_rank_is_late)
 
 
@@ -108,7 +108,7 @@ def _some_come_too_late(direction: str, number: int, absent: tuple[int, ...]) ->
     ("direction", "number", "absent", "name"),
     [("forward", 1, (1,), "rank 1"), ("forward", 3, (0, 1), "ranks 0, 1"), ("backward", 2, (2,), "rank 2")],
 )
-def test_ranks_that_do_not_come_are_named_after_the_timeout_and_told_when_they_do(
+def test_missing_ranks_are_named_after_the_timeout(
     ranks: Ranks, direction: str, number: int, absent: tuple[int, ...], name: str
 ) -> None:
     """The ranks meet in the group's store in the first call, in the machine's memory later."""
@@ -134,7 +134,7 @@ def _one_is_in_its_own_collective(waits: bool) -> tuple[str, float]:
     return said, mine.item()
 
 
-def test_the_first_call_and_a_collective_of_the_callers_do_not_exchange_numbers(ranks: Ranks) -> None:
+def test_first_calls_and_collectives_share_no_numbers(ranks: Ranks) -> None:
     first, own, third = ranks(3).run(_one_is_in_its_own_collective, True)
     for said, _ in (first, third):
         assert said.startswith("RuntimeError: rank 1 did not come to the forward of call 1: ")
@@ -173,7 +173,7 @@ def _one_ends_in_the_middle(error: BaseException, place: str, exchange: str) -> 
         (KeyboardInterrupt(), "ring.compute.kernel_calls.backward", "backward", "direct"),
     ],
 )
-def test_an_interrupted_call_closes_its_group_on_all_ranks(
+def test_interrupted_calls_close_their_group_on_all_ranks(
     ranks: Ranks, error: BaseException, place: str, direction: str, exchange: str
 ) -> None:
     """On the rank itself at once; the others name it in that call or, if they had all messages, in the next one."""
@@ -208,7 +208,7 @@ def _one_dies(rank: int, folder: str, killed: int, number: int, agreed: bool) ->
 @pytest.mark.parametrize(
     ("killed", "number", "agreed"), [(1, 2, False), (2, 2, False), (1, 2, True), (1, 1, False), (0, 1, True)]
 )
-def test_a_rank_that_was_killed_is_named(tmp_path: Path, killed: int, number: int, agreed: bool) -> None:
+def test_killed_ranks_are_named(tmp_path: Path, killed: int, number: int, agreed: bool) -> None:
     context = multiprocessing.get_context("spawn")
     processes = [
         context.Process(target=_one_dies, args=(rank, str(tmp_path), killed, number, agreed)) for rank in range(3)
@@ -263,7 +263,7 @@ def answering(*answers: bool | str) -> Callable[[float], bool]:
         ),
     ],
 )
-def test_without_a_store_nobody_can_tell_who_is_missing(
+def test_without_a_store_no_missing_rank_is_named(
     alone: dist.ProcessGroup, done: Callable[[float], bool], said: str
 ) -> None:
     """But what gets done does not end."""
@@ -272,7 +272,7 @@ def test_without_a_store_nobody_can_tell_who_is_missing(
         _StoreGather(GONE, 0, 2, timedelta(seconds=1)).gather("the file", "mine")
 
 
-def test_numbers_of_another_group_are_not_told(alone: dist.ProcessGroup) -> None:
+def test_numbers_of_other_groups_are_not_named(alone: dist.ProcessGroup) -> None:
     error, cause = RuntimeError("missed"), MissingRanks([1], "late")
     error.__cause__, cause.__cause__ = cause, MissingRanks([0], "late")
     with patch("ring.comm.process_group.note_of") as note_of:
@@ -283,7 +283,7 @@ def test_numbers_of_another_group_are_not_told(alone: dist.ProcessGroup) -> None
 OVER, FAILED = RuntimeError("Operation timed out!"), RuntimeError("connection reset")
 
 
-def test_a_work_is_done_when_it_was_waited_for() -> None:
+def test_works_are_done_once_waited_for() -> None:
     """Waits are answered in turn, by exceptions that are raised too."""
 
     def done(waits: list[Any], completed: bool, seconds: float) -> bool:
@@ -300,7 +300,7 @@ def test_a_work_is_done_when_it_was_waited_for() -> None:
     ("after", "seconds", "done", "looks"),
     [(0, 1.0, True, 1), (3, 1e3, True, 4), (999, 8.0, False, 9), (999, 1e3, None, 90)],
 )
-def test_an_event_is_looked_at_until_nine_tenths_of_the_timeout(
+def test_events_are_polled_until_nine_tenths_of_the_timeout(
     after: int, seconds: float, done: bool | None, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL then ends the process. The clock moves on by a second at each look."""

@@ -24,7 +24,7 @@ TARGETS = (
 @pytest.mark.parametrize(
     ("batch", "dim", "dtype"), [(1, 128, torch.bfloat16), (2, 5, torch.float64), (3, 1, torch.float32)]
 )
-def test_every_row_is_where_it_belongs(batch: int, dim: int, dtype: torch.dtype, transposed: bool) -> None:
+def test_rows_arrive_at_their_places(batch: int, dim: int, dtype: torch.dtype, transposed: bool) -> None:
     """Also with strides, and starts, that 16-byte words do not divide."""
     from ring.comm.put_kernel import Putter
 

@@ -73,7 +73,7 @@ def _page_where(what: str, where: int) -> str:
         ("SharedPage", 1, "NoneType"),
     ],
 )
-def test_a_page_that_one_rank_cannot_have_is_taken_by_none(ranks: Ranks, what: str, where: int, kind: str) -> None:
+def test_page_refused_by_one_rank_is_used_by_none(ranks: Ranks, what: str, where: int, kind: str) -> None:
     assert ranks(3).run(_page_where, what, where) == [kind] * 3
 
 
@@ -83,7 +83,7 @@ def _one_does_not_come(name: str) -> None:
             page_of(name, TIMEOUT)
 
 
-def test_a_rank_that_does_not_come_to_where_the_page_is_made_is_named(ranks: Ranks) -> None:
+def test_ranks_missing_at_the_making_of_the_page_are_named(ranks: Ranks) -> None:
     ranks(3).run(_one_does_not_come, "made")
 
 
@@ -102,11 +102,11 @@ def _one_ends_and_one_is_slow(name: str) -> tuple[int, ...] | None:
     return missing.value.ranks
 
 
-def test_a_rank_whose_process_has_ended_is_named_without_the_slow_ones(ranks: Ranks) -> None:
+def test_ended_ranks_are_named_without_slow_ones(ranks: Ranks) -> None:
     assert ranks(3).run(_one_ends_and_one_is_slow, "ended") == [(1,), None, (1,)], "rank 2 learns it from rank 0"
 
 
-def test_a_rank_that_comes_and_then_ends_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_end_after_arriving_are_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     size = page_size(2)
     file = shared_page._new_file(size)
     assert file is not None
@@ -132,5 +132,5 @@ def test_a_page_has_no_name_that_could_outlive_its_ranks() -> None:
     os.close(file)
 
 
-def test_a_machine_is_told_by_its_boot_and_its_processes() -> None:
+def test_machines_differ_by_boot_and_processes() -> None:
     assert machine() == machine() and len(machine().split()) == 2

@@ -71,14 +71,14 @@ def forget(transport: SymmetricTransport) -> None:
     gc.collect()
 
 
-def test_a_route_is_made_once_and_forgotten_after_many_others(transport: OnNoGPU) -> None:
+def test_routes_are_made_once_and_evicted_oldest_first(transport: OnNoGPU) -> None:
     route = prepared(transport, 0)
     assert prepared(transport, 0)() is route() is not None and transport.made == 1
     forget(transport)
     assert route() is None
 
 
-def test_a_route_is_there_as_long_as_the_graph_that_replays_it(transport: OnNoGPU) -> None:
+def test_routes_live_as_long_as_their_graph(transport: OnNoGPU) -> None:
     prepared(transport, 0)
     with keep_alive_for_one_graph() as reads:
         transport.capturing = True
@@ -91,7 +91,7 @@ def test_a_route_is_there_as_long_as_the_graph_that_replays_it(transport: OnNoGP
     assert route() is None
 
 
-def test_a_route_in_a_graph_of_the_user_is_there_forever(transport: OnNoGPU) -> None:
+def test_routes_in_user_graphs_are_never_freed(transport: OnNoGPU) -> None:
     before = prepared(transport, 0)  # a call of the kind, not captured
     transport.capturing = True
     assert prepared(transport, 0)() is before()
@@ -196,7 +196,7 @@ def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "exchange", ("direct", "all-to-all", "all-to-all:2+ring", "ring+all-to-all:2", "all-to-all:2+gather")
 )
-def test_receivers_copy_from_where_messages_lie(exchange: str, order: str) -> None:
+def test_receivers_copy_from_message_offsets(exchange: str, order: str) -> None:
     """Also those of an exchange within an exchange, of which some ranks may have none."""
     for heads, bucket, name in CASES:
         for counter in (InOneProcess.sent, InOneProcess.copied, InOneProcess.written):
@@ -231,9 +231,7 @@ def _observed(transport: SimulatedTransport, case: Case) -> Observation:
 @pytest.mark.usefixtures("in_one_process")
 @pytest.mark.parametrize("exchange", ("all-to-all", "all-to-all:2+direct", "ring+all-to-all:2"))
 @pytest.mark.parametrize(("order", "cuts"), [("zigzag", None), ("striped", None), ("contiguous", (0, 4, 4, 8, 21))])
-def test_bytes_and_buffers_of_puts_are_those_of_the_reference(
-    exchange: str, order: str, cuts: tuple[int, ...] | None
-) -> None:
+def test_bytes_of_puts_equal_the_references(exchange: str, order: str, cuts: tuple[int, ...] | None) -> None:
     """In one stage and in several, with key/value heads in blocks of several ranks."""
     for (heads, kv_heads), bucket in itertools.product(((4, 2), (6, 6)), (1, None)):
         case = plain(

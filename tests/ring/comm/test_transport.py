@@ -92,7 +92,7 @@ def _send_early() -> None:
 
 
 @pytest.mark.ranks
-def test_what_is_sent_before_anybody_receives_is_not_lost(ranks: Ranks) -> None:
+def test_early_sends_are_not_lost(ranks: Ranks) -> None:
     ranks(2).run(_send_early)
 
 
@@ -112,9 +112,7 @@ def test_a_group_is_for_its_members(rank_1_of_3: ProcessGroupTransport) -> None:
         pytest.param(None, {"cpu": "gloo"}, marks=pytest.mark.skipif(dist.is_nccl_available(), reason="it is taken")),
     ],
 )
-def test_ranks_agree_on_a_gpu_where_the_group_has_no_other_backend(
-    backend: str | None, said: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl_groups_agree_on_a_gpu(backend: str | None, said: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     found, device = backends_of(None), ProcessGroupTransport()._device()

@@ -80,7 +80,7 @@ def test_gaps_of_any_size(base: float, gap: float, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("lse", (0.0, 1e4, -1e4, 3e38, -3e38, 5e-324, -INF))
-def test_nothing_counts_for_nothing(lse: float) -> None:
+def test_merge_of_empty_parts_is_empty(lse: float) -> None:
     """A side without keys has weight exactly 0, whatever its out, and leaves the other bit for bit as it is."""
     out, nothing = one(0.0 if lse == -INF else 0.1, lse), one(1e300, -INF)
     for merged in (merge(*out, *nothing), merge(*nothing, *out)):
@@ -88,7 +88,7 @@ def test_nothing_counts_for_nothing(lse: float) -> None:
 
 
 @pytest.mark.parametrize("bad", (NAN, INF))
-def test_nan_and_infinity_go_through_whatever_they_weigh(bad: float) -> None:
+def test_nan_and_infinity_propagate(bad: float) -> None:
     """Compare with one softmax over all keys, where 0 * NaN is NaN: the division of keys into parts has no effect."""
     fine = one(1.0, 0.0)
     for weight in (0.0, -1e6):

@@ -122,7 +122,7 @@ CASES = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("mask", "window", "size", "name", "scale", "with_dlse"), CASES)
-def test_a_tile_is_dense_attention_and_its_part_of_the_gradients(
+def test_tiles_equal_dense_attention_and_gradients(
     mask: Mask, window: int | None, size: Size, name: str, scale: float, with_dlse: bool, dtype: torch.dtype
 ) -> None:
     """Gradients are those of one softmax over the tile's keys and as many others, which rows of fold 0 do not see."""
@@ -191,7 +191,7 @@ def test_scores_of_ten_thousand(score: float, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["math", "flash"])
-def test_rows_whose_scores_are_all_minus_infinity_weigh_nothing(name: str) -> None:
+def test_rows_of_minus_infinity_weigh_nothing(name: str) -> None:
     """Scores beyond fp32: such a row has out 0, lse -inf and no gradient; beside it is one with a single score of 0,
     whose lse is 0, as torch's fused kernel says of both.
     """
@@ -216,7 +216,7 @@ def test_rows_whose_scores_are_all_minus_infinity_weigh_nothing(name: str) -> No
 @pytest.mark.parametrize("with_fa4", (False, True))
 @pytest.mark.parametrize("device", ("cpu", "cuda", "meta"))
 @pytest.mark.parametrize("keys", (1, 15, 16, 40))
-def test_which_kernel_takes_a_tile(keys: int, device: str, with_fa4: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_chosen_by_tile(keys: int, device: str, with_fa4: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of one fold count, though there are three. Sums in any order are not repeatable."""
     monkeypatch.setattr(fa4, "installed_version", lambda: fa4.VERSION if with_fa4 else None)
     size, rows = Size(queries=keys, keys=keys), Rows(0, 1, keys, keys, 3)
@@ -244,7 +244,7 @@ def test_which_kernel_takes_a_tile(keys: int, device: str, with_fa4: bool, monke
         assert chosen in (takers or {"math"}), (kernel, mask, dlse, scale, dtype, dims, softcap, repeatable)
 
 
-def test_what_was_picked_is_counted() -> None:
+def test_picked_kernels_are_counted() -> None:
     """Blocks within each other count alike, whatever they have counted; backwards count too, and nothing afterwards."""
     (q, k, v, dout), tile = drawn(Size()), tile_of(Mask.FULL, Size())
     with count_kernels() as outer:
@@ -260,7 +260,7 @@ def test_what_was_picked_is_counted() -> None:
 
 
 @pytest.mark.parametrize("mask", (Mask.FULL, *TRIANGLES))
-def test_sequences_of_a_tile_see_nothing_of_each_other(mask: Mask) -> None:
+def test_sequences_of_a_tile_are_isolated(mask: Mask) -> None:
     """Each has the bits that it has by itself."""
     queries, keys = (3, 1, 20), (3, 1, 20) if mask in TRIANGLES else (2, 17, 5)
     size = Size(folds=1, share=2, queries=sum(queries), keys=sum(keys))
@@ -281,7 +281,7 @@ def test_sequences_of_a_tile_see_nothing_of_each_other(mask: Mask) -> None:
 
 
 @pytest.mark.parametrize("name", ["math", "flash"])
-def test_the_bits_of_a_row_do_not_depend_on_other_rows(name: str) -> None:
+def test_bits_of_a_row_do_not_depend_on_others(name: str) -> None:
     """A row with a single score of 0 is computed again by the plain kernel; the rows beside it, of the same fold and of
     others, are not.
     """
@@ -314,7 +314,7 @@ SIZES = [  # folds, batch, groups, share, queries, keys, dim
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_math_kernels_scores_are_no_larger_than_its_operands(size: tuple[int, ...]) -> None:
+def test_scores_of_the_math_kernel_fit_its_operands(size: tuple[int, ...]) -> None:
     """But for 8 query rows, which it takes at least at a time."""
     folds, batch, groups, share, queries, keys, dim = size
     q, k = torch.randn(folds, batch, groups, share, queries, dim), torch.randn(folds, batch, groups, 1, keys, dim)

@@ -121,7 +121,7 @@ def test_batches_have_positions_and_labels_by_document(whose: str) -> None:
     assert torch.equal(labels, next_tokens(tokens))
 
 
-def test_positions_of_the_whole_sequence_are_refused_beside_documents() -> None:
+def test_whole_positions_beside_documents_are_refused() -> None:
     context = ContextParallel(Layout.contiguous(TOKENS, 1)).with_documents(DOCUMENTS)
     with pytest.raises(ValueError, match="positions must be None or 0, 1, ... in each document"):
         shard_batch(context, torch.arange(TOKENS)[None], positions=torch.arange(TOKENS))
@@ -145,7 +145,7 @@ PACKED = (5, 1, 0, 7, 3)
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3, 7, 20])
-def test_labels_any_number_of_tokens_ahead_stay_in_their_document(ahead: int) -> None:
+def test_labels_ahead_stay_in_their_document(ahead: int) -> None:
     tokens = torch.arange(100, 132).view(2, 16)
     wanted = [
         functional.pad(part[:, ahead:], (0, min(ahead, part.shape[1])), value=IGNORED)
@@ -239,7 +239,7 @@ def _unshifted() -> None:
 
 
 @pytest.mark.ranks
-def test_what_is_said_of_each_token_itself_is_no_leak(ranks: Ranks) -> None:
+def test_labels_at_their_own_token_are_no_leak(ranks: Ranks) -> None:
     ranks(4).run(_unshifted)
 
 

@@ -98,7 +98,7 @@ def _agreed(wrong: int | None, how: str) -> str:
         ("call", "ValueError: calls on a group must come in the same order on every rank: rank 0 is in "),
     ],
 )
-def test_what_one_rank_does_otherwise_is_told_to_all(ranks: Ranks, wrong: int, how: str, told: str) -> None:
+def test_differences_of_one_rank_raise_on_all(ranks: Ranks, wrong: int, how: str, told: str) -> None:
     answers = ranks(5).run(_agreed, wrong, how)
     assert answers.pop(2) == "not asked" and answers == [answers[0]] * 4
     first, other, second = (2, 1, 1) if wrong == 0 else (1, wrong, 2)
@@ -107,7 +107,7 @@ def test_what_one_rank_does_otherwise_is_told_to_all(ranks: Ranks, wrong: int, h
 
 
 @pytest.mark.parametrize("absent, told", [((0,), "rank 7 did not come"), ((0, 2), "ranks 1, 7"), (None, "some rank")])
-def test_ranks_that_do_not_come_go_by_their_numbers_in_the_mesh(absent: tuple[int, ...] | None, told: str) -> None:
+def test_missing_ranks_are_named_by_mesh_numbers(absent: tuple[int, ...] | None, told: str) -> None:
     ranks, transport = BatchRanks(None), Mock(rank=1, world_size=3)
     transport.all_equal.side_effect = MissingRanks(absent, "for 3 s")
     ranks._axes = (_MeshAxis(transport, members=(2, 1, 0), stride=3),)  # this rank is the second along its dimension
@@ -151,7 +151,7 @@ def _wrong_over(wrong: Sequence[int], late: int, among: str) -> list[str]:
         ((1, 3), "a new part", [1] * 4),
     ],
 )
-def test_no_group_is_told_to_the_ranks_that_wait_on_any_group(
+def test_missing_group_raises_on_waiting_ranks(
     ranks: Ranks, wrong: Sequence[int], among: str, told: list[int | None], late: int
 ) -> None:
     words = "over must be a process group, a DeviceMesh or None, got 'context'"
@@ -168,7 +168,7 @@ def _not_a_member() -> str:
     return answer
 
 
-def test_a_process_that_is_not_in_the_group_is_told_alone_and_at_once(ranks: Ranks) -> None:
+def test_outsiders_of_the_group_raise_alone_and_at_once(ranks: Ranks) -> None:
     answers = ranks(4).run(_not_a_member)
     told = "ValueError: over must contain the calling process; world rank {0} is not in -100"
     assert answers == ["fine", "fine", told.format(2), told.format(3)]
@@ -189,7 +189,7 @@ def _other_ranks() -> str:
     return answer
 
 
-def test_ranks_that_wait_for_one_another_on_two_groups_are_named_after_the_timeout(ranks: Ranks) -> None:
+def test_deadlocks_across_two_groups_name_their_ranks(ranks: Ranks) -> None:
     answers = ranks(4).run(_other_ranks)
     said_by_two, said_by_three = answers[2:]
     wait = "; world ranks [{}] wait for this one among {}, which waits for them among"

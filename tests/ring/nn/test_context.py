@@ -18,7 +18,7 @@ from ring.nn import ContextParallel
 LAYOUT = Layout.contiguous(7, 1)
 
 
-def test_it_does_not_change() -> None:
+def test_context_is_frozen() -> None:
     context = ContextParallel(LAYOUT, bucket=4)
     with pytest.raises(AttributeError, match="layout cannot be set: make another ContextParallel"):
         context.layout = Layout.contiguous(8, 1)
@@ -29,7 +29,7 @@ def test_it_does_not_change() -> None:
     assert "7 of 7 tokens" in repr(context)
 
 
-def test_positions_in_a_graph_are_for_the_tokens_of_the_rank() -> None:
+def test_positions_in_a_graph_are_of_the_ranks_tokens() -> None:
     with pytest.raises(ValueError, match="x must have the 7 tokens of this rank, got 3"):
         torch.ops.ring.positions(torch.zeros(1, 3, 2), layout=LAYOUT.number, rank=0, packed=0)
 
@@ -74,7 +74,7 @@ def test_a_handle_says_what_it_was_made_with(documents: tuple[int, ...] | None) 
 
 
 @pytest.mark.parametrize("documents", [(), (7, 1), (8, -1), (3.5, 3.5), 7])
-def test_documents_that_are_not_the_sequences_are_refused(documents: Any) -> None:
+def test_documents_unlike_the_sequence_are_refused(documents: Any) -> None:
     with pytest.raises(ValueError, match="documents must"):
         ContextParallel(LAYOUT, documents=documents)
     with pytest.raises(ValueError, match="documents must"):
@@ -92,7 +92,7 @@ def test_agree_raises_what_the_check_raises() -> None:
     assert ContextParallel(LAYOUT).agree("work", lambda: ({"size": 1}, "done")) == "done"
 
 
-def test_attention_runs_over_the_group_that_it_was_made_for() -> None:
+def test_attention_runs_over_its_contexts_group() -> None:
     """In a default group that was made anew, ranks may have other numbers than those that the shards are for."""
     x = torch.ones(1, 7, 1, 2)
     solo = context = ContextParallel(LAYOUT)

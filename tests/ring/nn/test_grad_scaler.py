@@ -66,9 +66,7 @@ ORDERS = [
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("wrapper", "scaler", "order"), ORDERS)
-def test_an_overflow_on_one_rank_is_a_step_left_out_on_all(
-    ranks: Ranks, wrapper: str, scaler: type[Any], order: str
-) -> None:
+def test_overflow_on_one_rank_skips_the_step_on_all(ranks: Ranks, wrapper: str, scaler: type[Any], order: str) -> None:
     results = {steps: ranks(4).run(_trained, wrapper, scaler, order, steps) for steps in ("012", "02", "0x2")}
     (_, without, _), (_, wanted, _) = results["012"][0], results["02"][0]
     for answer, found, scale in results["0x2"]:

@@ -179,5 +179,5 @@ def test_replicas_that_are_none_are_refused(ranks: Ranks, dtype: torch.dtype) ->
         assert "parameters must have the same values on every rank, got others in number 2 on rank 3" in answer
 
 
-def test_nothing_to_clip() -> None:
+def test_clipping_without_gradients_returns_zero() -> None:
     assert clip_grad_norm([], 1.0) == clip_grad_norm(nn.Parameter(torch.zeros(3)), 1.0) == 0.0

@@ -77,7 +77,7 @@ def _by_the_formula(name: str) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", OVERS)
-def test_every_type_over_ranks_that_are_named_in_every_way(ranks: Ranks, name: str) -> None:
+def test_loss_takes_every_type_and_name_of_ranks(ranks: Ranks, name: str) -> None:
     ranks(4).run(_by_the_formula, name)
 
 

@@ -28,7 +28,7 @@ def torchrun(ranks: int, folder: Path, program: str) -> str:
     return run("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script, folder=folder)
 
 
-def test_the_training_step_has_the_same_loss_and_norm_on_every_rank(tmp_path: Path) -> None:
+def test_training_step_is_equal_on_every_rank(tmp_path: Path) -> None:
     page = (ROOT / "ring/nn/README.md").read_text()
     (example,) = re.findall(r"```python\n(# train_step\.py.*?)```", page, re.DOTALL)
     lines = torchrun(4, tmp_path, example).splitlines()
@@ -36,7 +36,7 @@ def test_the_training_step_has_the_same_loss_and_norm_on_every_rank(tmp_path: Pa
     assert len(said) == 12 and len(set(said)) == 3, said
 
 
-def test_losses_of_whole_sequences_are_those_of_one_process(tmp_path: Path) -> None:
+def test_losses_equal_one_process(tmp_path: Path) -> None:
     page = (ROOT / "ring/nn/README.md").read_text()
     (example,) = re.findall(r"```python\n(# preferences\.py.*?)```", page, re.DOTALL)
     words = r"rank (\d): step (\d), (.*) and (.*), norm (.*)"

@@ -301,12 +301,12 @@ def test_every_rank_raises_the_same_error(ranks: Ranks, call: str, number: int) 
 
 @pytest.mark.parametrize("culprit", [0, 3])
 @pytest.mark.parametrize("call", ["cross_entropy", "count_labels", "average_gradients", "clip_grad_norm"])
-def test_every_rank_of_a_mesh_of_two_dimensions_raises_it(ranks: Ranks, call: str, culprit: int) -> None:
+def test_all_ranks_of_a_two_dimensional_mesh_raise(ranks: Ranks, call: str, culprit: int) -> None:
     (answer,) = set(ranks(4).run(_refused, call, 0, culprit, "2x2 apart"))
     assert answer.startswith("ValueError") and f"rank {culprit}" in answer
 
 
-def test_only_the_ranks_of_a_context_group_hear_of_its_error(ranks: Ranks) -> None:
+def test_errors_stay_in_their_context_group(ranks: Ranks) -> None:
     answers = ranks(4).run(_refused, "self-attention", 2, 2, "2x2 apart")  # 0 and 2 are a context group
     assert answers[1] == answers[3] == "fine"
     assert answers[0] == answers[2] and "x must be" in answers[0]
@@ -330,7 +330,7 @@ def _unlike(what: str) -> str:
     ("what", "words"),
     [("positions", "rank 1: positions must not be modified"), ("name", ".*layer 1"), ("pattern", ".*pat")],
 )
-def test_modules_and_positions_that_differ_between_ranks_are_refused(ranks: Ranks, what: str, words: str) -> None:
+def test_modules_and_positions_must_agree_between_ranks(ranks: Ranks, what: str, words: str) -> None:
     (answer,) = set(ranks(4).run(_unlike, what))
     assert re.match(f"ValueError: {words}", answer)
 
@@ -383,7 +383,7 @@ def _apart(one: str, others: str, culprit: int) -> tuple[str, list[str]]:
         ("ring attention, backward", "count_labels", 0),
     ],
 )
-def test_ranks_that_were_in_different_calls_go_on_together(ranks: Ranks, one: str, others: str, culprit: int) -> None:
+def test_ranks_go_on_together_after_differing_calls(ranks: Ranks, one: str, others: str, culprit: int) -> None:
     answers = ranks(4).run(_apart, one, others, culprit)
     answer, afterwards = answers[0]
     assert answers == [(answer, afterwards)] * 4

@@ -18,7 +18,7 @@ from tests.support.nn_ranks import drawn
 
 
 @pytest.mark.parametrize("within", [False, True])
-def test_the_handle_of_the_call_comes_first_and_its_documents_before_the_patterns(within: bool) -> None:
+def test_context_and_documents_of_the_call_win(within: bool) -> None:
     """within: the handle is the module's own."""
     pattern, made = Pattern.longnet((4, None), (1, 2), 4, causal=True), ContextParallel(Layout.contiguous(13, 1))
     held, context = replace(pattern, documents=(4, 0, 9)), made.with_documents((4, 0, 9))
@@ -34,7 +34,7 @@ def test_the_handle_of_the_call_comes_first_and_its_documents_before_the_pattern
 
 @pytest.mark.parametrize("causal, kv_heads", [(True, 2), (False, 4)])
 @pytest.mark.parametrize("options", [{}, {"scale": 0.7}, {"is_causal": None}], ids=str)
-def test_it_is_torchs(causal: bool, kv_heads: int, options: dict[str, Any]) -> None:
+def test_equals_torchs_attention(causal: bool, kv_heads: int, options: dict[str, Any]) -> None:
     q, k, v = (drawn(seed, 2, heads, 9, 6) for seed, heads in enumerate((4, kv_heads, kv_heads)))
     given = {"is_causal": causal, "enable_gqa": kv_heads != 4} | options
     module = RingAttention(Pattern.dense(causal), ContextParallel(Layout.contiguous(9, 1)))
@@ -53,7 +53,7 @@ def test_heads_first_is_told_from_as_many_tokens() -> None:
         plain(*(x.transpose(1, 2) for x in tokens_first), pattern, layout)
 
 
-def test_sinks_softcap_and_values_of_another_head_dim_are_passed_on() -> None:
+def test_sinks_softcap_and_value_dims_are_passed_on() -> None:
     q, k, v, dout = (
         drawn(seed, 2, heads, 9, dim) for seed, (heads, dim) in enumerate(((4, 6), (2, 6), (2, 3), (4, 3)))
     )

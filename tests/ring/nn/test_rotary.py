@@ -16,7 +16,7 @@ POSITIONS = torch.tensor([0, 3, 1, 1_000_000, 17])
 
 
 @pytest.mark.parametrize("theta", [10000.0, 2.5])
-def test_it_is_llamas(theta: float) -> None:
+def test_rotary_equals_llamas(theta: float) -> None:
     found = rotary(X, POSITIONS, theta)
     torch.testing.assert_close(found, rotated(X, POSITIONS, theta), rtol=0.0, atol=1e-9)  # angles up to 10^6
     near = rotary(X, POSITIONS % 100, theta)

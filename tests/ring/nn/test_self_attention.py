@@ -72,7 +72,7 @@ def test_output_and_gradients(ranks: Ranks, error: Any, shards: str, options: di
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("differs", ["theta", "head_dim", "dtype", "documents", "nothing"])
-def test_a_layer_is_not_disturbed_by_another_on_its_handle(differs: str, first: int) -> None:
+def test_layers_share_a_context_undisturbed(differs: str, first: int) -> None:
     """It has the bits that it has on a handle of its own, also where the other one came in inference mode."""
     choices: dict[str, tuple[Any, Any]] = {
         "theta": (100.0, 10000.0), "head_dim": (2, 4), "dtype": (torch.float64, torch.float32),
@@ -108,7 +108,7 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", MODULES)
-def test_copies_give_the_same_bits_and_parameters_are_of_the_type_asked_for(name: str, dtype: torch.dtype) -> None:
+def test_copies_keep_bits_and_parameters_their_dtype(name: str, dtype: torch.dtype) -> None:
     module = MODULES[name](dtype=dtype, device="cpu")
     assert {(x.dtype, x.device.type) for x in module.parameters()} == {(dtype, "cpu")}
     assert {x.device.type for x in MODULES[name](device="meta").parameters()} == {"meta"}
@@ -120,7 +120,7 @@ def test_copies_give_the_same_bits_and_parameters_are_of_the_type_asked_for(name
         assert torch.equal(other(x, context, context.positions), wanted) and repr(other) == repr(module)
 
 
-def test_a_module_that_holds_a_handle_is_copied_and_not_pickled() -> None:
+def test_modules_with_a_context_copy_and_do_not_pickle() -> None:
     module = RingAttention(CAUSAL, ContextParallel(Layout.contiguous(9, 1)), name="layer 3")
     assert list(module.state_dict()) == [] and "layer 3" in repr(module)
     assert copy.deepcopy(module).context is module.context
@@ -138,7 +138,7 @@ def forgetful() -> Iterator[None]:
 
 @pytest.mark.usefixtures("forgetful")
 @pytest.mark.parametrize("rows", (None, 1, 2))
-def test_a_graph_for_any_length_takes_positions_that_come_later(rows: int | None) -> None:
+def test_dynamic_graphs_take_later_positions(rows: int | None) -> None:
     """When they come, torch takes their length for a constant, and that of x for one that may change."""
     module = SelfAttention(8, 2, CAUSAL)
     graph = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -308,7 +308,7 @@ def _only_on(who: str) -> str:
 
 
 @pytest.mark.ranks
-def test_a_backward_of_rank_0_alone_is_an_error_on_every_rank(ranks: Ranks) -> None:
+def test_backward_on_rank_0_alone_raises_on_all(ranks: Ranks) -> None:
     assert set(ranks(4).run(_only_on, "all")) == {"fine"}
     (answer,) = set(ranks(4).run(_only_on, "rank 0"))
     assert "calls on a group must come in the same order on every rank" in answer

@@ -101,6 +101,6 @@ UNCHANGED = {
 
 
 @pytest.mark.parametrize("tiles", UNCHANGED.values(), ids=UNCHANGED)
-def test_tiles_that_cannot_go_into_fewer_calls_come_out_as_they_are(tiles: tuple[Tile, ...]) -> None:
+def test_unmergeable_tiles_come_out_unchanged(tiles: tuple[Tile, ...]) -> None:
     """Tiles compare by identity."""
     assert merge_diagonals(tiles, PLENTY, packed=True) == list(tiles)

@@ -24,7 +24,7 @@ def test_many_documents_of_few_lengths(lengths: list[int], p: int, varlen: int) 
 
 
 @pytest.mark.parametrize("order", ("contiguous", "zigzag", "striped"))
-def test_one_document_is_planned_as_none_and_equal_ones_as_segments(order: str) -> None:
+def test_equal_documents_are_planned_as_segments(order: str) -> None:
     branches, equal = Pattern.longnet((8, None), (1, 3), 2).branches, Branch(None, 2, (0, 1))
     for exchange in KEY_EXCHANGES.values():
         for causal in (False, True):
@@ -58,7 +58,7 @@ def calls(lengths: tuple[int, ...], causal: bool, bucket: int, varlen: int = 0) 
 
 
 @pytest.mark.parametrize("causal", (False, True))
-def test_documents_of_equal_length_share_calls_wherever_they_lie(causal: bool) -> None:
+def test_equal_documents_share_calls(causal: bool) -> None:
     lengths = (3, 2, 3, 1, 3, 3, 2, 1, 4, 2)  # lengths 1 and 2, twice and three times; 3, four times; 4
     assert calls(lengths, causal, 1000) == [(1, 4, 0), (2, 1, 0), (3, 2, 0), (4, 3, 0)]
     assert calls(lengths, causal, 6) == [(1, 4, 0), (2, 1, 0), (2, 3, 0), (2, 3, 0), (3, 2, 0)]

@@ -32,7 +32,7 @@ def test_names_are_resolved(exchange: str, hosts: tuple[int, ...], expected: str
 
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1, 2, 2), (0, 0, 0, 1, 1, 1)])
 @pytest.mark.parametrize("name", [name for name in BY_HOST if "all-to-all" in name])
-def test_the_first_exchange_goes_between_the_ranks_of_a_host(name: str, hosts: tuple[int, ...]) -> None:
+def test_first_exchange_stays_within_a_host(name: str, hosts: tuple[int, ...]) -> None:
     spec = parse(with_number(name, hosts), 6)
     within, between = spec.dividing, spec.same_heads
     if name.endswith("all-to-all"):

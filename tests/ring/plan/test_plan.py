@@ -49,7 +49,7 @@ def setting_of(
 # Rank 0 sends narrow rows alone; buffers go by the widest row of any rank.
 @example(setting_of(Pattern((Branch(12), Branch(None, 3, (0, 1, 2))), documents=(16, 32)), Layout.contiguous(48, 4),
                     "direct", 2, (3, 3)))  # fmt: skip
-def test_a_plan_computes_sends_and_returns_exactly_what_the_pattern_says(setting: PlanSetting) -> None:
+def test_plans_compute_and_send_exactly_the_pattern(setting: PlanSetting) -> None:
     check(setting)
     for bucket in range(1, setting.layout.n + 1, 3):
         own = None if setting.own is None else bucket + 5
@@ -83,7 +83,7 @@ def test_interleaved_runs(runs: tuple[range, ...], pattern: Pattern, bucket: int
 @pytest.mark.parametrize("exchange", ("ring", "direct"))
 @pytest.mark.parametrize("order", ("zigzag", "striped", "hilbert"))
 @pytest.mark.parametrize("causal", (False, True))
-def test_needs_are_the_same_for_one_range_of_keys_after_another(
+def test_needs_are_equal_range_by_range(
     order: str, causal: bool, exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_rows, "_BATCH", 1)
@@ -137,7 +137,7 @@ def test_no_call_takes_more_than_the_bucket(branch: Branch, layout: Layout, caus
         check(setting_of(Pattern((branch,), causal), layout, exchange, bucket, (3, 3)))
 
 
-def test_segments_of_own_keys_fold_into_larger_calls_than_those_received() -> None:
+def test_own_segments_fold_into_larger_calls() -> None:
     """16 segments of 8 on each of two ranks, and one across all: a bucket of 16 has two segments in a call."""
     pattern, layout = Pattern((Branch(8), Branch(None)), causal=True), Layout.contiguous(256, 2)
     for own, folds in ((None, [2] * 8), (16, [2] * 8), (64, [8, 8]), (70, [8, 8]), (1000, [16])):
@@ -162,13 +162,13 @@ def test_slots_are_counted_in_64_bits() -> None:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(stretched_settings())
-def test_plans_of_stretched_sequences_are_those_of_short_ones(setting: PlanSetting) -> None:
+def test_plans_scale_with_the_sequence(setting: PlanSetting) -> None:
     check(setting)
 
 
 @settings(max_examples=80)
 @given(st.data())
-def test_plans_of_long_sequences_count_as_closed_forms_do(data: st.DataObject) -> None:
+def test_plans_of_long_sequences_match_closed_forms(data: st.DataObject) -> None:
     """One branch over equal shards of any size, causal or not: pairs, and slots that are sent."""
     p, order = data.draw(st.integers(1, 5)), data.draw(st.sampled_from(("contiguous", "zigzag", "striped")))
     causal, exchange = data.draw(st.booleans()), data.draw(st.sampled_from([*KEY_EXCHANGES]))
@@ -241,7 +241,7 @@ def test_tiles_do_not_grow_with_the_sequence(order: str, causal: bool, exchange:
 
 
 @pytest.mark.parametrize(("exchange", "calls"), (("ring", 3), ("direct", 1)))
-def test_more_bucket_means_fewer_steps_and_one_is_enough_without_a_cap(exchange: str, calls: int) -> None:
+def test_larger_buckets_mean_fewer_steps(exchange: str, calls: int) -> None:
     layout = Layout.contiguous(64, 4)
     plans = [setting_of(Pattern.dense(), layout, exchange, bucket, (2, 2)).plans[0] for bucket in (1, 4, 16, 64)]
     steps = [len(plan.steps) for plan in plans]
@@ -250,7 +250,7 @@ def test_more_bucket_means_fewer_steps_and_one_is_enough_without_a_cap(exchange:
     assert all(plan.steps == () for plan in alone.plans), "segments within a rank send nothing"
 
 
-def test_a_zigzag_shard_meets_itself_in_one_causal_call_and_another_in_one() -> None:
+def test_zigzag_shards_meet_in_one_call_each() -> None:
     for rate in (1, 2):
         for plan in setting_of(Pattern((Branch(None, rate),), True), Layout.zigzag(48, 3), "ring", 48, (1, 1)).plans:
             (tile,) = plan.local

@@ -38,7 +38,7 @@ EVENS, ODDS = Branch(None, 2, 0), Branch(None, 2, 1)
         ((Branch(2, 2, 0), ODDS), (2, 4, 5, 7), [[0], [1], [2, 3]]),
     ),
 )
-def test_own_ranges_are_one_where_rows_follow_as_positions_do(
+def test_contiguous_rows_are_one_range(
     branches: tuple[Branch, ...], shard: tuple[int, ...], rows: list[list[int]]
 ) -> None:
     """The shard of the first of four ranks, the rest in ascending order: the rows of its ranges, in their order."""
@@ -50,7 +50,7 @@ def test_own_ranges_are_one_where_rows_follow_as_positions_do(
     assert [(row + step * np.arange(count)).tolist() for row, step, count in found] == rows
 
 
-def test_rows_on_a_grid_whose_phase_needs_more_than_64_bits() -> None:
+def test_rows_on_a_grid_of_huge_phase_are_exact() -> None:
     n, rate, offset = 2**40, 2**37 - 25, 2**36
     ranges = ranges_of(Pattern((Branch(None, rate, offset),)), Layout.striped(n, 3), 1, 1)
     whole = Subranges.whole(ranges, np.arange(len(ranges.count)))
@@ -60,7 +60,7 @@ def test_rows_on_a_grid_whose_phase_needs_more_than_64_bits() -> None:
 
 @settings(max_examples=100)
 @given(patterns(2), layouts(), st.booleans(), st.integers(0, 4), st.data())
-def test_range_pairs_are_the_visible_pairs_and_nothing_blind(
+def test_range_pairs_are_exactly_the_visible_pairs(
     pattern: Pattern, layout: Layout, listing: bool, window: int, data: st.DataObject
 ) -> None:
     ranges = ranges_of(pattern, listed(layout) if layout.n and listing else layout, 2, 1)

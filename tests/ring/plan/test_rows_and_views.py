@@ -81,7 +81,7 @@ def test_rows_are_those_of_their_listing(rows: Rows) -> None:
 @pytest.mark.parametrize(
     "index", ([[3, 5, 8]], [[7, 5, 3]], [[4, 4]], [[8, 9], [0, 1]], [[0, 1], [8, 9], [17, 18]], [[0, 1], [8, 10]])
 )
-def test_what_is_no_grid(index: list[list[int]]) -> None:
+def test_irregular_rows_are_listed(index: list[list[int]]) -> None:
     """`as_strided` takes no negative strides."""
     rows = Rows.of(np.array(index))
     assert rows.index is not None and rows.listed().tolist() == index
@@ -112,7 +112,7 @@ def test_rows_are_concatenated_as_their_listings_are(
     assert listed or concatenate(parts).key == wanted.key
 
 
-def test_long_rows_that_continue_each_other_are_not_listed() -> None:
+def test_long_continuing_rows_are_not_listed() -> None:
     assert concatenate([Rows(2**33, 2, 2**36), Rows(2**33 + 2**37, 2, 1)]).key == Rows(2**33, 2, 2**36 + 1).key
 
 
@@ -123,7 +123,7 @@ def test_long_rows_that_continue_each_other_are_not_listed() -> None:
         (((0, 2, 3),), False), (((0, 2), (3, 4)), False), (((0, 1), (3, 4), (6, 8)), False), (((0, 1), (2, 4)), False),
     ],
 )  # fmt: skip
-def test_which_heads_are_regular(ids: tuple[tuple[int, ...], ...], regular: bool) -> None:
+def test_heads_are_regular_by_their_offsets(ids: tuple[tuple[int, ...], ...], regular: bool) -> None:
     heads = Heads.of(ids)
     assert (heads.ids is None) == regular and heads.listed() == ids
 

@@ -56,7 +56,7 @@ def test_many_steps_share_columns() -> None:
     assert [tip for *_, tip in bars(svg)] == ["4 scores"] * 50 + ["8 slots"] * 50 and ">step 20<" in svg
 
 
-def test_a_stage_ends_when_its_kernels_and_its_messages_have() -> None:
+def test_stages_end_with_their_kernels_and_messages() -> None:
     computing, messages = np.array([[1.0, 2], [3, 1], [0, 0]]), np.array([[2.0, 1], [0, 4], [1, 2]])
     svg = seconds_picture("title", ["a", "b"], computing, messages).svg
     left, unit = 26, 720 / 8  # the slowest: 2 + 4, then 2

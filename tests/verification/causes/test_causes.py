@@ -506,7 +506,7 @@ def test_other_faults_are_given_no_cause(made: type[Ring], changes: dict[str, An
         assert explain(case, expect(case), observed(case, made(case))) == []
 
 
-def test_an_example_that_holds_excludes_what_would_be_wrong_there() -> None:
+def test_holding_examples_exclude_causes() -> None:
     """Both masks are the same on one rank's first two tokens, and differ elsewhere."""
     case, larger = (plain(2, tokens=tokens, pattern=CAUSAL) for tokens in (2, 12))
     made = part(0, before)

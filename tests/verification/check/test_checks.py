@@ -155,7 +155,7 @@ FOUND: list[tuple[str, Change, str, dict[str, Any]]] = [  # the check, what is w
 
 
 @pytest.mark.parametrize("row", FOUND, ids=lambda row: f"{row[0]}: {row[2]}")
-def test_what_is_wrong_is_found_by_its_check(honest: Honest, row: tuple[str, Change, str, dict[str, Any]]) -> None:
+def test_faults_are_found_by_their_check(honest: Honest, row: tuple[str, Change, str, dict[str, Any]]) -> None:
     """And so by all checks together; as they were, the observations pass. The failure has the title of its property."""
     check, change, words, changes = row
     given = case(**changes)
@@ -192,7 +192,7 @@ def test_an_entry_beyond_its_bound(honest: Honest, name: str) -> None:
     "exact, bound, allowed",
     [(6e4, 1e4, [np.inf]), (-6e4, 2e5, [-np.inf, np.inf]), (6e4, 5e3, []), (0.0, np.inf, [-np.inf, np.inf, np.nan])],
 )
-def test_an_overflow_is_right_where_the_result_with_its_bound_passes_the_type(
+def test_overflow_is_right_beyond_the_range_of_the_type(
     honest: Honest, exact: float, bound: float, allowed: list[float]
 ) -> None:
     given = case(dtype="float16", pattern=Pattern.dense())
@@ -236,7 +236,7 @@ ALONE = plain(4, tokens=128, order="striped", pattern=Pattern((Branch(16),), Tru
 @example(ALONE)
 @example(plain(3, tokens=55, order="striped", cuts=(0, 41, 45, 55), pattern=Pattern((Branch(27),), True)))
 @settings(max_examples=100, derandomize=True, deadline=None, database=None)
-def test_nothing_is_merged_more_often(case: Case) -> None:
+def test_counts_bound_the_merges(case: Case) -> None:
     sizes = [size for size in range(2, len(case.ranks)) if len(case.ranks) % size == 0]
     for exchange in (*KEY_EXCHANGES, *(f"ring:{size}+direct" for size in sizes)):
         for bucket in {case.bucket, None, 3}:

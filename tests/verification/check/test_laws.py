@@ -139,7 +139,7 @@ def plant_number(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(TEETH)), ids=[f"{name}: {said}" for name, *_, said in TEETH])
-def test_what_breaks_a_law_is_found(number: int) -> None:
+def test_broken_laws_are_found(number: int) -> None:
     name, _, case, how, said = TEETH[number]
     BY_NAME[name].validate(case, how)
     with closing(SimBackend(10.0, partial(plant_number, number))) as backend:

@@ -25,7 +25,7 @@ def drawn() -> list[Case]:
     return [case for case in draw_many(cases(2), 100) if oracle_agreement.is_compared(case)]
 
 
-def test_oracle_and_twin_agree_far_within_what_rounding_allows(drawn: list[Case]) -> None:
+def test_oracle_and_twin_agree_within_rounding(drawn: list[Case]) -> None:
     assert len(drawn) > 60
     for case in drawn:
         ratios = oracle_agreement.check_twin(case, properties.prepare(case), [])
@@ -38,7 +38,7 @@ def test_oracle_and_twin_agree_far_within_what_rounding_allows(drawn: list[Case]
     "name, spoil",
     [*((name, lambda x: x * (1 + 1e-9)) for name in RESULTS), ("out", lambda x: torch.where(x == 0, 1e-300, x))],
 )
-def test_what_the_oracle_alone_computes_is_found(
+def test_deviations_of_the_oracle_are_found(
     name: str, spoil: Any, drawn: list[Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, at = oracle_agreement.attention_and_gradients, RESULTS.index(name)
@@ -54,7 +54,7 @@ def test_what_the_oracle_alone_computes_is_found(
     assert caught.value.broken == "oracle and its twin agree"
 
 
-def test_what_is_too_large_for_the_oracle_is_left_out_and_where_nothing_is_known_anything_is_allowed() -> None:
+def test_oversized_cases_are_skipped() -> None:
     large = plain(1, tokens=129, heads=1, kv_heads=1)
     (looked_at,) = (one for one in properties.PROPERTIES if "oracle" in one.checks)
     assert not looked_at.concerns(large) and looked_at.concerns(replace(large, tokens=128))

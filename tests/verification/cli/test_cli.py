@@ -100,7 +100,7 @@ def test_usage_and_errors_name_what_the_user_typed(script: str, words: list[str]
         ("faults --kind training --count 3", "run python -m pytest tests/scripts/test_checkpoint_damage.py tests/"),
     ),
 )  # fmt: skip
-def test_what_cannot_be_carried_out_is_refused_in_one_line_before_anything_runs(
+def test_impossible_commands_are_refused_in_a_line(
     arguments: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -139,7 +139,7 @@ def test_a_part_of_a_title_is_enough(capsys: pytest.CaptureFixture[str]) -> None
     assert {*titles(), "    |actual - exact| <= bound, in every entry of the output and of lse."} <= set(lines)
 
 
-def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
+def test_checking_a_path_leaves_its_file_alone(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("kept")
     check_file("--json", tmp_path / "there")
     check_file("--json", tmp_path / "report.json")
@@ -148,7 +148,7 @@ def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"there", "new", "new/failures"}
 
 
-def test_what_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
+def test_unwritable_paths_are_refused_before_the_run(tmp_path: Path) -> None:
     dangling, to_new = tmp_path / "dangling", tmp_path / "to new"
     dangling.symlink_to(tmp_path / "nowhere" / "report.json")
     to_new.symlink_to(tmp_path / "report.json")
@@ -193,7 +193,7 @@ def test_a_run_that_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_counter_example_gives_1_and_a_line_that_replays_it(
+def test_counter_examples_exit_1_with_a_line_that_replays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

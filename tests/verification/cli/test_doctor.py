@@ -20,7 +20,7 @@ from verification.cli import doctor
 NO_GPU = "needs a GPU; there, run: scripts/test tests/verification/cli/test_doctor.py"
 
 
-def test_it_tells_everything_and_writes_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_all_and_writes_equal_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "found.json"
     assert doctor.main(["--json", str(file)]) == 0
     said, found = capsys.readouterr().out, json.loads(file.read_text())
@@ -71,7 +71,7 @@ def test_kernels_are_those_that_were_called(monkeypatch: pytest.MonkeyPatch) -> 
     assert {x["kernel"] for x in doctor.kernel_choices()} == {"math"}
 
 
-def test_settings_interfaces_and_exchanges_are_told_with_what_they_mean() -> None:
+def test_settings_and_exchanges_are_explained() -> None:
     found = doctor.in_force({"NCCL_NVLS_ENABLE": "0", "HOME": "/x", "TORCH_SYMM_MEM_X": "1", "SECRET": "s"})
     assert [(x["name"], x["value"]) for x in found] == [("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_X", "1")]
     for name, part in (

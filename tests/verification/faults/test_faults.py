@@ -98,7 +98,7 @@ def test_a_wrong_diagnosis_is_found(kind: str, failure: VerificationFailure | No
         judge(BY_NAME[kind], Fault(kind, 1, 0), CASE, failure)
 
 
-def test_ranks_that_were_not_replaced_and_processes_that_are_left_over_are_found(gloo: GlooBackend) -> None:
+def test_leftover_ranks_and_processes_are_found(gloo: GlooBackend) -> None:
     ranks, before = set(gloo.prepared().pids), descendants(os.getpid())
     check_whole(gloo, ranks, before, replaced=False)
     pid = min(ranks)
@@ -113,7 +113,7 @@ def test_ranks_that_were_not_replaced_and_processes_that_are_left_over_are_found
 
 
 @pytest.mark.slow
-def test_a_mishandled_fault_is_saved_and_holds_once_it_is_mended(
+def test_mishandled_faults_replay_until_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = pool._diagnose
@@ -127,7 +127,7 @@ def test_a_mishandled_fault_is_saved_and_holds_once_it_is_mended(
     assert "it held" in capsys.readouterr().out
 
 
-def test_the_numbers_choose_among_the_posts_that_there_are_in_processes() -> None:
+def test_numbers_choose_among_existing_posts() -> None:
     posts = [[1, 0, 2], [0, 0], [1]]  # the rank at index 1 sends nothing
     assert fault_of(how("kill", 0, 4), posts) == Fault("kill", 0, 1)
     assert fault_of(how("short", 0, 3, 5), posts) == Fault("short", 0, 2, 1)

@@ -93,7 +93,7 @@ def run(name: str, folder: Path, **changes: Any) -> Report:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("defect", [defect for defect in DEFECTS if defect.setup.__name__ in QUICK])
-def test_an_example_with_a_defect_fails_and_its_place_is_named(backend: GlooBackend, defect: Defect) -> None:
+def test_defects_fail_with_their_place_named(backend: GlooBackend, defect: Defect) -> None:
     case = replace(SMALLEST, world=2)
     with closing((run := ModelExperiment(f"{model_defects.__name__}:{defect.setup.__name__}")).alone):
         with pytest.raises(WrongResult, match="times the allowed"):
@@ -138,7 +138,7 @@ def test_wrong_results_are_named(backend: GlooBackend, setup: type[Setup], said:
         ("PaddingOverwritten", {"tokens": 6, "batch": 2, "padding": True}),
     ],
 )
-def test_what_a_step_may_do_otherwise(backend: GlooBackend, setup: str, changes: dict[str, Any]) -> None:
+def test_sound_variants_of_steps_hold(backend: GlooBackend, setup: str, changes: dict[str, Any]) -> None:
     with closing((run := ModelExperiment(f"{EXAMPLES}:{setup}")).alone):
         run.check(backend, replace(SMALLEST, **{"world": 2} | changes))
 
@@ -202,7 +202,7 @@ def test_sound_models_hold(name: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_sound_model_holds_and_a_defect_is_found_on_gpus(tmp_path: Path) -> None:
+def test_sound_models_hold_and_defects_fail_on_gpus(tmp_path: Path) -> None:
     data = run(f"{EXAMPLES}:build", tmp_path, backend="nccl", examples=15).to_dict()
     assert data["held"] and max(row["worst_ratio"] for row in data["rows"] if row["dtype"] == "float64") < 1e-3
     (failure, *_) = run(f"{model_defects.__name__}:AveragedTwice", tmp_path, backend="nccl").failures
@@ -343,7 +343,7 @@ WHOLE = np.arange(4 * 5 * 6.0).reshape(4, 5, 6)  # 2 sequences of documents of 5
         (WHOLE[..., 0], lambda x: x[..., 0]),  # (B, N)
     ],
 )
-def test_parts_of_ranks_are_found_in_those_of_one_process(whole: Any, local: Any) -> None:
+def test_ranks_parts_are_found_in_one_process(whole: Any, local: Any) -> None:
     case = replace(SMALLEST, world=2, tokens=9, batch=2, packed=(5, 4))
     seen = ModelObservation(held=[np.array([6, 2, 0])])
     part_of: Any = Place.of(case, Rows.of(case), seen, 0).expected

@@ -45,7 +45,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{MISUSE}:without_argument", "takes no single argument"),
     ],
 )
-def test_what_is_no_setup_is_refused(modules: None, name: str, said: str) -> None:
+def test_malformed_setups_are_refused(modules: None, name: str, said: str) -> None:
     with pytest.raises(Refused) as caught:
         load(name)
     assert said in str(caught.value) and "\n" not in str(caught.value)
@@ -77,7 +77,7 @@ def test_what_is_no_setup_is_refused(modules: None, name: str, said: str) -> Non
         ("of_few_tokens", "the model's first Embedding has 5 entries; it must have at least 11"),
     ],
 )
-def test_a_model_that_cannot_be_built_or_called_is_refused(name: str, said: str) -> None:
+def test_unbuildable_models_are_refused(name: str, said: str) -> None:
     with pytest.raises(Refused) as caught:
         probe(f"{MISUSE}:{name}", timeout=4.0)
     assert said in str(caught.value) and f"{MISUSE}:{name}" in str(caught.value)
@@ -86,7 +86,7 @@ def test_a_model_that_cannot_be_built_or_called_is_refused(name: str, said: str)
     )
 
 
-def test_a_process_that_an_import_ends_is_refused(modules: None) -> None:
+def test_imports_that_exit_are_refused(modules: None) -> None:
     with pytest.raises(Refused, match="model_exits:build: rank 0 ended with exit code 3"):
         probe("model_exits:build")
 
@@ -126,7 +126,7 @@ def test_results_of_another_kind_are_no_counter_examples(backend: GlooBackend, n
         ("StepHangs", "rank hang", "no answer within 3 s from rank"),
     ],
 )
-def test_failures_of_ranks_have_the_users_frames_only(backend: GlooBackend, name: str, kind: str, said: str) -> None:
+def test_failures_of_ranks_show_user_frames_alone(backend: GlooBackend, name: str, kind: str, said: str) -> None:
     with closing((run := ModelExperiment(f"{MISUSE}:{name}")).alone), pytest.raises(RankFailure) as caught:
         run.check(backend, TWO)
     assert caught.value.kind == kind and said in str(caught.value)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 @pytest.mark.parametrize(
     "trainer", ["transformers_trainer", "trl_sft", "lightning_trainer", "peft_lora", "accelerate_loop"]
 )
-def test_a_trainer_holds(trainer: str, tmp_path: Path) -> None:
+def test_sound_trainers_hold(trainer: str, tmp_path: Path) -> None:
     name = f"verification.models.trainers.{trainer}:Llama"
     check_model(name, examples=15, worlds=(1, 2, 4), failures=tmp_path)
 
@@ -34,6 +34,6 @@ def test_a_trainer_holds(trainer: str, tmp_path: Path) -> None:
         (trainer_defects.WithoutMomenta, "losses, norms of later steps|parameters after the last"),
     ],
 )
-def test_a_mistake_is_found(setup: type[Setup], said: str, tmp_path: Path) -> None:
+def test_mistakes_in_trainers_are_found(setup: type[Setup], said: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=rf"counter-example: ({said}) \(wrong result"):
         check_model(setup, examples=60, worlds=(2,), failures=tmp_path)

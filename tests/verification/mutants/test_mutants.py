@@ -63,7 +63,7 @@ def test_edits_of_one_file_add_up_within_their_functions() -> None:
 
 
 @pytest.mark.ranks
-def test_a_module_that_does_not_run_is_refused_by_the_rank() -> None:
+def test_modules_that_fail_to_import_are_refused() -> None:
     with closing(SimBackend(prepare=preparation(_defect((BUDGET, "SHARE = 0.1", "SHARE = 1 / 0"))))) as backend:
         backend.start(1)
         with pytest.raises(
@@ -74,13 +74,13 @@ def test_a_module_that_does_not_run_is_refused_by_the_rank() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_defect_of_the_oracle_is_one_of_the_judge_too() -> None:
+def test_defects_of_the_oracle_reach_the_judge() -> None:
     """Ranks and oracle agree then, so only a second statement of the same shows it."""
     defect = by_name("oracle-dlse-of-rows-without-weight")
     assert defect.in_oracle and search.try_defect(defect.name, seed=3, limit=300).killed
 
 
-def test_a_defect_whose_own_code_does_not_run_is_no_kill() -> None:
+def test_defects_with_broken_code_are_no_kill() -> None:
     defect, subject = by_name("merge-by-sigmoid"), experiments.Subject(EXAMPLES, plain(2))
     for error in ("UnboundLocalError: cannot access local variable 'top'", "NameError: name 'top' is not defined"):
         found = FoundFailure(RankError(f"rank 0 raised: {error}"), subject, "sim")
@@ -92,7 +92,7 @@ def test_a_defect_whose_own_code_does_not_run_is_no_kill() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_search_that_is_ended_leaves_no_process() -> None:
+def test_ended_searches_leave_no_process() -> None:
     names = ("lse-in-bfloat16", "no-mark-before-the-first-second")
     words = [sys.executable, "-m", "verification", "mutants", "--limit", "1000000", *names]
     search = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)

@@ -42,7 +42,7 @@ def test_sizes_of_a_claim() -> None:
 @pytest.mark.parametrize("peer", [*KNOWN.values(), *WINDOWED.values()], ids=lambda peer: peer.name)
 @given(data=st.data())
 @settings(max_examples=60, derandomize=True, deadline=None, database=None)
-def test_a_claim_is_settled_and_keeps_what_the_implementation_takes(peer: Peer, data: st.DataObject) -> None:
+def test_claims_keep_supported_settings(peer: Peer, data: st.DataObject) -> None:
     case = data.draw(cases(data.draw(st.sampled_from(peer.worlds))))
     found = nearest_claimed(peer, case)
     assert found is not None and found.world == case.world and nearest_claimed(peer, found) == found
@@ -93,7 +93,7 @@ SCORED = plain(1, sinks="normal", softcap=2.0, value_dim=8, keys=Keys(9, "zigzag
 
 
 @pytest.mark.parametrize("taken", ((), ("sinks",), ("softcap", "value_dim"), claims.OPTIONAL))
-def test_a_claim_is_given_what_it_takes_of_scores_and_values(taken: tuple[str, ...]) -> None:
+def test_claims_get_their_scores_and_values(taken: tuple[str, ...]) -> None:
     given = list[Case]()
 
     def nearest(case: Case) -> Case:
@@ -114,7 +114,7 @@ def test_a_claim_takes_no_other_name() -> None:
         claims.takes("windows")
 
 
-def test_the_window_of_a_case_is_that_of_the_first_branch_that_has_one() -> None:
+def test_window_of_a_case_is_its_first_branches() -> None:
     case = plain(2, pattern=Pattern((Branch(4), Branch(window=3), Branch(window=5)), True, (5, 7)))
     assert claims.window(case) == 3 and window_size(case) == (3, 3)
     assert claims.dense(case).pattern == Pattern.dense(True)
@@ -138,11 +138,11 @@ def test_the_window_of_a_case_is_that_of_the_first_branch_that_has_one() -> None
         (lambda case: nearest_claimed(peer_examples.forward_only, case), plain(1, backward=False, again="between")),
     ],
 )
-def test_a_claim_narrows_no_more_than_its_name_says(claim: Claim, case: Case) -> None:
+def test_a_claim_narrows_no_more_than_its_name(claim: Claim, case: Case) -> None:
     assert claim(case) == case
 
 
-def test_a_claim_that_is_none_is_the_adapters_fault() -> None:
+def test_malformed_claims_are_faults_of_the_adapter() -> None:
     raised = r"claims of mine raised ZeroDivisionError: .*\.py, line \d+, in <lambda>\), given Case\(world=1, group="
     with pytest.raises(ToolError, match=raised):
         nearest_claimed(peer_examples.claims_raise, plain(1))

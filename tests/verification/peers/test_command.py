@@ -130,7 +130,7 @@ def test_titles_of_expected_failures(tmp_path: Path) -> None:
         read_expected_failures(file, TITLES)
 
 
-def test_a_case_of_ones_own_is_checked_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_given_cases_are_checked_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, arguments = f"{EXAMPLES}:sound", ("--failures", str(tmp_path), "--json", str(tmp_path / "report"), "--case")
     assert main(("peers", name, *arguments, "world=1 tokens=40 heads=4 head_dim=32 causal=true")) == 0
     assert json.loads((tmp_path / "report").read_text())["peers"][0]["examples"] == 1

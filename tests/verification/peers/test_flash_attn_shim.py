@@ -72,7 +72,7 @@ def test_the_stand_in_for_flash_attn_of_varying_lengths(causal: bool) -> None:
         ([0, 1, 3], 1, "max_seqlen must be at least the longest sequence, 2, got 1"),
     ],
 )
-def test_lengths_that_a_kernel_would_take_on_trust_are_checked(edges: list[int], longest: int, said: str) -> None:
+def test_lengths_are_checked(edges: list[int], longest: int, said: str) -> None:
     q, sound, wrong = torch.ones(3, 1, 1), torch.tensor([0, 3]).int(), torch.tensor(edges).int()
     for at in ((wrong, sound, longest, 3), (sound, wrong, 3, longest)):
         with pytest.raises(ValueError, match=said):
@@ -83,14 +83,14 @@ def test_lengths_that_a_kernel_would_take_on_trust_are_checked(edges: list[int],
         flash_attn_shim.varlen_forward(q, q, q, sound.long(), sound, 3, 3, 0.0, 1.0, False)
 
 
-def test_the_stand_in_is_found_by_those_who_look_for_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stand_in_is_found_as_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("flash_attn", "flash_attn.flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, None)
     flash_attn_shim.install()
     assert importlib.util.find_spec("flash_attn") is not None  # as transformers does
 
 
-def test_what_the_stand_in_does_not_have_is_refused() -> None:
+def test_missing_features_of_the_stand_in_are_refused() -> None:
     q, edges = torch.ones(1, 2, 1, 1), torch.tensor([0, 2]).int()
     unusual = {"dropout_p": 0.1, "softcap": 1.0, "alibi_slopes": torch.ones(1), "return_softmax": True}
     for name, value in (*unusual.items(), ("block_table", edges)):
@@ -104,7 +104,7 @@ def test_what_the_stand_in_does_not_have_is_refused() -> None:
         flash_attn_shim.refused(q)
 
 
-def test_the_stand_in_on_rows_that_see_nothing_and_under_autocast() -> None:
+def test_stand_in_takes_blind_rows_and_autocast() -> None:
     q = torch.ones(1, 2, 1, 1)
     out, lse, _, _ = flash_attn_shim.forward(q, q[:, :1], q[:, :1], 0.0, 1.0, True)
     assert out[0, 0, 0, 0] == 0 and lse[0, 0, 0] == math.inf and lse[0, 0, 1] == 1

@@ -34,7 +34,7 @@ def interpolated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_an_interpolating_merge_is_allowed_what_it_loses_and_no_more(seed: int) -> None:
+def test_interpolating_merges_have_wider_bounds(seed: int) -> None:
     case = replace(PLAIN, pattern=Pattern.dense(), tokens=8, bucket=1, values="ties", score_scale=32.0, seed=seed)
     q, k, v, _, _ = case.tensors()
     peer = load("torch-context-parallel")
@@ -48,7 +48,7 @@ def test_an_interpolating_merge_is_allowed_what_it_loses_and_no_more(seed: int) 
     assert np.array_equal(strict.bound["dv"], allowed.bound["dv"])
 
 
-def test_what_is_not_seen_is_allowed_nothing() -> None:
+def test_unseen_rows_are_allowed_no_error() -> None:
     pattern = Pattern.longnet([2], [2], heads=2)  # odd heads see odd positions only, and their rows others nothing
     allowed = expect(load("torch-context-parallel"), replace(PLAIN, pattern=pattern))
     assert allowed.dead_rows.any() and allowed.dead_keys.any()

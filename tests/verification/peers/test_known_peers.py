@@ -37,7 +37,7 @@ def test_names() -> None:
             selected(wrong)
 
 
-def test_what_is_no_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Refused, match="'nowhere' is no peer; it must be package.module:adapter"):
         load("nowhere")
     monkeypatch.syspath_prepend(tmp_path)
@@ -59,7 +59,7 @@ def test_what_is_no_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN if not name.startswith("torch")])
-def test_a_package_that_is_not_installed_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     package = str(load(name).package)
     module = IMPORTED_AS.get(package, package.replace("-", "_"))
     monkeypatch.setattr(sys, "modules", sys.modules | {module: None})  # importing it fails
@@ -85,13 +85,13 @@ def test_a_package_that_is_not_installed_is_refused_by_name(name: str, monkeypat
         ("prepare", lambda name: None),
     ],
 )
-def test_a_peer_that_cannot_be(field: str, value: Any) -> None:
+def test_impossible_peers_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{re.escape(f'{field} is {value!r}')}; it must be "):
         replace(load("torchscale"), **{field: value})
 
 
 @pytest.mark.parametrize("file", sorted(FINDINGS.glob("*.json")), ids=lambda file: file.stem)
-def test_a_saved_finding_replays_a_known_peer_and_is_named_by_a_page(file: Path) -> None:
+def test_saved_findings_replay_and_have_a_page(file: Path) -> None:
     record = json.loads(file.read_text())
     peer = load(record.pop("peer", None) or record.pop("step_peer"))
     if "law" in record:
@@ -103,6 +103,6 @@ def test_a_saved_finding_replays_a_known_peer_and_is_named_by_a_page(file: Path)
     assert any(re.search(replay, page.read_text()) for page in FINDINGS.glob("*.md"))
 
 
-def test_yunchang_joins_as_many_ranks_as_leave_a_ring() -> None:
+def test_yunchang_leaves_a_ring_of_ranks() -> None:
     for world, heads, wanted in ((2, 2, 1), (3, 3, 1), (4, 1, 1), (4, 2, 2), (4, 4, 2), (4, 3, 1)):
         assert yunchang.all_to_all_ranks(plain(world, heads=heads, kv_heads=heads)) == wanted

@@ -54,7 +54,7 @@ def test_a_peer_that_breaks_a_law_is_found(
     assert saved.subject == (case, how) and saved.experiment.name == broken.name
 
 
-def test_all_laws_of_any_attention_are_drawn_for_a_peer_as_far_as_its_claim_goes(backend: GlooBackend) -> None:
+def test_laws_are_drawn_within_the_claim(backend: GlooBackend) -> None:
     drawn = experiments(f"{EXAMPLES}:sound", 1, 150)
     assert [examples for _, examples in drawn] == [150, len(LARGE), *[15] * len(LAWS_OF_ANY)] and len(LAWS_OF_ANY) == 7
     unsuitable = {"same on any ranks, layout, exchange", "error does not grow with ranks"}  # one process, fp32

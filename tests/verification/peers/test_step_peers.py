@@ -37,7 +37,7 @@ def drawn(name: str, world: int, count: int = 40) -> list[TrainingCase]:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_what_is_drawn_for_an_attention_is_what_it_claims(name: str) -> None:
+def test_drawn_attention_cases_fit_the_claim(name: str) -> None:
     peer = KNOWN[name]
     for world in peer.worlds:
         found = drawn(name, world)
@@ -51,7 +51,7 @@ def test_what_is_drawn_for_an_attention_is_what_it_claims(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [peer.name for peer in WRAPPER_PEERS])
-def test_what_is_drawn_for_a_wrapper(name: str) -> None:
+def test_drawn_wrapper_cases_fit_the_claim(name: str) -> None:
     found = drawn(name, 4)
     for case in found:
         assert case.wrapper == "none" and case.resumed is None
@@ -60,14 +60,14 @@ def test_what_is_drawn_for_a_wrapper(name: str) -> None:
 
 
 @pytest.mark.parametrize("change", [{"scale": 1.0}, {"dtype": "float16"}, {"lse": "returned"}])
-def test_what_a_step_cannot_have_is_left_out(change: dict[str, Any]) -> None:
+def test_impossible_features_of_steps_are_left_out(change: dict[str, Any]) -> None:
     peer = KNOWN["torch-context-parallel"]
     changed = replace(peer, claims=lambda case: replace(peer.claims(case), **change))  # type: ignore[type-var]
     assert nearest(peer, small_step(2)) is not None and nearest(changed, small_step(2)) is None
 
 
 @pytest.mark.parametrize("name, width", [("yunchang/basic", 4), ("deepspeed/zero3", 4), ("fairscale/guarded", 2)])
-def test_models_whose_norms_are_steps_are_widened_in_lower_precisions(name: str, width: int) -> None:
+def test_models_of_step_norms_are_widened_in_low_precision(name: str, width: int) -> None:
     """Cases as drawn, for this project's own attention in fp64 alone."""
     model = small_model(kind="longnet", norm="layer", bias=True, dim=2)
     case = small_step(2, model=model, pattern=Pattern.longnet([4], [1], 1, True, "torchscale"))
@@ -121,7 +121,7 @@ def test_zero_holds(two: GlooBackend, stage: int, dtype: str) -> None:
     assert 0 < ratios["gradients after step one"] < 1 and 0 < ratios["norm of the gradients"] < 1
 
 
-def test_fairscale_holds_as_guarded_here_and_not_as_a_user_writes_it(two: GlooBackend) -> None:
+def test_fairscale_holds_only_as_guarded(two: GlooBackend) -> None:
     case = small_step(2, model=LARGER, accumulation=2, steps=2, labels="some", checkpointing="reentrant")
     guarded, as_written = step_experiment("fairscale/guarded").check, step_experiment("fairscale/as-written").check
     assert max(guarded(two, case).values()) < 1e-3
@@ -141,7 +141,7 @@ def training(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_what_trains_wrong_is_found_shrunk_saved_and_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_training_is_shrunk_saved_and_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROFILES, "ci", replace(PROFILES["ci"], budget=600))  # whatever shrinks, shrinks to its end
     status, peer = training(tmp_path, "fairscale/as-written", "--world", "2", "--examples", "20", "--profile", "ci")
     assert (status, peer["verdict"]) == (1, "counter-example")
@@ -158,7 +158,7 @@ def test_what_trains_wrong_is_found_shrunk_saved_and_replayed(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_a_peer_is_run_on_the_ranks_of_its_adapter(tmp_path: Path) -> None:
+def test_peers_run_on_their_adapters_ranks(tmp_path: Path) -> None:
     sound = (f"{EXAMPLES}:sound", "--examples", "2")
     status, peer = training(tmp_path, *sound)  # on one rank, since it is for no more
     assert (status, peer["verdict"], peer["examples"], peer["message"]) == (0, "held", 2, None)

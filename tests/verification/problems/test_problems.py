@@ -71,9 +71,7 @@ def test_each_quantity_is_judged(monkeypatch: pytest.MonkeyPatch, name: str, who
 
 
 @pytest.mark.parametrize("backend, device", [("gloo", "cpu"), ("nccl", "cuda")])
-def test_long_problems_are_judged_by_the_bounds_of_the_device_that_computes_them(
-    tmp_path: Path, backend: str, device: str
-) -> None:
+def test_long_problems_use_bounds_of_their_device(tmp_path: Path, backend: str, device: str) -> None:
     problem = LongProblem(1, 300, "dense bfloat16")
     ranks: Any = Mock(timeout=1.0, device=device, collect=lambda: [FINE])
     ranks.name = backend
@@ -89,7 +87,7 @@ def test_a_nan_is_not_within_its_bound() -> None:
     assert long_problems._ratio(zero, zero, zero).flatten().tolist() == [0.0, 0.0, 0.0]
 
 
-def test_what_links_do_wrong_is_named_and_the_rate_is_that_of_the_slowest_rank() -> None:
+def test_faults_of_links_are_named() -> None:
     links.check_round([[2, 1, 0], [0, 2, 1], [1, 0, 2]])
     with pytest.raises(WrongResult, match=r"rank 1 got the numbers \[2, 0, 1\]; they must be \[0, 2, 1\]"):
         links.check_round([[2, 1, 0], [2, 0, 1], [1, 0, 2]])

@@ -92,7 +92,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / ".verification" / "failures"
 
 
-def test_counts_and_worst_ratios_are_those_of_what_was_told() -> None:
+def test_counts_and_worst_ratios_are_summed() -> None:
     report = small()
     data, lines = report.to_dict(), summary(report)
     assert (data["examples"], data["distributed"], data["held"]) == (4, 1, True)
@@ -111,7 +111,7 @@ def test_counts_and_worst_ratios_are_those_of_what_was_told() -> None:
     assert "\n".join(summary(report)).count("nan") == 2, "in its row, and in that of all"
 
 
-def test_parts_of_a_run_add_up_and_an_interrupted_one_is_not_taken_for_whole(tmp_path: Path) -> None:
+def test_parts_of_runs_add_up(tmp_path: Path) -> None:
     whole, part = small(), small()
     fail(part, tmp_path, 2, WRONG)
     fail(whole, tmp_path, 1, WRONG)
@@ -138,7 +138,7 @@ def test_parts_of_a_run_add_up_and_an_interrupted_one_is_not_taken_for_whole(tmp
         (0, 2, 12, "no example held in 0.0 s: 2 counter-examples"),
     ),
 )
-def test_the_verdict_says_what_is_true(held: int, failed: int, again: int, said: str, tmp_path: Path) -> None:
+def test_verdict_is_true(held: int, failed: int, again: int, said: str, tmp_path: Path) -> None:
     report = Report(recording())
     report.start_world(2, held)
     for _ in range(held):
@@ -154,7 +154,7 @@ def test_the_verdict_says_what_is_true(held: int, failed: int, again: int, said:
     assert lines[-1].startswith("    " if failed else said), "what failed comes last, as the line that replays it"
 
 
-def test_the_line_of_a_world_size_counts_what_held_and_what_failed(tmp_path: Path) -> None:
+def test_lines_of_world_sizes_count_outcomes(tmp_path: Path) -> None:
     report = Report(recording())
     report.start_world(3, 2)
     report.held("float32", {"gradients": 0.5}, 0.0)
@@ -167,7 +167,7 @@ def test_the_line_of_a_world_size_counts_what_held_and_what_failed(tmp_path: Pat
 
 
 @pytest.mark.parametrize("backend", ("gloo", "sim", "nccl"))
-def test_a_failure_is_told_with_its_case_and_the_line_that_replays_it(folder: Path, backend: str) -> None:
+def test_failures_print_their_case_and_replay(folder: Path, backend: str) -> None:
     report, record = small(), dict[str, Any](world=3, tokens=5)
     report.failed(save_record(HANG, "every rank answers", 3, record, folder, backend))
     data = report.to_dict()
@@ -204,7 +204,7 @@ def test_the_summary_stays_within_its_lines_and_columns(
     assert "gradients" in shown and (set(LAW_NAMES) <= set(shown) or not {"buffers"} & set(shown)), "exact ones last"
 
 
-def test_verbose_has_every_row_and_every_counter_example_and_others_the_smallest(folder: Path) -> None:
+def test_verbose_prints_every_counter_example(folder: Path) -> None:
     verbose, report = large(verbose=True), large()
     failures = fail(verbose, folder, 3, WRONG)
     lines = summary(verbose)
@@ -321,7 +321,7 @@ def test_on_paper(feature: str) -> None:
     assert FEATURES[feature](case(**has)) and not FEATURES[feature](case(**lacks))
 
 
-def test_features_are_counted_and_lines_name_what_is_rare_or_missing_or_all() -> None:
+def test_features_are_counted_and_rare_ones_named() -> None:
     coverage, other = Coverage(), Coverage()
     for batch in (1, 2):
         coverage.add(case(2, batch=batch))

@@ -48,7 +48,7 @@ def found(backend: Backend, given: Case) -> list[Any]:
     return backend.collect()
 
 
-def test_ranks_are_on_the_hosts_of_each_case_and_nowhere_else(backend: Backend) -> None:
+def test_ranks_are_on_the_hosts_of_their_case(backend: Backend) -> None:
     for changes, expected in (
         ({"hosts": 2}, (0, 0, 1, 1)),
         ({"hosts": 4}, (0, 1, 2, 3)),
@@ -79,7 +79,7 @@ def test_ranks_that_meet_again_are_on_the_same_hosts() -> None:
             assert backend.collect() == [(0, 0, 1, 1)] * 4
 
 
-def test_a_host_of_ones_own_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_hosts_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_HOSTID", "mine")
     for exchange, host in (("ring+direct", "host 1"), ("ring", "mine")):
         with pretending(case(exchange=exchange, hosts=2), 3):
@@ -105,9 +105,7 @@ def test_a_group_of_some_ranks(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous", "hilbert"])
-def test_auto_is_judged_as_the_exchange_that_is_chosen(
-    backend: Backend, order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_judged_as_the_chosen_exchange(backend: Backend, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = case(exchange="auto", order=order, seed=100)
     check_case(backend, given)
     chosen = with_number(given).exchange

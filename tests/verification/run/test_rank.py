@@ -44,9 +44,7 @@ case = partial(
 
 @pytest.mark.parametrize("again", AGAIN)
 @pytest.mark.parametrize("lse", ["unused", "returned", "differentiated", "alone"])
-def test_the_first_run_is_ordinary_and_the_second_is_what_the_case_says(
-    again: str, lse: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_runs_follow_the_case(again: str, lse: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []  # what ring_attention is called with
     real = execute.ring_attention
 
@@ -73,7 +71,7 @@ def test_the_first_run_is_ordinary_and_the_second_is_what_the_case_says(
     assert (second["group"] is None) is (again == "group")
 
 
-def test_in_one_storage_numbers_strides_and_alignment_are_as_they_were() -> None:
+def test_shared_storage_keeps_values_strides_and_alignment() -> None:
     whole, empty = torch.arange(12.0).view(1, 3, 4, 1), torch.empty(1, 0, 4, 1)
     given = [whole, strided_copy(whole + 12), empty, torch.ones(1, 32, 2, 1), whole[:, 1:] + 0.5]
     given.append(torch.arange(12.0).view(1, 3, 4, 1).expand(1, 3, 4, 5))
@@ -89,7 +87,7 @@ def test_in_one_storage_numbers_strides_and_alignment_are_as_they_were() -> None
     assert all(bool((x == i).all()) for i, x in enumerate(found))
 
 
-def test_the_default_device_is_another_only_inside_and_nothing_is_kept() -> None:
+def test_default_device_is_restored() -> None:
     heads = Heads.of(((0,), (2,)))
     store._head_index(heads, torch.device("cpu"))
     with pytest.raises(ZeroDivisionError), another_default_device():
@@ -109,12 +107,12 @@ observe(SoloTransport(), case), call(SoloTransport(), case, "another dtype than 
 ring_attention(*[torch.ones(1, 4, 4, 8).transpose(1, 2)] * 3, case.pattern, Layout.contiguous(4, 1))"""
 
 
-def test_strides_of_heads_first_warn_users_and_not_this_suite() -> None:
+def test_strides_of_heads_first_warn_users_alone() -> None:
     done = subprocess.run([sys.executable, "-c", WARNED], capture_output=True, text=True, check=True)
     assert done.stderr.count("strides of heads first") == 1 and "<string>:8: UserWarning" in done.stderr
 
 
-def test_what_the_second_run_did_not_give_is_not_compared() -> None:
+def test_missing_second_results_are_not_compared() -> None:
     x, y = torch.ones(2), torch.zeros(2)
     run = CallResult((x, None, x, x, x), ("a",), ("b",), ("c",), ("d",), 8, 9)
     less: dict[str, Any] = {"results": (x, None, None, None, None), "sent_backward": None, "buffer_backward": None}
@@ -129,7 +127,7 @@ def test_what_the_second_run_did_not_give_is_not_compared() -> None:
 
 
 @pytest.mark.parametrize("kind", (SimBackend, GlooBackend))
-def test_the_law_of_streams_holds_without_any_and_is_drawn_on_gpus_alone(kind: type[SimBackend | GlooBackend]) -> None:
+def test_law_of_streams_is_drawn_on_gpus_alone(kind: type[SimBackend | GlooBackend]) -> None:
     with closing(kind(10.0)) as backend:
         backend.start(2)
         for lse in ("unused", "differentiated", "alone", "apart"):
@@ -155,7 +153,7 @@ def test_limits_on_paper() -> None:
     assert limits(measured(cuts=(0, 99, 100), bucket=200, dtype="float64"), 1, 0, 0).forward == 2 * 100 * 6 * 8 * 8
 
 
-def test_the_meter_sees_products_and_what_is_made() -> None:
+def test_meter_counts_products_and_allocations() -> None:
     q, k, before = torch.randn(2, 3, 10, 4), torch.randn(2, 3, 7, 4), torch.randn(1000)
     with Meter(4) as meter:
         q @ k.mT
@@ -174,7 +172,7 @@ def test_the_meter_sees_products_and_what_is_made() -> None:
 
 
 @pytest.mark.parametrize("bucket", (4, 10))
-def test_the_meter_looks_into_the_operator_that_a_forward_is(bucket: int) -> None:
+def test_meter_looks_into_the_operator(bucket: int) -> None:
     q, k = torch.randn(1, 10, 3, 4), torch.randn(1, 10, 1, 4)
     with Meter(4) as meter:
         ring_attention(q, k, k, Pattern.dense(), Layout.contiguous(10, 1), bucket=bucket, kernel="math")

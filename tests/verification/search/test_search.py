@@ -54,7 +54,7 @@ def ranks() -> Iterator[GlooBackend]:
          {"world": 3, "group": None, "tokens": 3, "exchange": "ring", "pattern": Pattern.dense(), "heads": 1}),
     ],
 )  # fmt: skip
-def test_what_goes_wrong_is_found_named_and_shrunk(
+def test_failures_are_named_and_shrunk(
     plant: Callable[[], None], world: int, kind: str, said: str, shrunk: dict[str, Any]
 ) -> None:
     """Found on gloo, shrunk in a simulation that has the same defect; a hang's least Case has the whole timeout."""
@@ -85,7 +85,7 @@ def search_with(ranks: GlooBackend, fails: Any, report: Report | None = None, **
     return Search(replace(EXAMPLES, check=check, **changes), ranks, report, 3, shrinks_hangs=shrinks)
 
 
-def test_each_kind_of_failure_is_reported_and_what_fails_like_it_counted(ranks: GlooBackend) -> None:
+def test_each_kind_of_failure_is_reported_once(ranks: GlooBackend) -> None:
     failing, report = set[str](), Report(recording())
 
     def fails(case: Case) -> Exception | None:
@@ -101,7 +101,7 @@ def test_each_kind_of_failure_is_reported_and_what_fails_like_it_counted(ranks: 
     assert report.examples == 40 and more is not None and 0 < int(more[1]) < len(failing)
 
 
-def test_examples_are_as_many_as_asked_for_and_repeat_with_the_seed(ranks: GlooBackend) -> None:
+def test_examples_repeat_with_the_seed(ranks: GlooBackend) -> None:
     drawn: list[list[str]] = [[], [], []]
     for seed, seen in zip((1, 1, 2), drawn, strict=True):
         search = search_with(ranks, lambda case, seen=seen: seen.append(case.to_json()))
@@ -109,7 +109,7 @@ def test_examples_are_as_many_as_asked_for_and_repeat_with_the_seed(ranks: GlooB
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_a_failure_that_does_not_come_back_is_still_a_failure(ranks: GlooBackend) -> None:
+def test_unrepeatable_failures_are_failures(ranks: GlooBackend) -> None:
     calls: list[str] = []
 
     def fails(case: Case) -> Exception | None:
@@ -139,7 +139,7 @@ LEAST = plain(3, tokens=1, heads=1, kv_heads=1, head_dim=1, kernel="auto")
         (lambda case: True, {"validate": None}, CROWDED),  # nobody says what may be drawn
     ],
 )  # fmt: skip
-def test_what_a_failure_does_not_need_is_left_out(ranks: GlooBackend, fails: Any, changes: Any, left: Case) -> None:
+def test_shrinking_leaves_out_needless_fields(ranks: GlooBackend, fails: Any, changes: Any, left: Case) -> None:
     """No other draw leads away from the subject."""
     search = search_with(
         ranks, lambda case: WRONG if fails(case) else None, draw=lambda world: st.just(CROWDED), **changes
@@ -166,7 +166,7 @@ def test_documents_shrink_where_ranks_divide_the_tokens(fails: Any, least: tuple
     assert shrunk.pattern.documents == least
 
 
-def test_says_that_shrinking_was_cut_short(ranks: GlooBackend) -> None:
+def test_cut_shrinking_is_reported(ranks: GlooBackend) -> None:
     search = search_with(ranks, lambda case: WrongResult("values: out is wrong") if case.tokens > 4 else None)
     search.budget = 0.0
     (found,) = search.explore(40, 1)
@@ -183,7 +183,7 @@ def test_an_exchange_without_a_number_gets_its_number(exchange: str) -> None:
 @seeded(1)
 @settings(max_examples=300, database=None, deadline=None)
 @given(cases(3))
-def test_every_case_with_less_is_another_one_that_is_nearer_to_the_least(case: Case) -> None:
+def test_smaller_cases_approach_the_least(case: Case) -> None:
     """Else shrinking would go round in a circle."""
     assert replace(minimize(case, lambda simpler: True), dtype="float32") == LEAST
     assert all(simpler != case and simpler.to_json() != case.to_json() for simpler in simpler_cases(case))
@@ -206,7 +206,7 @@ def test_a_hang_is_shrunk_only_where_it_may(ranks: GlooBackend, shrinks: bool) -
     assert shrinks or found.subject is seen[first]
 
 
-def test_a_search_ends_where_nothing_is_let_through_and_raises_a_fault_of_the_machinery(ranks: GlooBackend) -> None:
+def test_searches_raise_faults_of_the_machinery(ranks: GlooBackend) -> None:
     search = search_with(ranks, lambda case: None, draw=lambda world: cases(world).filter(lambda case: False))
     assert search.explore(100, 1) == [] and search.examples == 0
     with pytest.raises(ToolError):
@@ -232,13 +232,13 @@ HANG = RankHang("no answer")
         (plant_wrong_result, plain(3, tokens=9), WRONG, None),  # whatever comes when
     ],
 )
-def test_what_the_simulation_knows_of_a_cause(prepare: Any, case: Case, failure: Any, said: str | None) -> None:
+def test_simulation_names_causes(prepare: Any, case: Case, failure: Any, said: str | None) -> None:
     with closing(SimBackend(prepare=prepare)) as simulation:
         cause = cause_in(simulation, EXAMPLES, case, failure)
     assert cause is None if said is None else re.fullmatch(said, str(cause), re.DOTALL), cause
 
 
-def test_the_cause_of_a_wrong_result_on_gloo_is_in_its_report(ranks: GlooBackend, tmp_path: Path) -> None:
+def test_causes_on_gloo_are_reported(ranks: GlooBackend, tmp_path: Path) -> None:
     """Ranks are named as in the world, not as in the group."""
 
     def wrong_on_gloo(backend: Any, case: Case) -> dict[str, float]:

@@ -91,7 +91,7 @@ def test_laws_draw_what_they_are_about(law: Law) -> None:
 
 
 @pytest.mark.parametrize("number", RARE)
-def test_rare_cases_are_supported_on_the_ranks_that_they_are_for(number: int) -> None:
+def test_rare_cases_are_supported_on_their_ranks(number: int) -> None:
     fewest, most, make = RARE[number]
 
     @st.composite

@@ -157,7 +157,7 @@ def test_an_error_just_beyond_the_bound_is_wrong() -> None:
         assert_attention(**right | {"out": exact + 2.0 * bound})
 
 
-def test_only_fused_kernels_may_round_probabilities_to_16_bits() -> None:
+def test_fused_kernels_alone_round_probabilities_to_16_bits() -> None:
     case = case_of(dtype="bfloat16", pattern=Pattern.dense(), tokens=64, head_dim=16)
     q, k, v, *_ = case.tensors()
     scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float().repeat_interleave(2, 2)) * case.softmax_scale

@@ -96,7 +96,7 @@ REFUSED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, options, said", REFUSED, ids=[f"{name} {' '.join(o)}" for name, o, _ in REFUSED])
-def test_what_cannot_be_checked_is_told_before_any_test(
+def test_uncheckable_adapters_are_refused_before_tests(
     folder: Path, name: str, options: tuple[str, ...], said: str
 ) -> None:
     status, output = run_pytest(folder, "--attention", name, *options)
@@ -117,7 +117,7 @@ WRONG = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, said", WRONG, ids=[name for name, _ in WRONG])
-def test_a_wrong_adapter_is_told_by_its_function(folder: Path, name: str, said: str) -> None:
+def test_wrong_adapters_are_named_by_function(folder: Path, name: str, said: str) -> None:
     chosen = "every_rank or types_shapes or later_tokens or NaN"
     status, output = run_pytest(folder, "--attention", f"mine:{name}", "-k", chosen, "-rs", "--examples", "30")
     assert status == pytest.ExitCode.TESTS_FAILED and said in output, output
@@ -175,7 +175,7 @@ GRADIENTS, ANSWERS, LATER = "gradients", "every rank answers", "later tokens cha
 ALL = set(SLUGS.values())
 
 
-def test_a_failure_is_told_by_its_own_property_and_all_others_pass() -> None:
+def test_failures_fail_their_own_property_alone() -> None:
     suite = planned(every_rank_answers=Outcome([failure(GRADIENTS)], held=7))
     for title in SLUGS.values():
         if title != GRADIENTS:
@@ -184,7 +184,7 @@ def test_a_failure_is_told_by_its_own_property_and_all_others_pass() -> None:
         suite.check(GRADIENTS, ALL)
 
 
-def test_a_rank_that_dies_breaks_every_selected_property_unless_answers_are_selected() -> None:
+def test_dead_ranks_break_every_selected_property() -> None:
     crash = Outcome([failure(ANSWERS, "rank crash")], held=7)
     suite = planned(gradients=crash)
     with pytest.raises(CounterExamples, match="every rank answers is broken"):
@@ -193,7 +193,7 @@ def test_a_rank_that_dies_breaks_every_selected_property_unless_answers_are_sele
     suite.check(GRADIENTS, {ANSWERS, GRADIENTS})
 
 
-def test_what_no_example_was_about_is_not_checked() -> None:
+def test_properties_without_examples_are_skipped() -> None:
     suite = planned(every_rank_answers=Outcome([failure(ANSWERS)]))
     with pytest.raises(CounterExamples):
         suite.check(ANSWERS, ALL)
@@ -209,7 +209,7 @@ def test_what_no_example_was_about_is_not_checked() -> None:
         suite.check(GRADIENTS, {GRADIENTS})
 
 
-def test_an_expected_failure_is_a_failure_and_leaves_the_rest() -> None:
+def test_expected_failures_leave_the_rest() -> None:
     suite = planned(every_rank_answers=Outcome(held=3, expected=Counter({GRADIENTS: 4})))
     with pytest.raises(CounterExamples, match="4 examples failed, as expected"):
         suite.check(GRADIENTS, ALL)
@@ -249,7 +249,7 @@ def test_the_ring_of_the_page_holds_by_default(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_pages_test_of_a_kernel_holds_and_finds_a_wrong_one(folder: Path) -> None:
+def test_example_of_the_page_finds_wrong_kernels(folder: Path) -> None:
     status, output = run_pytest(folder, "test_my_kernel.py")
     assert status == 0, output
     code = (folder / "test_my_kernel.py").read_text()

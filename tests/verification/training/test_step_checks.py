@@ -25,7 +25,7 @@ from verification.training.step_observation import PartObservation, StepObservat
 from verification.training.training_case import TrainingCase
 
 
-def test_noise_is_at_most_the_last_bit_forward_and_backward() -> None:
+def test_noise_is_at_most_the_last_bit() -> None:
     x = torch.randn(1000, dtype=torch.float64, requires_grad=True)
     y = noise(2.0**-8, 0)(x)
     (g,) = torch.autograd.grad(y.sum(), x)
@@ -33,7 +33,7 @@ def test_noise_is_at_most_the_last_bit_forward_and_backward() -> None:
         assert 0.9 * 2.0**-8 < float(relative.max()) <= 2.0**-8 * (1 + 1e-9)
 
 
-def test_what_is_allowed_grows_with_the_last_bit() -> None:
+def test_tolerance_grows_with_the_last_bit() -> None:
     """In fp64 it is the threshold; in lower precisions it follows from noise, and is far below the numbers in fp32."""
     changes: dict[str, Any] = {"steps": 2, "clipping": 0.1, "optimiser": "adamw"}
     cases = [small_step(1, dtype=dtype, **changes) for dtype in ("float64", "float32", "bfloat16")]
@@ -46,7 +46,7 @@ def test_what_is_allowed_grows_with_the_last_bit() -> None:
 
 
 @pytest.mark.slow
-def test_what_norms_of_two_numbers_make_of_the_last_bit_of_fp64_is_allowed() -> None:
+def test_norms_of_two_numbers_may_amplify_the_last_bit() -> None:
     """Layer norms of two numbers are nearly steps: in three steps, rounding alone takes parameters beyond the
     threshold, and step one's gradients not near it. Drawn, and found on 4 ranks."""
     model = small_model(kind="longnet", layers=2, dim=2, norm="layer", bias=True, subln=True, positions="rotary")
@@ -91,7 +91,7 @@ def honest(case: TrainingCase, expectation: StepExpectation) -> list[StepObserva
 
 
 @pytest.mark.parametrize("case", [CASE, COMPILED, small_step(2)], ids=("resumed", "compiled", "plain"))
-def test_what_is_right_holds(case: TrainingCase) -> None:
+def test_sound_steps_hold(case: TrainingCase) -> None:
     expectation = expect_training(case)
     ratios = check_step(case, expectation, honest(case, expectation))
     assert set(ratios) == {one.title for one in STEP_PROPERTIES if one.concerns(case)}
@@ -140,7 +140,7 @@ FAULTS: list[tuple[Spoil, str, str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "title", "said"), FAULTS)
-def test_what_is_wrong_is_found_and_named(spoil: Spoil, title: str, said: str) -> None:
+def test_wrong_steps_are_found_and_named(spoil: Spoil, title: str, said: str) -> None:
     observations = honest(CASE, EXPECTATION)
     spoil(observations[3])
     with pytest.raises(WrongResult) as caught:
@@ -149,7 +149,7 @@ def test_what_is_wrong_is_found_and_named(spoil: Spoil, title: str, said: str) -
     assert said in str(caught.value) and "worst deviations / allowed: logits " in str(caught.value)
 
 
-def test_a_step_without_a_graph_is_found_and_the_largest_deviation_told() -> None:
+def test_steps_without_a_graph_are_found() -> None:
     expectation = expect_training(COMPILED)
     observations = honest(COMPILED, expectation)
     observations[1].parts[1].graph_runs -= 1

@@ -78,13 +78,13 @@ def test_a_malformed_record_is_refused(data: object, said: str) -> None:
         ({"kind": "longnet", "norm": "layer", "bias": True}, r"dim is 4; with 'longnet' it must be heads \* head_dim"),
     ],
 )
-def test_what_makes_no_sense_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_senseless_cases_are_refused(changes: dict[str, Any], said: str) -> None:
     step = small_step(2)
     with pytest.raises(ValueError, match=said):
         replace(step, **changes) if all(map(PLAIN.__contains__, changes)) else small_model(**changes)
 
 
-def test_who_stands_where_in_the_mesh_before_and_after_a_run_is_resumed() -> None:
+def test_mesh_places_survive_resuming() -> None:
     assert small_step(4, data=2).mesh == ((0, 1), (2, 3))
     strided = small_step(4, data=2, arrangement="strided")
     assert strided.mesh == ((0, 2), (1, 3))
@@ -96,7 +96,7 @@ def test_who_stands_where_in_the_mesh_before_and_after_a_run_is_resumed() -> Non
     assert (then.order, then.cuts, then.resumed, then.mesh) == ("zigzag", None, None, ((0, 1, 2, 3),))
 
 
-def test_steps_and_modules_may_have_documents_of_their_own() -> None:
+def test_steps_and_modules_may_have_separate_documents() -> None:
     case = small_step(2, steps=3, pattern=PACKED, later_documents=((8,), None))
     assert [case.at(step).pattern.documents for step in range(3)] == [(3, 5), (8,), None]
     parts = replace(case, resumed="zigzag").parts
@@ -107,7 +107,7 @@ def test_steps_and_modules_may_have_documents_of_their_own() -> None:
     assert small_step(2, pattern=PACKED).pattern_of_modules.documents is None
 
 
-def test_parameters_tokens_and_labels_follow_from_the_case() -> None:
+def test_cases_determine_parameters_tokens_and_labels() -> None:
     case = small_step(1, model=small_model(kind="llama", norm="layer", bias=True, positions="learned"))
     for name, x in initial_parameters(case).items():
         assert (x != 0).all() and (x != 1).all(), name
@@ -154,7 +154,7 @@ def test_every_feature_and_mesh_is_reached() -> None:
         assert {case.data for case in cases} == {d for d in range(1, world + 1) if world % d == 0}
 
 
-def test_the_smallest_case_is_one_that_a_person_would_write() -> None:
+def test_smallest_case_is_plain() -> None:
     chosen = settings(database=None, phases=[Phase.generate, Phase.shrink])
     case = find(training_cases(4), lambda case: True, settings=chosen, random=Random(0))
     assert case == small_step(4, tokens=2, pattern=Pattern.dense())

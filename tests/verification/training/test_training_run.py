@@ -101,7 +101,7 @@ def _plant_loss_of_steps() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_run_without_faults_holds_and_keeps_every_deviation(tmp_path: Path) -> None:
+def test_sound_runs_hold_and_record_deviations(tmp_path: Path) -> None:
     data = run_training(RunPlan((1, 2), SHORT, 15, 3, "gloo", tmp_path), quiet(), gloo()).to_dict()
     assert data["held"] and data["examples"] == 30 and data["distributed"] == 15
     assert data["coverage"]["cases"] == 30 and data["coverage"]["features"]["wrapper ddp"] > 0
@@ -134,7 +134,7 @@ def test_a_wrong_loss_is_found_shrunk_saved_and_replayed(tmp_path: Path) -> None
         ({"world": 65}, GlooBackend, "world is 65; it must be an integer from 1 to 64"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(tmp_path: Path, changes: Any, backend: Any, said: str) -> None:
+def test_unreplayable_records_are_refused(tmp_path: Path, changes: Any, backend: Any, said: str) -> None:
     (tmp_path / "case.json").write_text(json.dumps({"training": small_step(2).to_dict() | changes}))
     with pytest.raises(Unavailable, match=said):
         replay(tmp_path / "case.json", quiet(), backend())

@@ -36,7 +36,7 @@ LENGTHS = ((130, 130), (1, 300), (300, 1), (520, 77))
 
 @pytest.mark.parametrize(("dims", "share"), DIMS, ids=str)
 @pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL])
-def test_it_is_the_math_kernel_to_within_rounding(dims: tuple[int, int], share: int, mask: Mask) -> None:
+def test_equals_the_math_kernel_within_rounding(dims: tuple[int, int], share: int, mask: Mask) -> None:
     assert FA4.takes_dims(HOPPER, *dims, share)
     for queries, keys in LENGTHS if mask is Mask.FULL else ((130, 130), (1, 1), (700, 700)):
         q, k, v, dout = tensors(torch.bfloat16, 2, 1, 2, share, queries, keys, *dims)
@@ -73,9 +73,7 @@ def test_windows(lengths: tuple[int, ...] | None, mask: Mask, dims: tuple[int, i
 
 @pytest.mark.parametrize(("dims", "share"), [*DIMS[2:4], *DIMS[6:8], *DIMS[-3:]], ids=str)
 @pytest.mark.parametrize("lengths", [None, LENGTHS_OF_DOCUMENTS], ids=["one", "several"])
-def test_rows_that_see_the_keys_from_their_own_on(
-    lengths: tuple[int, ...] | None, dims: tuple[int, int], share: int
-) -> None:
+def test_anticausal_rows(lengths: tuple[int, ...] | None, dims: tuple[int, int], share: int) -> None:
     check_windows("fa4", lengths, Mask.ANTICAUSAL, None, dims, share)
 
 
@@ -84,7 +82,7 @@ def test_rows_that_see_the_keys_from_their_own_on(
     Pattern.dense(True), Pattern.longnet((64, None), (1, 4), 4, True), Pattern.dense(True, documents=(100, 7, 0, 405)),
     Pattern.dense(False, window=60), Pattern.dense(True, window=60, documents=(100, 7, 0, 405)),
 ], ids=("dense", "longnet", "packed", "window", "packed window"))  # fmt: skip
-def test_a_call_by_name_is_the_math_kernel_s(pattern: Pattern, softcap: float | None) -> None:
+def test_named_kernel_equals_the_math_kernel(pattern: Pattern, softcap: float | None) -> None:
     """With sinks and gradients through lse, ten times, so that the last calls are replayed graphs."""
     torch.manual_seed(1)
     layout = Layout.contiguous(512, 1)
@@ -127,9 +125,7 @@ def test_bits_repeat_where_they_must() -> None:
 
 
 @pytest.mark.parametrize("batch, kv_heads", [(1, 8), (2, 8), (1, 2)])
-def test_gradients_written_in_place_are_those_that_are_merged(
-    batch: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_in_place_equal_merged_ones(batch: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are split by rows, since the bucket is 256, and by heads, since the workspace is small."""
     pattern, layout = Pattern.longnet((256, 1024), (1, 4), 8, causal=True), Layout.contiguous(1024, 1)
     q, k, v, dout = (

@@ -81,7 +81,7 @@ def equal(found: Tensors, exact: Tensors) -> bool:
     return all(torch.equal(x, y) for x, y in zip(found, exact, strict=True))
 
 
-def test_a_call_that_comes_again_is_replayed_bit_for_bit(graphs: dict[Any, Any]) -> None:
+def test_repeated_calls_are_replayed_bit_for_bit(graphs: dict[Any, Any]) -> None:
     """Other numbers, at other places, give what a plain call gives, and stay when the graph runs again."""
     kept = []
     for turn in range(WARMUP_CALLS + 4):
@@ -93,7 +93,7 @@ def test_a_call_that_comes_again_is_replayed_bit_for_bit(graphs: dict[Any, Any])
     assert all(equal(found, plain) for found, plain in kept)
 
 
-def test_what_is_replayed_is_what_was_asked_for(graphs: dict[Any, Any]) -> None:
+def test_replays_match_their_calls(graphs: dict[Any, Any]) -> None:
     """Settings by turns, each with a graph of its own, in memory that all of them use; also after inference."""
     settings: tuple[dict[str, Any], ...] = ({}, {"scale": 0.5}, {"kernel": "flash"}, {"bucket": 100})
     sizes = (256, 1024, 512)
@@ -111,7 +111,7 @@ def test_what_is_replayed_is_what_was_asked_for(graphs: dict[Any, Any]) -> None:
     assert len(graphs) == len(sizes) * (1 + 2 * len(settings))
 
 
-def test_sinks_are_inputs_of_a_graph_and_their_gradient_is_an_output_where_it_is_wanted(graphs: dict[Any, Any]) -> None:
+def test_sinks_are_inputs_of_graphs(graphs: dict[Any, Any]) -> None:
     layout, numbers = Layout.contiguous(512, 1), (torch.randn(8, device="cuda") for _ in range(WARMUP_CALLS + 3))
     for turn, sinks in enumerate(numbers):
         *inputs, dout = drawn(512)
@@ -129,9 +129,7 @@ def test_sinks_are_inputs_of_a_graph_and_their_gradient_is_an_output_where_it_is
     assert len(graphs) == 4  # forward and backward, with and without the gradient of sinks
 
 
-def test_long_calls_and_calls_of_changing_settings_are_not_captured(
-    graphs: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_or_changing_calls_are_not_captured(graphs: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for tokens in range(256, 256 + 2 * graph_replay.WARMUP_CALLS):
         attended(drawn(tokens))
     tensors = drawn(256)
@@ -141,7 +139,7 @@ def test_long_calls_and_calls_of_changing_settings_are_not_captured(
     assert not graphs
 
 
-def test_calls_are_captured_anew_after_all_graphs_are_gone(graphs: dict[Any, Any]) -> None:
+def test_calls_are_captured_anew_without_graphs(graphs: dict[Any, Any]) -> None:
     """The memory of graphs is gone with them."""
     tensors = drawn(512)
     exact = plainly(tensors)
@@ -153,7 +151,7 @@ def test_calls_are_captured_anew_after_all_graphs_are_gone(graphs: dict[Any, Any
         torch.cuda.empty_cache()
 
 
-def test_a_stream_of_its_own_has_graphs_of_its_own(graphs: dict[Any, Any]) -> None:
+def test_streams_have_separate_graphs(graphs: dict[Any, Any]) -> None:
     tensors = drawn(512)
     exact = plainly(tensors)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]

@@ -29,7 +29,7 @@ def test_records_say_which_kernels_were_measured() -> None:
     assert timed == {kernel.name for kernel in KERNELS if kernel.measured}
 
 
-def test_every_pass_mask_and_kind_of_lengths_was_measured() -> None:
+def test_all_passes_masks_and_lengths_were_measured() -> None:
     for dims in {(row["dim"], row["value_dim"]) for row in ROWS}:
         kinds = {
             (row["passed"], row["causal"], row["varied"]) for row in ROWS if (row["dim"], row["value_dim"]) == dims
@@ -38,7 +38,7 @@ def test_every_pass_mask_and_kind_of_lengths_was_measured() -> None:
 
 
 @pytest.mark.parametrize("kernels", [MEASURED, (FLASH, FA4), (FA4,)])
-def test_a_gpu_that_was_not_measured(kernels: tuple[Kernel, ...]) -> None:
+def test_unmeasured_gpus(kernels: tuple[Kernel, ...]) -> None:
     assert fastest(kernels, (8, 0), SOME) is kernels[0]
 
 

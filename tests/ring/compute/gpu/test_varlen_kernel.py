@@ -45,7 +45,7 @@ def tile_of(mask: Mask, groups: int, share: int) -> Tile:
 @pytest.mark.parametrize("dim", [8, 40, 128])
 @pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL, Mask.ANTICAUSAL])
 @pytest.mark.parametrize("batch, groups, share", [(1, 1, 1), (3, 2, 1), (2, 2, 4)])
-def test_it_is_the_math_kernel_to_within_rounding(
+def test_equals_the_math_kernel_within_rounding(
     batch: int, groups: int, share: int, mask: Mask, dim: int, dtype: torch.dtype
 ) -> None:
     tile = tile_of(mask, groups, share)
@@ -90,7 +90,7 @@ def test_windows(lengths: tuple[int, ...] | None, mask: Mask, dim: int, share: i
 
 @pytest.mark.parametrize(("dim", "share"), [(40, 1), (64, 4), (128, 4), (256, 4)])
 @pytest.mark.parametrize("lengths", [None, LENGTHS_OF_DOCUMENTS], ids=["one", "several"])
-def test_rows_that_see_the_keys_from_their_own_on(lengths: tuple[int, ...] | None, dim: int, share: int) -> None:
+def test_anticausal_rows(lengths: tuple[int, ...] | None, dim: int, share: int) -> None:
     check_windows("flash", lengths, Mask.ANTICAUSAL, None, (dim, dim), share)
 
 
@@ -120,7 +120,7 @@ def layout_of(order: str) -> Layout:
 )
 @pytest.mark.parametrize("order", ["contiguous", "by turns", "listed"])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_packed_documents_are_the_oracle_s(batch: int, order: str, kernel: str, hidden: bool) -> None:
+def test_packed_documents_equal_the_oracle(batch: int, order: str, kernel: str, hidden: bool) -> None:
     """Long and short documents, of which some are alike, in dense and in dilated attention.
 
     hidden: keys of two documents and the first of the others are, as padding is: a component is -inf, in which every

@@ -50,7 +50,7 @@ def test_a_backward_goes_by_groups_of_heads(most: int, counts: list[int], monkey
         assert part.key_rows.key == replace(keys, start=20 + i).key
 
 
-def test_portions_of_listed_rows_and_what_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listed_rows_are_cut_into_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = replace(Rows.of(np.array([[3, 4, 9]])), head_step=5)
     tile = Tile(listed, listed, Heads(2, 1, 0, 1, 1), Heads(2, 1, 0, 1, 1), Mask.FULL)
     first, second = portioned(tile, 1, monkeypatch)
@@ -107,7 +107,7 @@ def part_of(memory: torch.Tensor, folds: int, per_group: int) -> Part:
     return Part(Rows(0, 1, length, length, folds), Heads(groups, per_group, 0, per_group, 1), tile, None)
 
 
-def test_parts_that_become_outputs_and_those_of_the_merge_kernel() -> None:
+def test_parts_become_outputs_or_are_merged() -> None:
     memory = torch.randn(B, N, H, D).bfloat16()
     for folds, per_group in product((1, 3), (1, 2, 6)):
         found = as_output(part_of(memory, folds, per_group), memory, torch.bfloat16)

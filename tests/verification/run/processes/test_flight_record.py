@@ -24,7 +24,7 @@ def _one_does_not_sum(culprit: int) -> None:
     time.sleep(3600)
 
 
-def test_a_hang_names_the_collective_and_the_rank_that_did_not_join_it() -> None:
+def test_hangs_name_the_collective_and_the_missing_rank() -> None:
     with Pool(3, timeout=2.0, flight_records=True) as pool:
         with pytest.raises(RankHang) as hang:
             pool.run(_one_does_not_sum, 1)
@@ -35,6 +35,6 @@ def test_a_hang_names_the_collective_and_the_rank_that_did_not_join_it() -> None
         assert " in serve\n" not in str(hang.value), "the thread that answers is no part of a stack"
 
 
-def test_records_that_do_not_come_or_cannot_be_read_are_said() -> None:
+def test_missing_flight_records_are_reported() -> None:
     assert analysis({}) == "no rank gave its flight record"
     assert analysis({0: b"no pickle"}).startswith("torch could not analyse the flight records: ")

@@ -149,20 +149,20 @@ def failure_of(
 
 
 @pytest.mark.parametrize("world", (1, 3))
-def test_ranks_are_one_group_with_a_thread_each_and_answer_in_order(ranks: Ranks, world: int) -> None:
+def test_ranks_answer_in_order(ranks: Ranks, world: int) -> None:
     pool = ranks(world)
     assert pool.run(echo, "a", 1) == [(rank, "a", 1) for rank in range(world)] and works(pool)
     assert pool.run(surroundings) == [([1, "1", "1", "__main__"], {"0100007F"})] * world, "on loopback only"
 
 
 @pytest.mark.parametrize("deed", ["execs", "forks", "leaves", "dies"])
-def test_what_a_rank_started_ends_with_the_command(tmp_path: Path, deed: str) -> None:
+def test_children_of_ranks_end_with_the_command(tmp_path: Path, deed: str) -> None:
     with worker.ending_children(), Pool(1) as pool, suppress(RankCrash):
         pool.run(start_child, str(tmp_path / "pid"), deed)
     until(lambda: not alive([int((tmp_path / "pid").read_text())]))
 
 
-def test_closing_ends_the_ranks_and_leaves_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_ends_ranks_and_restores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     before = dict(os.environ)
@@ -226,7 +226,7 @@ def python(*args: str, cwd: Path, script: str = "") -> subprocess.CompletedProce
 
 
 @pytest.mark.parametrize("how", ["heredoc", "script", "-m"])
-def test_any_main_will_do(tmp_path: Path, how: str) -> None:
+def test_pool_starts_from_any_main(tmp_path: Path, how: str) -> None:
     """Not guarded by `if __name__ == "__main__"`, and left open at the end: it runs once, and ends without a word."""
     (tmp_path / "some_main").mkdir()
     file = tmp_path / "some_main" / "__main__.py"
@@ -245,7 +245,7 @@ def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("world", "culprits"), [(1, (0,)), (3, (0, 1, 2)), (3, (1,))])
-def test_an_exception_is_named_and_who_waits_for_the_rank(ranks: Ranks, world: int, culprits: tuple[int, ...]) -> None:
+def test_exceptions_name_waiting_ranks(ranks: Ranks, world: int, culprits: tuple[int, ...]) -> None:
     failure = failure_of(RankError, ranks(world), fail_on, culprits)
     assert failure.ranks("raised") == culprits and len(failure.ranks("blocked")) == world - len(culprits)
     for state in failure.states:
@@ -256,7 +256,7 @@ def test_an_exception_is_named_and_who_waits_for_the_rank(ranks: Ranks, world: i
     assert ("ranks 0, 2 had not answered; it stood at" in str(failure)) == (culprits == (1,))
 
 
-def test_mismatched_messages_and_results_that_do_not_travel(ranks: Ranks) -> None:
+def test_mismatched_messages_and_unpicklable_results_raise(ranks: Ranks) -> None:
     pool = ranks(2)
     failure = failure_of(MismatchedMessages, pool, fail_on, (0, 1), MismatchedMessages)
     assert failure.kind == "mismatched messages" and "no luck on 1" in str(failure)
@@ -282,7 +282,7 @@ def test_a_death_is_noticed_at_once_and_named(ranks: Ranks, tmp_path: Path, worl
         assert "Fatal Python error" in failure.states[culprit].trace and "in meet" in failure.states[culprit].trace
 
 
-def test_a_death_between_calls_is_not_laid_to_the_next_call(ranks: Ranks) -> None:
+def test_deaths_between_calls_spare_the_next_call(ranks: Ranks) -> None:
     pool = ranks(2)
     os.kill(pool.pids[0], signal.SIGKILL)
     until(lambda: any(died for _, died in pool._open_ranks().events(0)))
@@ -301,11 +301,11 @@ def test_a_hang_shows_every_stack(ranks: Ranks, tmp_path: Path, world: int, deed
     assert f"no answer within 0.2 s from rank{'s 1, 2' if deed == 'leave' else ' 0'}" in failure.headline
 
 
-def test_a_rank_that_computes_for_longer_than_the_timeout_does_not_hang(ranks: Ranks) -> None:
+def test_computing_beyond_the_timeout_is_no_hang(ranks: Ranks) -> None:
     assert ranks(1).run(compute_for, 1.1, timeout=1.0) == [None]
 
 
-def test_a_rank_that_answers_at_the_timeout_does_not_hang(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_at_the_timeout_are_no_hang(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ranks(1)
     opened = pool._open_ranks()
 
@@ -317,7 +317,7 @@ def test_a_rank_that_answers_at_the_timeout_does_not_hang(ranks: Ranks, monkeypa
     assert pool.run(time.sleep, 2 * BRIEF, timeout=BRIEF) == [None]
 
 
-def test_a_stopped_rank_is_named_as_stopped_and_killed_nevertheless(ranks: Ranks, tmp_path: Path) -> None:
+def test_stopped_ranks_are_named_and_killed(ranks: Ranks, tmp_path: Path) -> None:
     failure = failure_of(RankHang, ranks(3), meet, str(tmp_path), 1, "SIGSTOP", folder=tmp_path)
     assert (failure.ranks("stopped"), failure.ranks("blocked")) == ((1,), (0, 2))
     assert failure.headline.endswith("; stopped by a signal: rank 1") and "ranks 0, 1, 2" in failure.headline
@@ -329,7 +329,7 @@ def test_a_stopped_rank_is_named_as_stopped_and_killed_nevertheless(ranks: Ranks
         assert caught.value.ranks("stopped") == (1,)
 
 
-def test_a_rank_that_has_left_its_call_is_about_to_answer() -> None:
+def test_ranks_after_their_call_are_about_to_answer() -> None:
     head = 'Thread 0x01 (most recent call first):\n  File "worker.py", line 9 in exit_with_parent\n\nCurrent thread:\n'
     for frames, answering in (
         (("barrier", "run_request", "main"), False),
@@ -343,7 +343,7 @@ def test_a_rank_that_has_left_its_call_is_about_to_answer() -> None:
 
 
 @pytest.mark.parametrize("name", ("receive", "events"))
-def test_an_interrupt_or_an_answer_to_another_call_leaves_a_whole_pool(
+def test_interrupts_and_stale_answers_leave_the_pool_whole(
     ranks: Ranks, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def happen(*_: object) -> tuple[int, int, bytes]:
@@ -360,7 +360,7 @@ def test_an_interrupt_or_an_answer_to_another_call_leaves_a_whole_pool(
     assert works(pool)
 
 
-def test_a_call_never_collected_is_lost_and_one_that_cannot_be_sent_changes_nothing(ranks: Ranks) -> None:
+def test_uncollected_and_unsendable_calls_are_dropped(ranks: Ranks) -> None:
     pool = ranks(3)
     forgotten, ticket = pool.submit(echo, "old"), pool.submit(echo, "new")
     with pytest.raises(ValueError, match="ticket: "):
@@ -374,7 +374,7 @@ def test_a_call_never_collected_is_lost_and_one_that_cannot_be_sent_changes_noth
     assert works(pool) and pool.pids == pids
 
 
-def test_subgroups_have_their_ranks_or_are_refused_and_are_kept_up_to_a_number(ranks: Ranks) -> None:
+def test_subgroups_are_checked_and_bounded(ranks: Ranks) -> None:
     for members in ((1,), (0, 2), (0, 1, 2)):
         expected = [(members.index(rank), list(members)) if rank in members else None for rank in range(3)]
         assert ranks(3).run(neighbours, members) == ranks(3).run(neighbours, members) == expected and works(ranks(3))

@@ -34,7 +34,7 @@ def swap(transport: SimulatedTransport, peer: int, label: str) -> tuple[Pending,
     return transport.post([sent], [Message(peer, incoming, label)]), incoming
 
 
-def test_each_host_has_as_many_ranks_in_order_in_subgroups_too() -> None:
+def test_hosts_hold_equal_ranks_in_order() -> None:
     def step(transport: SimulatedTransport) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         some = transport.subgroup((5, 1, 4))
         return transport.hosts, None if some is None else some.hosts
@@ -49,7 +49,7 @@ def test_each_host_has_as_many_ranks_in_order_in_subgroups_too() -> None:
             Simulation(6, 0, hosts=wrong)
 
 
-def test_messages_between_hosts_come_after_all_others_and_in_any_order() -> None:
+def test_messages_between_hosts_come_last() -> None:
     def arrivals(seed: int) -> list[tuple[str, int]]:
         order: list[tuple[str, int]] = []
 
@@ -73,7 +73,7 @@ def test_messages_between_hosts_come_after_all_others_and_in_any_order() -> None
 
 
 @pytest.mark.parametrize("hosts", (1, 2))
-def test_code_that_waits_for_one_peer_and_reads_from_another_is_found_whatever_the_seed(hosts: int) -> None:
+def test_reads_of_an_unawaited_peer_are_found(hosts: int) -> None:
     def step(transport: SimulatedTransport) -> float:
         far, incoming = swap(transport, (transport.rank + 2) % 4, "far")
         swap(transport, transport.rank ^ 1, "near")[0].wait()
@@ -86,7 +86,7 @@ def test_code_that_waits_for_one_peer_and_reads_from_another_is_found_whatever_t
     assert (2.0 in early) is (hosts == 1), "on one host, some schedules hide it"
 
 
-def test_ranks_of_one_host_leave_a_meeting_before_the_others() -> None:
+def test_ranks_of_a_host_leave_meetings_first() -> None:
     def leaving(seed: int, hosts: int) -> list[int]:
         order: list[int] = []
 
@@ -113,7 +113,7 @@ def stop_in_a_ring(transport: SimulatedTransport) -> None:
         transport.post([sent], [received]).wait()
 
 
-def test_a_host_that_stops_is_named_with_its_ranks_and_who_waits_for_it() -> None:
+def test_stopped_hosts_are_named_with_waiting_ranks() -> None:
     for seed in SEEDS:
         with pytest.raises(Deadlock) as caught:
             Simulation(4, seed, names=(1, 3, 4, 6), hosts=2).run(stop_in_a_ring)
@@ -124,7 +124,7 @@ def test_a_host_that_stops_is_named_with_its_ranks_and_who_waits_for_it() -> Non
         assert "ranks 4, 6 stopped with host 1" in str(failure)
 
 
-def test_a_host_that_stops_is_named_though_the_others_have_answered_or_raised() -> None:
+def test_stopped_hosts_are_named_after_answers_and_errors() -> None:
     def meet(transport: SimulatedTransport, raising: bool = False) -> None:
         transport.all_gather(b"x")
         if transport.rank == 2:
@@ -158,7 +158,7 @@ class StopsAt(RecordingTransport):
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_attention_on_a_host_that_stops_in_a_call_gives_no_numbers(exchange: str) -> None:
+def test_stopped_hosts_give_no_numbers(exchange: str) -> None:
     group = (1, 3, 4, 6)
     case, posts = plain(7, group=group, tokens=16, exchange=exchange, hosts=2), 0
     while not isinstance(answer := simulate(stopped_at, case, (None, posts))[0], list):

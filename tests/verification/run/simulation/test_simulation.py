@@ -52,7 +52,7 @@ def failure_of(size: int, seed: int, step: Step) -> RankFailure:
     return caught.value
 
 
-def test_the_same_seed_gives_the_same_run_and_others_give_others() -> None:
+def test_runs_repeat_with_their_seed() -> None:
     def interleaving(seed: int) -> tuple[str, bool, tuple[int, ...]]:
         order: list[int] = []
 
@@ -70,7 +70,7 @@ def test_the_same_seed_gives_the_same_run_and_others_give_others() -> None:
     assert set(policies) == set(POLICIES) and set(buffered) == {True, False} and len(set(orders)) > len(SEEDS) // 2
 
 
-def test_messages_keep_their_order_and_can_be_used_on_arrival_while_sends_are_read() -> None:
+def test_messages_keep_their_order() -> None:
     """Every rank receives into one buffer again and again, and sends from buffers that are waited for at the end."""
 
     def step(transport: SimulatedTransport) -> list[float]:
@@ -146,7 +146,7 @@ NEVER = f"rank 1 never waited for batch 0: send of {KEYS} to rank 2, receive of 
         (share_with_an_older_batch, f"{SHARED} 'keys 2'"),
     ],
 )
-def test_a_broken_contract_is_named_whatever_the_schedule(step: Step, said: str) -> None:
+def test_broken_contracts_are_named_on_every_schedule(step: Step, said: str) -> None:
     for seed in SEEDS:
         failure = failure_of(3, seed, step)
         assert type(failure) is BrokenContract and said in str(failure), str(failure)
@@ -188,7 +188,7 @@ def told(*ranges: tuple[int, int], size: int = 32) -> Step:
     return step
 
 
-def test_messages_come_from_where_the_call_told() -> None:
+def test_messages_come_from_their_declared_rank() -> None:
     Simulation(3, 1).run(told((16, 32), (0, 16)))  # told of more
     for step, said in (
         (told((0, 16)), "from byte 16 of 'send buffer'; it announced bytes 0 to 16"),
@@ -207,7 +207,7 @@ def blocking_ring(transport: SimulatedTransport) -> None:
     transport.post([keys((rank + 1) % p)], []).wait()
 
 
-def test_a_deadlock_says_who_waits_for_whom() -> None:
+def test_deadlocks_name_waiting_ranks() -> None:
     failure = failure_of(8, 1, blocking_ring)
     assert type(failure) is Deadlock and failure.kind == "rank hang" and failure.ranks("blocked") == tuple(range(8))
     ring = " waits for ".join(f"rank {r}" for r in (0, 7, 6, 5, 4, 3, 2, 1, 0))
@@ -220,7 +220,7 @@ def test_a_deadlock_says_who_waits_for_whom() -> None:
         Simulation(2, 0, names=(2, 5)).run(blocking_ring)
 
 
-def test_a_rank_that_leaves_early_leaves_the_others_waiting_for_it() -> None:
+def test_ranks_that_leave_early_deadlock_the_others() -> None:
     for seed in SEEDS:
         failure = failure_of(3, seed, lambda t: ring_pass(t, 1) if t.rank != 1 else None)
         assert type(failure) is Deadlock and 1 in failure.ranks("answered") and 2 in failure.ranks("blocked")
@@ -229,13 +229,13 @@ def test_a_rank_that_leaves_early_leaves_the_others_waiting_for_it() -> None:
     assert type(failure) is Deadlock and "waited for rank 0 to call all_gather" in str(failure)
 
 
-def test_a_message_that_nobody_takes_is_named_even_if_its_send_was_buffered() -> None:
+def test_unreceived_messages_are_named() -> None:
     failures = [failure_of(2, seed, lambda t: t.post([keys(1)], []).wait() if t.rank == 0 else None) for seed in SEEDS]
     assert all(KEYS in str(failure) for failure in failures)
     assert {type(failure) for failure in failures} == {Deadlock, MismatchedMessages}
 
 
-def test_an_exception_of_one_rank_is_told_apart_from_who_waits_for_it() -> None:
+def test_exceptions_differ_from_waiting() -> None:
     def step(transport: SimulatedTransport) -> None:
         if transport.rank == 1:
             raise KeyError("mine")
@@ -258,7 +258,7 @@ def test_an_exception_of_one_rank_is_told_apart_from_who_waits_for_it() -> None:
         lambda transport, peer: transport.all_gather(b"x"),
     ],
 )
-def test_ranks_that_talk_while_they_clean_up_or_swallow_their_end_are_stuck_all_the_same(
+def test_ranks_that_swallow_their_end_are_stuck(
     say: Callable[[SimulatedTransport, int], object], swallow: bool
 ) -> None:
     def step(transport: SimulatedTransport) -> None:

@@ -177,7 +177,7 @@ def under_torchrun(folder: Path, *arguments: str, defect: str | None = None, ran
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_is_right_holds(tmp_path: Path, ranks: int) -> None:
+def test_sound_runs_hold(tmp_path: Path, ranks: int) -> None:
     run = under_torchrun(tmp_path, "--examples", "6", "--long", "96", "--seed", "5", ranks=ranks)
     assert run.status == 0, run.text
     assert run.report["held"] and run.report["world"] == ranks and run.report["seed"] == 5
@@ -255,7 +255,7 @@ def test_a_lost_rank_is_a_named_failure(tmp_path: Path, defect: str, kind: str, 
         ("0 has its process killed", "the process that torchrun started for rank 0 is gone"),
     ],
 )
-def test_a_process_of_torchrun_that_stops_is_named_rank_0_too(tmp_path: Path, defect: str, said: str) -> None:
+def test_stopped_processes_are_named_with_rank_0(tmp_path: Path, defect: str, said: str) -> None:
     with started(tmp_path, "--examples", "5", "--long", "0", "--timeout", "2", defect=defect) as run:
         read(run, until=said)
         if "stopped" in defect:  # torchrun would wait for it for half a minute
@@ -291,7 +291,7 @@ def test_links_that_lose_a_byte_end_the_run(tmp_path: Path) -> None:
     assert under_torchrun(tmp_path, "--replay", file).status == 0
 
 
-def test_a_long_problem_that_is_wrong_is_found_and_replayed(tmp_path: Path) -> None:
+def test_wrong_long_problems_are_replayed(tmp_path: Path) -> None:
     problem = {"long": {"world": 2, "tokens": 96, "kind": "LongNet float32", "seed": 0}}
     (tmp_path / "long.json").write_text(json.dumps(problem))
     run = under_torchrun(tmp_path, "--replay", "long.json", defect="wrong when long")
@@ -310,7 +310,7 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
     found.farewell(0)
 
 
-def test_a_word_is_heeded_when_an_agent_is_next_spoken_to(agents: Agents) -> None:
+def test_agents_obey_at_their_next_message(agents: Agents) -> None:
     """An interrupt once, the word to leave for good."""
     turns: list[Callable[[], Any]] = [
         lambda: agents.pump(0.0),
@@ -332,13 +332,13 @@ def test_a_word_is_heeded_when_an_agent_is_next_spoken_to(agents: Agents) -> Non
     agents.on_sigterm()  # a second time, while the first is being recorded
 
 
-def test_the_word_to_leave_wakes_who_waits_for_an_agent(agents: Agents) -> None:
+def test_leaving_wakes_waiting_agents(agents: Agents) -> None:
     threading.Timer(0.2, agents.on_sigterm).start()
     with pytest.raises(AgentLost, match="torchrun ends all its processes"):
         agents.pump(PLENTY)
 
 
-def test_without_torchrun_it_says_how_to_run() -> None:
+def test_without_torchrun_the_error_says_how_to_run() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 2 and "torchrun --nproc-per-node=2 -m verification.cli.validate" in done.stderr
     assert "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set" in done.stderr
@@ -355,7 +355,7 @@ def test_without_torchrun_it_says_how_to_run() -> None:
         (("--replay", "no.json"), "tokens is 8; it must be an integer of at least 64"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_carried_out_is_refused(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_impossible_commands_are_refused(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
     (tmp_path / "no.json").write_text('{"long": {"world": 2, "tokens": 8, "kind": "dense float32"}}')
     run = under_torchrun(tmp_path, *arguments)
     assert "exitcode  : 2" in run.text and said in run.text and run.report == {}

@@ -81,7 +81,7 @@ def test_agents_are_welcomed_past_strangers(
         connection.close()
 
 
-def test_strangers_that_go_on_talking_do_not_move_the_deadline(
+def test_talking_strangers_do_not_move_the_deadline(
     listener: socket.socket, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(welcome, "INTRODUCTION", 0.3)
@@ -101,7 +101,7 @@ def test_strangers_that_go_on_talking_do_not_move_the_deadline(
     assert "that did not introduce itself" in guests.dropped()
 
 
-def test_without_strangers_nothing_is_said(listener: socket.socket, connect: Connect) -> None:
+def test_without_strangers_no_warning_is_printed(listener: socket.socket, connect: Connect) -> None:
     guests = Welcome(listener, WORD.encode(), 2)
     come(connect, 0.0)
     guests.run(30.0)
@@ -111,7 +111,7 @@ def test_without_strangers_nothing_is_said(listener: socket.socket, connect: Con
 
 
 @pytest.mark.parametrize("one_host", [True, False])
-def test_agents_of_a_host_meet_where_no_other_user_gets_in(one_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agents_refuse_other_users(one_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     here, store = Address(0, 0, 1, "127.0.0.1", 9, served=True, one_host=one_host), HashStore()
     listener, word = agents.listen(here, store)
     assert listener.family == (socket.AF_UNIX if one_host else socket.AF_INET)
@@ -137,7 +137,7 @@ def test_agents_of_a_host_meet_where_no_other_user_gets_in(one_host: bool, monke
                 assert connection.recv() == "here"
 
 
-def test_an_agent_that_comes_first_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_agents_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 gives no sign of life until all have come, which may take longer than it may later be silent."""
     monkeypatch.setattr(agents, "SILENCE", 0.05)
     here, there = Pipe()
