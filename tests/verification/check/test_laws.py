@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference.pattern import Branch, Pattern
 from ring import attend, attention, consensus, programs
 from ring.comm.call_order import Calls
 from ring.compute.accumulator import Accumulator
@@ -21,7 +19,6 @@ from tests.support.planted import plant, plant_on_results
 from verification.case import Case
 from verification.check.attention_on_ranks import AttentionOnRanks
 from verification.check.laws import LAWS
-from verification.check.laws.cache_isolation import with_change
 from verification.failures import VerificationFailure
 from verification.run.backends import SimBackend
 
@@ -146,12 +143,3 @@ def test_broken_laws_are_found(number: int) -> None:
         backend.start(case.world)
         with pytest.raises(VerificationFailure, match=said):
             BY_NAME[name].check(AttentionOnRanks(backend), case, how)
-
-
-def test_a_neighbour_differs_in_one_thing() -> None:
-    case = plain(2, pattern=Pattern((Branch(4, 2, 1), Branch(8, 1, 0)), causal=True), heads=4, kv_heads=4)
-    first, second = case.pattern.branches
-    assert with_change(case, "causal", False).pattern == Pattern((first, second))
-    assert with_change(case, "twice", 1).pattern == Pattern((first, second, second), causal=True)
-    assert with_change(case, "shifted", 0).pattern == Pattern((Branch(4, 2, 0), second), causal=True)
-    assert with_change(case, "cuts", [0, 1, 12]) == replace(case, cuts=(0, 1, 12))

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,12 +21,9 @@ from rich.console import Console
 
 from tests.support import model_defects, model_examples
 from tests.support.model_defects import DEFECTS, Defect
-from verification.__main__ import main
 from verification.failures import WrongResult
 from verification.models import ModelCase, Setup, check_model
 from verification.models.batches import global_batch
-from verification.models.definitions import _token_mean
-from verification.models.first_module import Place
 from verification.models.model_case import MODEL_DTYPES
 from verification.models.model_run import PROFILE, ModelExperiment, preload_of, run_model
 from verification.models.observation import ModelObservation
@@ -35,7 +31,6 @@ from verification.models.probing import SMALLEST
 from verification.models.recording import train_in_one_process
 from verification.models.strategies import model_cases
 from verification.models.whole_batch import Rows, whole_batches
-from verification.replay.registry import parse
 from verification.report.report import Report
 from verification.run.backends import GlooBackend
 from verification.runner import RunPlan
@@ -271,51 +266,6 @@ def test_the_defect_that_the_page_shows(tmp_path: Path) -> None:
     assert again.returncode == 1 and "whose output has another" in again.stdout, again.stdout + again.stderr
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("no_such:build",), "error: no_such:build cannot be imported: there is no module no_such"),
-        (
-            ("x:build", "--only", "loss"),
-            "argument --only: 'loss' may be 'loss of step one' or 'losses, norms of later steps'",
-        ),
-        (("x:build", "--world", "65"), "argument --world: on gloo at most 64 ranks, got 65"),
-    ],
-)
-def test_the_command_refuses_in_a_line(
-    arguments: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["model", *arguments, "--failures", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
-
-
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
-        ({"model": 7, "case": {}}, "model is 7; it must be text"),
-        ({"model": f"{EXAMPLES}:build", "case": {"world": 1}}, "a ModelCase: .*missing"),
-        ({"model": f"{EXAMPLES}:build", "case": SMALLEST.to_dict() | {"world": 65}}, "world is 65"),
-        ({"model": f"{EXAMPLES}:build", "case": SMALLEST.to_dict(), "law": "x"}, "law"),
-    ],
-)
-def test_malformed_records_are_refused(record: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        parse(record, record["model"])
-
-
-def test_a_command_line_may_name_another_model() -> None:
-    record = {"model": f"{EXAMPLES}:absent", "case": SMALLEST.to_dict()}
-    assert parse(record, f"{EXAMPLES}:build").world == 1
-
-
-def test_a_defined_mean_has_the_factor_of_its_gradient() -> None:
-    losses = torch.ones(1, 4, requires_grad=True)
-    (grad,) = torch.autograd.grad(_token_mean(losses, None, averaged_over=2.0), losses)
-    assert grad.tolist() == [[0.5] * 4]
-
-
 @settings(max_examples=60, deadline=None)
 @given(model_cases(4))
 def test_rows_of_one_process_hold_the_same_tokens(case: ModelCase) -> None:
@@ -328,47 +278,3 @@ def test_rows_of_one_process_hold_the_same_tokens(case: ModelCase) -> None:
                 assert (getattr(alone, name)[rows.row[sequences], rows.column] == getattr(batch, name)).all()
     assert int((alone.labels != -100).sum()) == global_batch(case, 0).labelled > 0
     assert ModelCase.from_dict(json.loads(json.dumps(case.to_dict()))) == case
-
-
-WHOLE = np.arange(4 * 5 * 6.0).reshape(4, 5, 6)  # 2 sequences of documents of 5 and 4 tokens, 6 features
-
-
-@pytest.mark.parametrize(
-    ("whole", "local"),
-    [
-        (WHOLE, lambda x: x),  # (B, N, 6)
-        (WHOLE.transpose(0, 2, 1), lambda x: x.transpose(0, 2, 1)),  # (B, 6, N)
-        (WHOLE[:, None], lambda x: x[:, None]),  # (B, 1, N, 6)
-        (WHOLE.reshape(20, 6), lambda x: x.reshape(-1, 6)),  # (B N, 6)
-        (WHOLE[..., 0], lambda x: x[..., 0]),  # (B, N)
-    ],
-)
-def test_ranks_parts_are_found_in_one_process(whole: Any, local: Any) -> None:
-    case = replace(SMALLEST, world=2, tokens=9, batch=2, packed=(5, 4))
-    seen = ModelObservation(held=[np.array([6, 2, 0])])
-    part_of: Any = Place.of(case, Rows.of(case), seen, 0).expected
-    expected = local(np.stack([WHOLE[[1, 0, 0], [1, 2, 0]], WHOLE[[3, 2, 2], [1, 2, 0]]]))
-    assert np.array_equal(part_of(whole, expected.shape), expected)
-    assert np.array_equal(part_of(np.arange(5), (3,)), [1, 2, 0]), "positions within documents"
-    assert np.array_equal(part_of(np.arange(5)[None], (1, 3)), [[1, 2, 0]])
-    assert part_of(np.zeros((3, 7)), (2, 2)) is None
-    gradient = part_of(whole, expected.shape, summed=True)
-    assert np.array_equal(gradient, expected), "each token has its own"
-    for summed, shape in ((np.arange(5), (3,)), (np.arange(5)[None], (1, 3)), (np.zeros(7), (7,))):
-        assert part_of(summed, shape, summed=True) is None, "a sum over all tokens and sequences"
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"world": 2, "data": 3}, "data is 3"),
-        ({"world": 4, "data": 3}, "data is 3; it must divide world, 4"),
-        ({"packed": (1, 2)}, "documents"),
-        ({"padding": True, "packed": (4,)}, "padding is True; it must be False with packed"),
-        ({"dtype": "bfloat16"}, "dtype is 'bfloat16'"),
-        ({"cuts": (0, 9)}, "cuts"),
-    ],
-)
-def test_wrong_fields_are_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        replace(SMALLEST, **changes)

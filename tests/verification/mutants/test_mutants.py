@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser
 from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
 from tests.support.plain_case import plain
-from tests.support.printed import printed, recording, unbroken
-from verification.cli import mutants as command
 from verification.experiments import EXAMPLES
 from verification.failures import RankError
 from verification.mutants import experiments, search
@@ -113,32 +109,3 @@ def _wait_for(session: int, wanted: range) -> None:
             with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
                 state, _, _, its_session, *_ = stat.read_text().rpartition(")")[2].split()
                 running += its_session == str(session) and state not in "ZX"
-
-
-@pytest.mark.parametrize("count, survivors", [(3, 0), (len(DEFECTS), 3)])
-def test_outcomes_are_printed_and_recorded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int, survivors: int
-) -> None:
-    outcomes = [
-        search.DefectOutcome(
-            d.name, d.provenance, True, ("gradients", "bytes sent")[n % 2], "wrong result", n + 1, 0.5, {}
-        )
-        if n < count - survivors
-        else search.DefectOutcome(d.name, d.provenance, False, None, None, 8000, 99.9, None)
-        for n, d in enumerate(DEFECTS[:count])
-    ]
-    monkeypatch.setattr(command, "try_all", lambda *_: iter(outcomes))
-    names, file, lines = [o.name for o in outcomes], tmp_path / "all.json", tmp_path / "all.jsonl"
-    parser, console = ArgumentParser(), recording()
-    command.add_arguments(parser)
-    options = parser.parse_args([*names, "--seed", "5", "--json", str(file), "--jsonl", str(lines)])
-    assert command.carry_out(options, console) == (1 if survivors else 0)
-    text = printed(console)
-    assert max(map(len, text.splitlines())) <= 80
-    assert text.splitlines()[-1].startswith(f"{count - survivors} of {count} defects killed, ")
-    assert all(f"survived: {o.name}: {by_name(o.name).about}" in unbroken(text) for o in outcomes if not o.killed)
-    record = json.loads(file.read_text())
-    assert (record["defects"], record["killed"], record["seed"]) == (count, count - survivors, 5)
-    assert record["mutants"] == [o.to_dict() for o in outcomes]
-    for line, o in zip(lines.read_text().splitlines(), outcomes, strict=True):
-        assert {"name": o.name, "check": o.check, "examples": o.examples}.items() <= json.loads(line).items()

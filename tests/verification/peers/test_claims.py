@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -27,16 +26,6 @@ from verification.strategies.cases import cases
 WINDOWED = {name: peer for name, peer in vars(with_windows).items() if isinstance(peer, Peer)}
 LLAMA3 = "ring-flash-attn/llama3-varlen"
 WITH_WINDOWS = {"ringmaster/ring-varlen", "ringmaster/ulysses-varlen", "ringmaster/usp-varlen", LLAMA3}  # if causal
-
-
-def test_sizes_of_a_claim() -> None:
-    sizes: dict[str, Any] = {"tokens": (8, 32), "heads": ((2, 2), (4, 2)), "head_dims": (16,), "batches": (1,)}
-    for case in (plain(1, tokens=3), plain(1, tokens=9, heads=3, kv_heads=3), plain(1, tokens=40, batch=3)):
-        found = claims.of_sizes(case, **sizes)
-        assert found.tokens in (8, 32) and found.tokens == (8 if case.tokens < 8 else 32)
-        assert (found.heads, found.kv_heads) in ((2, 2), (4, 2)) and (found.head_dim, found.batch) == (16, 1)
-        assert claims.of_sizes(found, **sizes) == found
-    assert claims.of_sizes(plain(1), tokens=(12,)) == plain(1)
 
 
 @pytest.mark.parametrize("peer", [*KNOWN.values(), *WINDOWED.values()], ids=lambda peer: peer.name)
@@ -73,22 +62,6 @@ def test_claims_keep_supported_settings(peer: Peer, data: st.DataObject) -> None
         assert edges[-1] == found.shards().counts[0] and edges.diff().max() == longest
 
 
-@pytest.mark.parametrize(
-    "documents, chunks, wanted",
-    [
-        ((1, 1, 1), 1, (2, 2)),  # edges 0, 2 and the end at 4: nothing is left of the first
-        ((0, 3, 0, 5, 0), 1, (0, 2, 0, 6, 0)),  # the edge at 3 goes to 2; those that were drawn empty stay
-        ((3, 5), 2, (8,)),
-        ((4, 0, 8), 2, (4, 0, 8)),
-    ],
-)
-def test_parts_of_documents(documents: tuple[int, ...], chunks: int, wanted: tuple[int, ...]) -> None:
-    order = "zigzag by document" if chunks == 2 else "contiguous by document"
-    found = claims.even_parts(plain(2, tokens=sum(documents), pattern=Pattern.dense(True, documents)), order, chunks)
-    assert found.pattern.documents == wanted and found.tokens == sum(wanted) and found.cuts is None
-    assert claims.even_parts(found, order, chunks) == found and len(set(found.shards().counts)) == 1
-
-
 SCORED = plain(1, sinks="normal", softcap=2.0, value_dim=8, keys=Keys(9, "zigzag"))
 
 
@@ -105,13 +78,6 @@ def test_claims_get_their_scores_and_values(taken: tuple[str, ...]) -> None:
     for case in (*given, found):
         assert case is not None
         assert {name for name in claims.OPTIONAL if getattr(case, name) is not None} == set(taken)
-
-
-def test_a_claim_takes_no_other_name() -> None:
-    with pytest.raises(
-        ValueError, match="a name of takes is 'windows'; it must be one of sinks, softcap, value_dim, keys"
-    ):
-        claims.takes("windows")
 
 
 def test_window_of_a_case_is_its_first_branches() -> None:

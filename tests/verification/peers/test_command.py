@@ -18,9 +18,7 @@ from tests.support.peer_examples import EXAMPLES
 from tests.support.printed import unbroken
 from verification.__main__ import main
 from verification.case import Case
-from verification.peers.expected_failures import read_expected_failures
 from verification.peers.known_peers import load
-from verification.peers.peer_experiment import TITLES
 
 pytestmark = pytest.mark.ranks
 
@@ -119,15 +117,6 @@ def test_replays_the_earlier_calls_that_a_failure_needs(
     file.write_text(json.dumps(record | {"before": [record]}))
     assert main(("replay", "--attention", attention, str(file))) == 2
     assert "an entry of before must be an example on 1 ranks" in unbroken(capsys.readouterr().err)
-
-
-def test_titles_of_expected_failures(tmp_path: Path) -> None:
-    title, file = "nothing selected: 0, -inf", tmp_path / "xfails"
-    file.write_text(f"\ufeff{title}\nmine:sound: {title}  # with two colons\n", encoding="utf-8")
-    assert read_expected_failures(file, TITLES) == {None: {title}, "mine:sound": {title}}
-    file.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="xfails must be text in UTF-8"):
-        read_expected_failures(file, TITLES)
 
 
 def test_given_cases_are_checked_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

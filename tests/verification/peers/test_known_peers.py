@@ -14,10 +14,8 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support.peer_examples import EXAMPLES
-from tests.support.plain_case import plain
 from verification.case import Case
 from verification.peers import Refused, probe
-from verification.peers.adapters import yunchang
 from verification.peers.known_peers import KNOWN, load, ready, selected
 from verification.peers.peer_experiment import LAWS_OF_ANY
 from verification.training.training_case import TrainingCase
@@ -101,8 +99,3 @@ def test_saved_findings_replay_and_have_a_page(file: Path) -> None:
     assert (Case.from_json(json.dumps(case)) if "case" in record else TrainingCase.from_dict(case)).world in peer.worlds
     replay = rf"replay (--device cuda )?verification/peers/findings/{file.name}"
     assert any(re.search(replay, page.read_text()) for page in FINDINGS.glob("*.md"))
-
-
-def test_yunchang_leaves_a_ring_of_ranks() -> None:
-    for world, heads, wanted in ((2, 2, 1), (3, 3, 1), (4, 1, 1), (4, 2, 2), (4, 4, 2), (4, 3, 1)):
-        assert yunchang.all_to_all_ranks(plain(world, heads=heads, kv_heads=heads)) == wanted

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
-from reference import Pattern
 from tests.support.peer_examples import EXAMPLES
 from tests.support.training_cases import drawn_from, small_model, small_step
 from verification.__main__ import main
 from verification.failures import VerificationFailure, WrongResult
 from verification.peers.known_peers import KNOWN
 from verification.peers.training.known_step_peers import load_step_peer
-from verification.peers.training.step_peer import call_of, nearest
-from verification.peers.training.step_peer_experiment import claimed_step, draw_steps, step_experiment
+from verification.peers.training.step_peer import call_of
+from verification.peers.training.step_peer_experiment import draw_steps, step_experiment
 from verification.peers.training.wrapper_peers import WRAPPER_PEERS
 from verification.run.backends import GlooBackend
 from verification.runner import PROFILES
@@ -28,8 +27,6 @@ from verification.training.training_case import TrainingCase
 from verification.training.training_run import TRAINING_PRELOAD
 
 pytestmark = pytest.mark.ranks
-
-ROOT = Path(__file__).parents[3]
 
 
 def drawn(name: str, world: int, count: int = 40) -> list[TrainingCase]:
@@ -48,32 +45,6 @@ def test_drawn_attention_cases_fit_the_claim(name: str) -> None:
             assert all(peer.claims(call) == call for call in calls)
         varied = ("wrapper", "accumulation", "optimiser", "labels", "steps", "checkpointing")
         assert all(len({getattr(case, field) for case in found}) > 1 for field in varied)
-
-
-@pytest.mark.parametrize("name", [peer.name for peer in WRAPPER_PEERS])
-def test_drawn_wrapper_cases_fit_the_claim(name: str) -> None:
-    found = drawn(name, 4)
-    for case in found:
-        assert case.wrapper == "none" and case.resumed is None
-        assert case.dtype != "float64" or (case.clipping is None and name.startswith("fairscale"))
-    assert {case.model.kind for case in found} == {"llama", "longnet", "sdpa"}
-
-
-@pytest.mark.parametrize("change", [{"scale": 1.0}, {"dtype": "float16"}, {"lse": "returned"}])
-def test_impossible_features_of_steps_are_left_out(change: dict[str, Any]) -> None:
-    peer = KNOWN["torch-context-parallel"]
-    changed = replace(peer, claims=lambda case: replace(peer.claims(case), **change))  # type: ignore[type-var]
-    assert nearest(peer, small_step(2)) is not None and nearest(changed, small_step(2)) is None
-
-
-@pytest.mark.parametrize("name, width", [("yunchang/basic", 4), ("deepspeed/zero3", 4), ("fairscale/guarded", 2)])
-def test_models_of_step_norms_are_widened_in_low_precision(name: str, width: int) -> None:
-    """Cases as drawn, for this project's own attention in fp64 alone."""
-    model = small_model(kind="longnet", norm="layer", bias=True, dim=2)
-    case = small_step(2, model=model, pattern=Pattern.longnet([4], [1], 1, True, "torchscale"))
-    found = claimed_step(load_step_peer(name), case)
-    assert model.has_steps and found is not None and (found.dtype == "float64") == (width == 2)
-    assert (found.model.dim, found.model.head_dim) == (width, width)
 
 
 @pytest.fixture(scope="module")

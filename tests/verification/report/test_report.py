@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +28,6 @@ from verification.report.report import Report
 from verification.report.run_record import DTYPES
 from verification.report.summary import LINES
 from verification.report.text import command_lines, json_lines
-from verification.run.backends import Unavailable
-from verification.wording import rate
 
 TITLES = [one.title for one in PROPERTIES]
 LAW_NAMES = [law.name for law in LAWS if law.on_cpus]
@@ -129,43 +126,6 @@ def test_parts_of_runs_add_up(tmp_path: Path) -> None:
     assert report.seconds == spent > 0 and summary(report)[-1].endswith(", then interrupted")
 
 
-@pytest.mark.parametrize(
-    ("held", "failed", "again", "said"),
-    (
-        (2, 0, 0, "2 examples, 2 of them distributed, in 0.0 s: all held"),
-        (1, 0, 0, "1 example in 0.0 s: it held"),
-        (2, 1, 0, "2 examples held, 2 of them distributed, in 0.0 s: 1 counter-example"),
-        (0, 2, 12, "no example held in 0.0 s: 2 counter-examples"),
-    ),
-)
-def test_verdict_is_true(held: int, failed: int, again: int, said: str, tmp_path: Path) -> None:
-    report = Report(recording())
-    report.start_world(2, held)
-    for _ in range(held):
-        report.held("float32", {"gradients": 0.5}, 0.0)
-    fail(report, tmp_path, failed, WRONG)
-    for _ in range(again):
-        report.failed_again()
-    report.end_world()
-    assert ("(12 further draws failed in the same way)" in unbroken(printed(report.console))) == (again > 0)
-    report.seconds = 0.0
-    lines = summary(report)
-    assert said in lines
-    assert lines[-1].startswith("    " if failed else said), "what failed comes last, as the line that replays it"
-
-
-def test_lines_of_world_sizes_count_outcomes(tmp_path: Path) -> None:
-    report = Report(recording())
-    report.start_world(3, 2)
-    report.held("float32", {"gradients": 0.5}, 0.0)
-    fail(report, tmp_path, 1, WRONG)
-    report.failed_again()
-    report.end_world()
-    line = unbroken(printed(report.console)).partition("world 3, examples: ")[2]
-    assert line.startswith("1 example held, 2 failed, in ")
-    assert line.rstrip().endswith(", 1 counter-example, shrunk to 2 ranks (1 further draw failed in the same way)")
-
-
 @pytest.mark.parametrize("backend", ("gloo", "sim", "nccl"))
 def test_failures_print_their_case_and_replay(folder: Path, backend: str) -> None:
     report, record = small(), dict[str, Any](world=3, tokens=5)
@@ -202,41 +162,6 @@ def test_the_summary_stays_within_its_lines_and_columns(
     last = next(number for number, line in enumerate(lines) if line.startswith("all "))
     shown = [line[:40].strip().removeprefix("! ") for line in lines[2:last]]
     assert "gradients" in shown and (set(LAW_NAMES) <= set(shown) or not {"buffers"} & set(shown)), "exact ones last"
-
-
-def test_verbose_prints_every_counter_example(folder: Path) -> None:
-    verbose, report = large(verbose=True), large()
-    failures = fail(verbose, folder, 3, WRONG)
-    lines = summary(verbose)
-    assert sum(line.startswith("  world 4 ") for line in lines) == len(TITLES) + len(LAW_NAMES)
-    text = unbroken("\n".join(lines))
-    assert all(json.dumps(failure.record) in text for failure in failures) and "again - alike: 20" in text
-    fail(report, folder, 3, WRONG)
-    text = unbroken("\n".join(summary(report)))
-    assert [json.dumps(failure.record) in text for failure in failures] == [True, False, False]
-    assert text.count("counter-example: ") == 3 and str(WRONG) in text
-    explained = WrongResult(str(WRONG), WRONG.check, 2.0)
-    explained.add_note(cause := f"the cause is in {', '.join(map(str, range(200)))}")
-    fail(other := large(), folder, 1, explained)
-    assert cause in unbroken("\n".join(summary(other))), "it is not cut as stacks are"
-
-
-@pytest.mark.parametrize(("done", "seconds", "said"), ((12, 1.0, "12/s"), (3, 3.0, "1/s"), (2, 7.0, "3.5 s each")))
-def test_slow_examples_have_seconds_each(done: int, seconds: float, said: str) -> None:
-    assert rate(done, seconds) == said
-
-
-@pytest.mark.parametrize(
-    ("worlds", "reason", "said"),
-    (
-        ((4, 8), Unavailable("no GPU\nand a traceback"), "worlds 4, 8: not run: no GPU\n"),
-        ([4], KeyboardInterrupt(), "world 4: not run: the run was interrupted\n"), ((), "no reason", ""),
-    ),
-)  # fmt: skip
-def test_worlds_left_out_are_named(worlds: Sequence[int], reason: BaseException | str, said: str) -> None:
-    report = Report(recording())
-    report.not_run(worlds, reason)
-    assert printed(report.console) == said
 
 
 def test_progress_is_shown_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:

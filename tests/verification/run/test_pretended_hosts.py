@@ -15,7 +15,6 @@ from reference.head_groups import BY_HOST
 from reference.pattern import Pattern
 from ring.comm.transport import Transport
 from ring.estimate import choice
-from ring.plan import exchange as exchanges
 from tests.support.plain_case import plain
 from verification.case import Case
 from verification.check.checks import costs
@@ -79,14 +78,6 @@ def test_ranks_that_meet_again_are_on_the_same_hosts() -> None:
             assert backend.collect() == [(0, 0, 1, 1)] * 4
 
 
-def test_given_hosts_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_HOSTID", "mine")
-    for exchange, host in (("ring+direct", "host 1"), ("ring", "mine")):
-        with pretending(case(exchange=exchange, hosts=2), 3):
-            assert os.environ["NCCL_HOSTID"] == host
-        assert os.environ["NCCL_HOSTID"] == "mine"
-
-
 @pytest.mark.parametrize("exchange", BY_HOST)
 @pytest.mark.parametrize("again", ("alike", "group"))
 def test_exchanges_by_hosts_hold(backend: Backend, exchange: str, again: str) -> None:
@@ -113,12 +104,3 @@ def test_auto_is_judged_as_the_chosen_exchange(backend: Backend, order: str, mon
     monkeypatch.setattr(choice, "candidates", lambda ranks: [other])  # in this process, not on the ranks
     with pytest.raises(WrongResult, match="^traffic: forward, "):
         check_case(backend, replace(given, batch=2))
-
-
-def test_the_oracle_numbers_the_same_names() -> None:
-    assert set(BY_HOST) == set(exchanges.BY_HOST)
-    for exchange in (*BY_HOST, "ring", "all-to-all:2+ring"):
-        for p, hosts in ((1, 1), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3)):
-            given = plain(p, exchange=exchange if p % 2 == 0 else "ring", hosts=hosts)
-            places = [rank * hosts // p for rank in range(p)]
-            assert with_number(given).exchange == exchanges.with_number(given.exchange, places)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import Phase, find, given, settings
+from hypothesis import Phase, find, settings
 from hypothesis import strategies as st
 
-from reference.pattern import Branch
 from tests.support.drawing import QUIET, draw_many
 from tests.support.plain_case import plain
 from verification.case import Case
@@ -23,15 +19,8 @@ from verification.report.coverage import FEATURES, Coverage
 from verification.run.layouts import layout_of
 from verification.strategies.cases import cases
 from verification.strategies.corner_cases import MAX_TOKENS, RARE
-from verification.strategies.decoding import digits, head_range, permutation
 from verification.strategies.documents import (
-    MAX_FUSED,
-    WAYS,
-    Documents,
     documents_of,
-    ends_of,
-    fused_documents,
-    window_of,
 )
 
 DRAWS = 400  # for each world size
@@ -114,39 +103,3 @@ def test_the_simplest_choice_comes_first(world: int) -> None:
     assert find(documents, lambda found: found is not None, settings=SHRINKING) == (32,)
     few = find(documents, lambda found: len(found or ()) > 2, settings=SHRINKING)
     assert few is not None and len(few) == 3
-
-
-@given(st.integers(1, 5), st.data())
-@settings(database=None, deadline=None, max_examples=50)
-def test_decoders_reach_everything_once(count: int, data: st.DataObject) -> None:
-    size = data.draw(st.integers(0, count))
-    arrangements = {permutation(i, range(count), size) for i in range(math.perm(count, size))}
-    assert len(arrangements) == math.perm(count, size)
-    assert permutation(0, range(count), size) == tuple(range(size))
-    ranges = [head_range(i, count) for i in range(1 + count * (count + 1) // 2)]
-    assert ranges[0] is None and len(set(ranges)) == len(ranges)
-    assert all(r is None or 0 <= r.start < r.stop <= count for r in ranges)
-    assert len({digits(i, 3, count) for i in range(3**count)}) == 3**count
-
-
-@given(st.data(), st.integers(1, 300), st.integers(1, MAX_FUSED), st.integers(1, 8))
-@settings(QUIET, max_examples=400)
-def test_documents_add_up(data: st.DataObject, tokens: int, fused_tokens: int, ranks: int) -> None:
-    """Cases for fused kernels have about so many tokens."""
-    found = data.draw(drawn_documents(tokens, (tokens // 3, tokens // 2)))
-    assert found is None or (sum(found) == tokens and min(found) >= 0)
-    found = data.draw(st.composite(fused_documents)(fused_tokens, ranks))
-    assert found is None or (min(found) >= 0 and 0 < sum(found) <= MAX_FUSED)
-
-
-def test_windows_and_documents_of_every_kind_are_reached() -> None:
-    windows = {window_of(Branch(16, 3), number, 32, 8) for number in range(2**12)}
-    assert {0, 1, 2, 3, 6, 7, 8, 9, 13, 14, 15, 16, 17, 32, 33} <= windows and max(windows) <= 35
-    reached = set[Documents]()
-    for numbers in product(WAYS, range(1000), (0, 5, 6, 7)):
-        draw: Any = partial(lambda left, strategy: next(left), iter(numbers))
-        reached.add(documents_of(draw, 32, (16,)))
-    cut = {(16, 16), (15, 17), (17, 15), (16, 1, 15), (16, 0, 0, 16)}
-    assert cut | {(32,), (5, 27), (0, 32), (32, 0), (8, 8, 8, 8), (9, 9, 9, 5), (1, 1, 30), (2, 0, 1, 3, 26)} <= reached
-    assert ends_of(plain(4, tokens=32).shards()) == [8, 16, 24]
-    assert len(ends_of(plain(4, tokens=32, order="striped").shards())) <= 5, "a few of many"

@@ -11,11 +11,10 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from reference.fast_oracle import evaluate, multiplicity
+from reference.fast_oracle import multiplicity
 from reference.pattern import Branch, Pattern
 from tests.support.plain_case import plain
 from verification.case import SINKS, Case
-from verification.check.expectation import arithmetic_of, inputs_of
 from verification.peers import claims
 from verification.testing import assert_attention, cases
 
@@ -147,16 +146,6 @@ def test_the_wrong_quantity_is_named_with_its_place(name: str, index: int | None
         assert_attention(**right | {"grads": grads} | ({name: result} if name in right else {}))
 
 
-def test_an_error_just_beyond_the_bound_is_wrong() -> None:
-    case = case_of(dtype="float64")
-    expectation = evaluate(inputs_of(case, case.tensors()), arithmetic_of(case))
-    exact, bound = (torch.from_numpy(x["out"]) for x in (expectation.exact, expectation.bound))
-    right = attention(case)
-    assert_attention(**right | {"out": exact + 0.5 * bound})
-    with pytest.raises(AssertionError, match="out is"):
-        assert_attention(**right | {"out": exact + 2.0 * bound})
-
-
 def test_fused_kernels_alone_round_probabilities_to_16_bits() -> None:
     case = case_of(dtype="bfloat16", pattern=Pattern.dense(), tokens=64, head_dim=16)
     q, k, v, *_ = case.tensors()
@@ -176,7 +165,6 @@ MALFORMED: list[tuple[str, Arguments, str]] = [
     ("out heads first", {"out": BASE["out"].transpose(1, 2)}, "out has shape (2, 4, 12, 4); it must be (2, 12, 4, 4)"),
     ("out in another dtype", {"out": BASE["out"].bfloat16()}, "out is torch.bfloat16; it must be torch.float32"),
     ("lse tokens first", {"lse": BASE["lse"].transpose(1, 2)}, "lse has shape (2, 12, 4); it must be (2, 4, 12)"),
-    ("lse in another dtype", {"lse": BASE["lse"].double()}, "lse is torch.float64; it must be torch.float32"),
     (
         "dk of the query heads",
         {"grads": (BASE["grads"][0],) * 3},
@@ -185,28 +173,17 @@ MALFORMED: list[tuple[str, Arguments, str]] = [
 ]
 REFUSED: list[tuple[str, Arguments, str]] = [
     ("q heads first", {"q": BASE["q"].transpose(1, 2)}, "dout has shape (2, 12, 4, 4); it must be (2, 4, 12, 4)"),
-    ("keys heads first", {"k": BASE["k"].transpose(1, 2), "v": BASE["v"].transpose(1, 2)}, "rows is None, q has 12"),
     ("flat q", {"q": BASE["q"].flatten(2)}, "q has shape (2, 12, 16); it must be (batch, tokens, heads, head_dim)"),
     ("k of another dim", {"k": BASE["k"][..., :3]}, "k has shape (2, 12, 2, 3); it must be (2, tokens, key/value"),
-    ("v of another length", {"v": OTHER_SHAPE}, "v has shape (2, 11, 2, 4); it must be (2, 12, 2, 4)"),
-    ("k in another dtype", {"k": BASE["k"].double()}, "k is torch.float64; it must be torch.float32, like q"),
-    ("integers", {"q": BASE["q"].long()}, "dtype of q is 'int64'; it must be one of"),
     ("NaN", {"v": BASE["v"] * math.nan}, "v is not finite"),
     ("gradients without dout", {"dout": None}, "dout is None; grads must be dq, dk, dv"),
-    ("two gradients", {"grads": BASE["grads"][:2]}, "grads has 2 entries; grads must be dq, dk, dv"),
     ("a dlse that is like out", {"dlse": BASE["dout"]}, "dlse has shape (2, 12, 4, 4); it must be (2, 4, 12)"),
     ("no partial result", {"partials": 0}, "partials is 0; it must be an integer of at least 1"),
-    ("three gradients with sinks", {"sinks": torch.zeros(4)}, "grads has 3 entries; grads must be dq, dk, dv, dsinks"),
-    ("sinks of the key heads", {"sinks": torch.zeros(2), "grads": None}, "sinks has shape (2,); it must be (4,)"),
     ("infinite sinks", {"sinks": torch.full((4,), math.inf), "grads": None}, "they must be floating-point"),
-    ("integers for sinks", {"sinks": torch.zeros(4).long(), "grads": None}, "they must be floating-point numbers"),
     ("no softcap at all", {"softcap": 0.0}, "softcap is 0.0; it must be a finite number above 0"),
     ("descending rows", {"rows": torch.arange(12).flip(0)}, "it must be 12 ascending positions from 0 to 11"),
-    ("too few rows", {"rows": torch.arange(5)}, "rows is [0, 1, 2, 3, 4]; it must be 12 ascending"),
-    ("rows beyond the keys", {"rows": torch.arange(1, 13)}, "it must be 12 ascending positions from 0 to 11"),
     ("heads that do not divide", {"k": BASE["k"].repeat(1, 1, 2, 1)[:, :, :3], "v": OTHER_SHAPE.new_zeros(2, 12, 3, 4)},
      "heads is 4; it must be a multiple of kv_heads, 3"),
-    ("documents of other lengths", {"pattern": Pattern.dense(True, (5, 5))}, "documents"),
     ("16-bit kernels on fp32", {"arithmetic": "half"}, "arithmetic is 'half'; it must be one of math, flash"),
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import Phase, find, settings
 
-from reference.pattern import Branch, Pattern
+from reference.pattern import Pattern
 from tests.support.training_cases import drawn_from, small_model, small_step
 from verification.models.batches import IGNORED, global_batch
 from verification.report.coverage import Coverage
@@ -47,33 +47,21 @@ def test_a_malformed_record_is_refused(data: object, said: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"world": 0}, "world is 0; it must be an integer from 1"),
         ({"data": 3}, "data is 3; it must be an integer from 1 to 2"),
         ({"world": 4, "data": 3}, "data is 3; it must divide world, 4"),
         ({"wrapper": "fsdp1"}, "wrapper is 'fsdp1'; it must be one of none, ddp"),
-        ({"drops_zeros": 1}, "drops_zeros is 1; it must be True or False"),
-        ({"bucket": 0}, "bucket is 0; it must be an integer of at least 1"),
         ({"clipping": -1.0}, "clipping is -1.0; it must be a finite number of at least 0"),
-        ({"clipping": 10**400}, "it must be a finite number of at least 0"),
         ({"cuts": (0, 3, 9)}, r"cuts is \(0, 3, 9\); it must be 3 non-decreasing offsets from 0 to 8"),
         ({"resumed": "zigzag"}, "resumed is 'zigzag'; it must be None with one step"),
-        ({"steps": 2, "resumed": "sideways"}, "resumed is 'sideways'; it must be one of contiguous"),
         ({"compiled": "aot_eager"}, "handle is 'recorded'; it must be 'group' or 'mesh' with compiled 'aot_eager'"),
         ({"model": None}, "model is None; it must be a Model"),
         ({"steps": 3, "later_documents": (None,)}, "later_documents is .* an entry for each of the 3 steps but the"),
-        ({"steps": 2, "later_documents": ((3, 6),)}, "documents"),
         ({"own_documents": (8,)}, "own_documents is .* it must be None .* where a step has no documents"),
-        ({"pattern": PACKED, "own_documents": (9,)}, "documents"),
         ({"pattern": PACKED, "own_documents": (8,), "model": LONGNET}, "own_documents is"),
-        ({"pattern": Pattern((Branch(heads=range(1, 2)),))}, "heads"),
         ({"model": LONGNET}, "pattern is .* it must be torchscale's"),
-        ({"model": LONGNET, "pattern": Pattern.longnet([4, 8], [1, 2], 2, True, "fkodom")}, "must be torchscale's"),
         # of the model
         ({"head_dim": 3, "positions": "rotary"}, "head_dim is 3; it must be even"),
         ({"kind": "llama", "scale": 0.0}, "scale must be None then"),
-        ({"qk_norm": True}, "qk_norm must be False then"),
-        ({"subln": True}, "subln must be False then"),
-        ({"heads": 3, "kv_heads": 2}, "heads is 3; it must be a multiple of kv_heads, 2"),
         ({"kind": "longnet"}, "they must be 'layer', True"),
         ({"kind": "longnet", "norm": "layer", "bias": True}, r"dim is 4; with 'longnet' it must be heads \* head_dim"),
     ],

@@ -20,7 +20,7 @@ from tests.support.training_cases import small_model, small_step
 from verification.models.step_case import CHECKPOINTING, LABELS, WRAPPERS
 from verification.replay.replay import replay
 from verification.report.report import Report
-from verification.run.backends import GlooBackend, SimBackend, Unavailable
+from verification.run.backends import GlooBackend
 from verification.runner import Profile, RunPlan
 from verification.training.rank import rank_step
 from verification.training.rank.graphs import Graphs
@@ -125,19 +125,6 @@ def test_a_wrong_loss_is_found_shrunk_saved_and_replayed(tmp_path: Path) -> None
     again = replay(file, quiet(), gloo(_plant_loss_of_steps))
     assert [failure.broken for failure in again.failures] == ["losses, norms of later steps"]
     assert not replay(file, quiet(), gloo()).failures, "without the fault it holds"
-
-
-@pytest.mark.parametrize(
-    ("changes", "backend", "said"),
-    [
-        ({}, SimBackend, "argument --backend: .* a training step needs processes; write gloo"),
-        ({"world": 65}, GlooBackend, "world is 65; it must be an integer from 1 to 64"),
-    ],
-)
-def test_unreplayable_records_are_refused(tmp_path: Path, changes: Any, backend: Any, said: str) -> None:
-    (tmp_path / "case.json").write_text(json.dumps({"training": small_step(2).to_dict() | changes}))
-    with pytest.raises(Unavailable, match=said):
-        replay(tmp_path / "case.json", quiet(), backend())
 
 
 def test_models_are_compiled_where_tqdm_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,15 +22,10 @@ import torch
 import torch.distributed as dist
 
 from ring.comm import process_group
-from tests.support.plain_case import plain
 from tests.support.planted import plant, plant_wrong_result
 from tests.support.printed import unbroken
 from verification.case import Case
 from verification.problems import links, long_problems
-from verification.run.rank import observe
-from verification.run.torchrun.agents import Address
-from verification.run.torchrun.backend import ShrinkBackend
-from verification.run.torchrun.rank_zero import AgentLost, Agents
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -76,14 +70,6 @@ def signal_torchruns(word: signal.Signals) -> None:
         time.sleep(3600)  # so that no answer is on its way
 
 
-def wrong_when_long() -> None:
-    def spoil(real: Any, args: Any, kwargs: Any) -> Any:
-        result = real(*args, **kwargs)
-        return (result[0] * 1.01, result[1]) if args[4].n >= 64 and isinstance(result, tuple) else result
-
-    plant(spoil)
-
-
 def a_byte_lost() -> None:
     """The last byte of large messages is another than was to be sent."""
     real = process_group.ProcessGroupTransport.post
@@ -106,7 +92,7 @@ DEEDS: dict[str, Callable[[], object]] = {
     "has its process stopped": partial(signal_torchruns, signal.SIGSTOP),
 }
 DEFECTS: dict[str, Callable[[], None]] = {
-    "wrong result": plant_wrong_result, "wrong when long": wrong_when_long, "a byte lost": a_byte_lost,
+    "wrong result": plant_wrong_result, "a byte lost": a_byte_lost,
     **{f"{rank} {name}": partial(strike, rank, deed) for rank in (0, 1) for name, deed in DEEDS.items()},
 }  # fmt: skip
 
@@ -291,74 +277,11 @@ def test_links_that_lose_a_byte_end_the_run(tmp_path: Path) -> None:
     assert under_torchrun(tmp_path, "--replay", file).status == 0
 
 
-def test_wrong_long_problems_are_replayed(tmp_path: Path) -> None:
-    problem = {"long": {"world": 2, "tokens": 96, "kind": "LongNet float32", "seed": 0}}
-    (tmp_path / "long.json").write_text(json.dumps(problem))
-    run = under_torchrun(tmp_path, "--replay", "long.json", defect="wrong when long")
-    assert run.status == 1 and run.failure["case"] == {"kind": "long", "long": problem["long"] | {"line": ""}}, run.text
-    assert re.search(r"on rank 0: out of token \d+ is off by .* times its bound", run.failure["message"])
-    assert under_torchrun(tmp_path, "--replay", "long.json").status == 0
-
-
-@pytest.fixture
-def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agents]:
-    """With the one agent of a world of one."""
-    address = Address(0, 0, world_size=1, host="127.0.0.1", port=free_port(), served=False, one_host=True)
-    found = Agents(address, PLENTY)
-    yield found
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the farewell is for a process that ends
-    found.farewell(0)
-
-
-def test_agents_obey_at_their_next_message(agents: Agents) -> None:
-    """An interrupt once, the word to leave for good."""
-    turns: list[Callable[[], Any]] = [
-        lambda: agents.pump(0.0),
-        lambda: agents.send([0], "end", 1, [None]),
-        lambda: agents.ask([0], "stacks", None, PLENTY),
-        lambda: ShrinkBackend(agents, None).submit(observe, plain(2)),
-    ]
-    for turn in turns:
-        agents.on_sigint()
-        agents.on_sigint()  # an impatient user's
-        with pytest.raises(KeyboardInterrupt):
-            turn()
-        assert agents.ask([0], "stacks", None, PLENTY) == {0: ""}
-    agents.on_sigint()
-    agents.on_sigterm()
-    for turn in turns:
-        with pytest.raises(AgentLost, match="torchrun ends all its processes"):
-            turn()
-    agents.on_sigterm()  # a second time, while the first is being recorded
-
-
-def test_leaving_wakes_waiting_agents(agents: Agents) -> None:
-    threading.Timer(0.2, agents.on_sigterm).start()
-    with pytest.raises(AgentLost, match="torchrun ends all its processes"):
-        agents.pump(PLENTY)
-
-
 def test_without_torchrun_the_error_says_how_to_run() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 2 and "torchrun --nproc-per-node=2 -m verification.cli.validate" in done.stderr
     assert "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        pytest.param(
-            ("--backend", "nccl"), "there is no GPU for rank", id="nccl",
-            marks=pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="there are GPUs"),
-        ),
-        (("--replay", "no.json"), "tokens is 8; it must be an integer of at least 64"),
-    ],
-)  # fmt: skip
-def test_impossible_commands_are_refused(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
-    (tmp_path / "no.json").write_text('{"long": {"world": 2, "tokens": 8, "kind": "dense float32"}}')
-    run = under_torchrun(tmp_path, *arguments)
-    assert "exitcode  : 2" in run.text and said in run.text and run.report == {}
 
 
 @pytest.mark.gpu

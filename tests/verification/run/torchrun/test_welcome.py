@@ -8,13 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from multiprocessing import Pipe
 
 import pytest
 from torch.distributed import HashStore
 
 from verification.run.torchrun import agents, welcome
-from verification.run.torchrun.agents import Address, Agent
+from verification.run.torchrun.agents import Address
 from verification.run.torchrun.welcome import Hello, Welcome, introduce
 
 WORD = "0123456789abcdef" * 2
@@ -101,15 +100,6 @@ def test_talking_strangers_do_not_move_the_deadline(
     assert "that did not introduce itself" in guests.dropped()
 
 
-def test_without_strangers_no_warning_is_printed(listener: socket.socket, connect: Connect) -> None:
-    guests = Welcome(listener, WORD.encode(), 2)
-    come(connect, 0.0)
-    guests.run(30.0)
-    assert sorted(guests.agents) == [0, 1] and guests.dropped() == ""
-    for _, connection in guests.agents.values():
-        connection.close()
-
-
 @pytest.mark.parametrize("one_host", [True, False])
 def test_agents_refuse_other_users(one_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     here, store = Address(0, 0, 1, "127.0.0.1", 9, served=True, one_host=one_host), HashStore()
@@ -135,14 +125,3 @@ def test_agents_refuse_other_users(one_host: bool, monkeypatch: pytest.MonkeyPat
             ((_, connection),) = guests.agents.values()
             with connection:
                 assert connection.recv() == "here"
-
-
-def test_early_agents_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 gives no sign of life until all have come, which may take longer than it may later be silent."""
-    monkeypatch.setattr(agents, "SILENCE", 0.05)
-    here, there = Pipe()
-    address = Address(rank=0, local_rank=0, world_size=2, host="", port=0, served=True, one_host=True)
-    later = threading.Timer(0.5, there.send, (("bye", 0, 7),))
-    later.start()
-    assert Agent(address, here, 0.0).serve() == 7
-    later.join()
