@@ -311,10 +311,9 @@ import os, signal, sys, time
 import checkpoint
 with checkpoint.hold(sys.argv[1]):
     os.mkdir(sys.argv[1] + "/.checkpoint-0123456789abcdef.new")
-    child = os.fork()
-    if not child:
+    if not os.fork():
+        print(os.getpid(), flush=True)  # by the child: it has closed its copy of the lock
         time.sleep(600)
-    print(child, flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
 """
 
