@@ -101,7 +101,7 @@ def test_a_sound_one_holds(backend: GlooBackend, name: str, case: Case) -> None:
     "name, changed",
     [
         *((name, not read()) for name, (read, _) in SETTINGS.items() if type(read()) is bool),
-        ("environment variables", {"MASTER_PORT": "1"}), ("the working directory", "/"), ("the number of threads", 2),
+        ("environment variables", {"MASTER_PORT": "1"}), ("the working directory", "/"), ("the number of threads", 61),
         ("torch.backends.cuda.matmul.fp32_precision", "tf32"), ("the precision of fp32 products", "medium"),
         ("deterministic algorithms", 1), ("filters of warnings", []), ("the handler of SIGTERM", signal.SIG_IGN),
         ("the default dtype", torch.float64), ("Python's random numbers", random.Random(0).getstate()),
