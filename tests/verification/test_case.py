@@ -8,16 +8,18 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from reference import Branch, Pattern
 from tests.support.plain_case import plain
-from verification.case import DTYPES, SINKS, VALUES, Case, Keys
+from verification.case import DTYPES, ORDERS, ORDERS_BY_DOCUMENT, SINKS, VALUES, Case, Keys
 from verification.case_line import read_case_line
-from verification.run.layouts import key_layout_of, strided_copy
+from verification.run.layouts import key_layout_of, layout_of, strided_copy
 
 case = partial(
     plain, 4, group=(0, 1, 3), tokens=13, order="zigzag", cuts=(0, 5, 5, 13), batch=2, heads=4, kv_heads=2, head_dim=3,
@@ -120,6 +122,17 @@ def test_another_process_makes_the_same_tensors() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("values", VALUES)
+def test_tensors_are_finite_and_shaped(values: str, dtype: str) -> None:
+    for scale in (1.0, 1024.0):
+        q, k, v, dout, dlse = case(values=values, dtype=dtype, score_scale=scale).tensors()
+        assert q.shape == dout.shape == (2, 13, 4, 3) and k.shape == v.shape == (2, 13, 2, 3)
+        assert {x.dtype for x in (q, k, v, dout)} == {DTYPES[dtype]} and dlse.shape == (2, 4, 13)
+        assert dlse.dtype == (torch.float64 if dtype == "float64" else torch.float32)
+        assert all(x.isfinite().all() and x.is_contiguous() for x in (q, k, v, dout, dlse))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_sinks_and_values_of_another_head_dim(dtype: str) -> None:
     q, k, v, dout, _ = case(dtype=dtype, value_dim=5).tensors()
     assert q.shape == (2, 13, 4, 3) and dout.shape == (2, 13, 4, 5)
@@ -135,6 +148,57 @@ def test_sinks_and_values_of_another_head_dim(dtype: str) -> None:
             assert all(torch.equal(x, y) for x, y in zip(tensors, plain_ones, strict=True))
 
 
+def test_kinds_of_values_are_what_they_say() -> None:
+    assert case().tensors()[4].abs().min() > 0 and case(lse="alone").tensors()[4].abs().min() > 0
+    assert not case(lse="returned").tensors()[4].any(), "dlse is zero unless lse is differentiated"
+    q, k, v, *_ = case(values="ties").tensors()
+    assert all((x == x.round()).all() and x.abs().max() < 8 for x in (q, k, v))
+    q, k, v, *_ = case(values="onehot").tensors()
+    assert all((x.sum(-1) == 1).all() and ((x == 0) | (x == 1)).all() for x in (q, k, v))
+    q, k, v, *_ = case(values="constant").tensors()
+    assert all((x == x[:, :1]).all() for x in (q, k, v))
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        q, k, *_ = case(values="huge", dtype=dtype, tokens=40, cuts=None, head_dim=8).tensors()
+        products = torch.einsum("bihd,bjhd->bhij", q[:, :, :2].double(), k.double())
+        assert q.abs().max() < 65504 < products.abs().max()
+        assert 100 < (products * 8**-0.5).abs().mean() < 10_000
+        products = torch.mul(*case(values="tiny", dtype=dtype).tensors()[1:3]).abs()
+        normal = torch.finfo(DTYPES[dtype]).tiny
+        assert (products < normal).any() and (products > normal).any()
+
+
+def test_shards_by_definition_are_the_layout_s() -> None:
+    for order, cuts in product((*ORDERS, *ORDERS_BY_DOCUMENT), (None, (0, 5, 5, 13))):
+        given = case(order=order, cuts=cuts, pattern=Pattern.dense(documents=(6, 0, 7)))
+        layout, defined = layout_of(given), given.shards()
+        assert layout.counts == defined.counts
+        assert all(layout.positions(i).tolist() == defined.positions[i].tolist() for i in range(3))
+
+
+def test_ranks_layouts_and_tokens_per_call() -> None:
+    def order_of(**changes: Any) -> list[int]:
+        layout = layout_of(case(**changes))
+        return [int(position) for i in range(3) for position in layout.positions(i)]
+
+    assert case().ranks == (0, 1, 3) and case(group=None, cuts=None).ranks == (0, 1, 2, 3)
+    assert layout_of(case(group=None, cuts=None, order="contiguous")).counts == (3, 3, 3, 4)
+    assert layout_of(case()).counts == (5, 0, 8) and order_of() == order_of(cuts=None)
+    assert case(bucket=4).tokens_per_call == 4 and case(bucket=None).tokens_per_call == 1024
+    # q and output 4 heads, k and v 2: 12 elements of 2 bytes; 4 (2 x 2 + 3 x 4) bytes a token of a bucket
+    long = case(bucket=None, dtype="float16", tokens=60000, cuts=(0, 10000, 10000, 60000))
+    assert long.tokens_per_call == 50000 * 24 // (10 * 64)
+    shuffled = order_of(order="shuffled")
+    assert shuffled == order_of(order="shuffled") != order_of(order="shuffled", seed=8)
+    assert sorted(shuffled) == list(range(13)) and layout_of(case(order="shuffled", cuts=None)).counts == (4, 4, 5)
+
+
+def test_a_line_names_sinks_softcap_and_value_dim() -> None:
+    line = "world=4 tokens=13 seed=7 softcap=30 sinks=normal value_dim=4"
+    assert read_case_line(line) == plain(
+        4, tokens=13, heads=1, kv_heads=1, head_dim=16, seed=7, softcap=30.0, sinks="normal", value_dim=4
+    )
+
+
 @pytest.mark.parametrize(
     "name",
     ("group", "cuts", "scale", "bucket", "value_dim", "softcap", "sinks", "documents", "segment_length", "window"),
@@ -145,6 +209,11 @@ def test_a_line_writes_none(name: str) -> None:
         read_case_line(f"{name}=x")
     with pytest.raises(ValueError, match="heads is 'none'; it must be an integer of at least 1"):
         read_case_line("heads=none")
+
+
+def test_strided_sinks_are_every_second_entry() -> None:
+    y = strided_copy(torch.arange(3.0))
+    assert torch.equal(y, torch.arange(3.0)) and y.stride() == (2,)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 4), (1, 5, 1, 1), (1, 1, 1, 1), (2, 0, 3, 4), (2, 3, 5)])

@@ -88,3 +88,27 @@ def test_stand_in_is_found_as_the_package(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setitem(sys.modules, name, None)
     flash_attn_shim.install()
     assert importlib.util.find_spec("flash_attn") is not None  # as transformers does
+
+
+def test_missing_features_of_the_stand_in_are_refused() -> None:
+    q, edges = torch.ones(1, 2, 1, 1), torch.tensor([0, 2]).int()
+    unusual = {"dropout_p": 0.1, "softcap": 1.0, "alibi_slopes": torch.ones(1), "return_softmax": True}
+    for name, value in (*unusual.items(), ("block_table", edges)):
+        options: Any = {"dropout_p": 0.0, "softmax_scale": 1.0, "causal": False} | {name: value}
+        with pytest.raises(NotImplementedError, match=f"has no dropout, soft cap, ALiBi, .* or keys in pages.*{name}="):
+            flash_attn_shim.varlen_forward(q[0], q[0], q[0], edges, edges, 2, 2, **options)
+        if name in unusual:
+            with pytest.raises(NotImplementedError, match=f"{name}="):
+                flash_attn_shim.forward(q, q, q, **options)
+    with pytest.raises(NotImplementedError):
+        flash_attn_shim.refused(q)
+
+
+def test_stand_in_takes_blind_rows_and_autocast() -> None:
+    q = torch.ones(1, 2, 1, 1)
+    out, lse, _, _ = flash_attn_shim.forward(q, q[:, :1], q[:, :1], 0.0, 1.0, True)
+    assert out[0, 0, 0, 0] == 0 and lse[0, 0, 0] == math.inf and lse[0, 0, 1] == 1
+    given: Any = *(x.bfloat16() for x in inputs_of(4)[:3]), 0.5, True
+    with torch.autocast("cpu", torch.bfloat16):
+        under = flash_attn_shim.attention(*given)
+    torch.testing.assert_close(under, flash_attn_shim.attention(*given), rtol=0, atol=0)

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from reference.fast_oracle import QUANTITIES
+from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import SoloTransport
+from tests.support.ranks import Ranks
 from verification.check.expectation import expect
+from verification.cli import validate
 from verification.failures import WrongResult
 from verification.problems import links, long_problems
 from verification.problems.long_problems import Judgement, LongProblem
+from verification.report.report import Report
 from verification.run.rank import CallResult
 
 
@@ -62,6 +70,16 @@ def test_each_quantity_is_judged(monkeypatch: pytest.MonkeyPatch, name: str, who
         long_problems.verdict(LongProblem(2, 300, "dense float32"), [FINE, seen])
 
 
+@pytest.mark.parametrize("backend, device", [("gloo", "cpu"), ("nccl", "cuda")])
+def test_long_problems_use_bounds_of_their_device(tmp_path: Path, backend: str, device: str) -> None:
+    problem = LongProblem(1, 300, "dense bfloat16")
+    ranks: Any = Mock(timeout=1.0, device=device, collect=lambda: [FINE])
+    ranks.name = backend
+    validate.run_long(Report(Console(quiet=True)), ranks, problem, tmp_path)
+    assert [call.args[1].device for call in ranks.submit.mock_calls] == [device]
+    assert ranks.last == {"kind": "long", "long": asdict(problem)}, "saved as that, not as a Case"
+
+
 def test_a_nan_is_not_within_its_bound() -> None:
     x, zero = torch.tensor([[[torch.nan]], [[torch.inf]], [[-torch.inf]]]), torch.zeros(3, 1, 1)
     exact = torch.tensor([[[0.0]], [[0.0]], [[-torch.inf]]])
@@ -82,6 +100,31 @@ def test_faults_of_links_are_named() -> None:
     assert found == [(False, 1, 0.5), (False, 2, 0.5), (True, 1, 0.125)]
     seen = {tuple(links.contents(64, sender, shift).tolist()) for sender in range(8) for shift in (-1, 1)}
     assert len(seen) == 16
+
+
+def _timed_on(hosts: tuple[int, ...]) -> tuple[list[str], list[links.Timing]]:
+    with patch.object(ProcessGroupTransport, "hosts", hosts):
+        return links.transfers(64)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("hosts", "kinds", "said"),
+    [
+        ((0, 0, 0), [{False}] * 3, "^links, messages of 64 bytes: [^;]*$"),
+        ((0, 1, 0), [{False, True}, {True}, {False}], "bytes: within a host .*; between hosts .*both at once$"),
+        ((0, 1, 2), [{True}] * 3, "bytes: between hosts [^;]*$"),
+    ],
+)
+def test_links_within_hosts_and_between_are_timed_apart(
+    ranks: Ranks, hosts: tuple[int, ...], kinds: list[set[bool]], said: str
+) -> None:
+    answers = ranks(3).run(_timed_on, hosts)
+    assert [{between for between, _, _ in timings} for _, timings in answers] == kinds
+    rates = links.check_transfers(64, answers)
+    both = sorted(set.union(*kinds))
+    assert [(rate.between, rate.ways) for rate in rates] == [(x, ways) for x in both for ways in (-1, 1, 2)]
+    assert re.search(said, links.fastest(rates)) and len(links.table(rates)) == 2 * len(both)
 
 
 def test_a_long_case_of_ones_own() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,23 @@ import torch
 
 from reference.pattern import Branch, Pattern
 from ring import Layout, ring_attention
+from ring import strided_view as store
 from ring.comm.transport import SoloTransport
+from ring.plan.blocks import Heads
 from tests.support.plain_case import plain
 from verification.case import AGAIN
 from verification.check import properties
 from verification.check.attention_on_ranks import AttentionOnRanks
 from verification.check.expectation import expect
 from verification.check.laws.streams import STREAMS_DO_NOT_MATTER, check_streams
+from verification.check.workspace_limits import WorkspaceLimits, limits
 from verification.run import rank as execute
 from verification.run.backends import GlooBackend, SimBackend
+from verification.run.layouts import strided_copy
 from verification.run.memory_meter import Meter, Workspace
-from verification.run.rank import observe
+from verification.run.rank import CallResult, observe, repeats
 from verification.run.recording_transport import RecordingTransport
+from verification.run.second_run import ALIGNMENT, another_default_device, in_one_storage
 from verification.runner import PROFILES, RunPlan, laws_on
 
 pytestmark = pytest.mark.ranks
@@ -65,6 +71,32 @@ def test_second_runs_follow_the_case(again: str, lse: str, monkeypatch: pytest.M
     assert (second["group"] is None) is (again == "group")
 
 
+def test_shared_storage_keeps_values_strides_and_alignment() -> None:
+    whole, empty = torch.arange(12.0).view(1, 3, 4, 1), torch.empty(1, 0, 4, 1)
+    given = [whole, strided_copy(whole + 12), empty, torch.ones(1, 32, 2, 1), whole[:, 1:] + 0.5]
+    given.append(torch.arange(12.0).view(1, 3, 4, 1).expand(1, 3, 4, 5))
+    found = in_one_storage(given)
+    assert len({x.untyped_storage().data_ptr() for x in found}) == 1
+    for x, y in zip(given, found, strict=True):
+        assert torch.equal(x, y) and x.stride() == y.stride() and not y.requires_grad
+        assert (y.storage_offset() - x.storage_offset()) * 4 % ALIGNMENT == 0
+    (size,) = {x.untyped_storage().nbytes() for x in found}
+    assert size == sum(-(-x.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT for x in given)
+    for i, x in enumerate(found):  # nobody writes over another's numbers
+        x.fill_(float(i))
+    assert all(bool((x == i).all()) for i, x in enumerate(found))
+
+
+def test_default_device_is_restored() -> None:
+    heads = Heads.of(((0,), (2,)))
+    store._head_index(heads, torch.device("cpu"))
+    with pytest.raises(ZeroDivisionError), another_default_device():
+        assert torch.ones(1).is_meta and store._head_index.cache_info().currsize == 0
+        store._head_index(heads, torch.device("cpu"))
+        raise ZeroDivisionError
+    assert not torch.ones(1).is_meta and store._head_index.cache_info().currsize == 0
+
+
 WARNED = """
 from ring.comm.transport import SoloTransport
 from tests.support.plain_case import plain
@@ -80,6 +112,20 @@ def test_strides_of_heads_first_warn_users_alone() -> None:
     assert done.stderr.count("strides of heads first") == 1 and "<string>:8: UserWarning" in done.stderr
 
 
+def test_missing_second_results_are_not_compared() -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    run = CallResult((x, None, x, x, x), ("a",), ("b",), ("c",), ("d",), 8, 9)
+    less: dict[str, Any] = {"results": (x, None, None, None, None), "sent_backward": None, "buffer_backward": None}
+    assert repeats(run, run) and repeats(run, replace(run, **less))
+    for name, other in (
+        ("results", (x, None, None, y, None)), ("results", (x, x, None, None, None)), ("sent_forward", ()),
+        ("received_forward", ()), ("sent_backward", ()), ("received_backward", ()), ("buffer_backward", 10),
+        ("buffer_forward", 0),
+    ):  # fmt: skip
+        changed: dict[str, Any] = {name: other}
+        assert not repeats(run, replace(run, **changed))
+
+
 @pytest.mark.parametrize("kind", (SimBackend, GlooBackend))
 def test_law_of_streams_is_drawn_on_gpus_alone(kind: type[SimBackend | GlooBackend]) -> None:
     with closing(kind(10.0)) as backend:
@@ -90,6 +136,21 @@ def test_law_of_streams_is_drawn_on_gpus_alone(kind: type[SimBackend | GlooBacke
     for name in ("nccl", "gloo", "sim"):
         laws = laws_on(RunPlan((2,), PROFILES["quick"], None, 1, name, Path()), 2)
         assert (STREAMS_DO_NOT_MATTER.name in {experiment.name for experiment, _ in laws}) == (name == "nccl")
+
+
+measured = partial(
+    plain, 2, tokens=100, cuts=(0, 60, 100), batch=2, heads=6, kv_heads=3, dtype="bfloat16", bucket=20, measured=True
+)  # fmt: skip
+
+
+def test_limits_on_paper() -> None:
+    rows, scores, keys = 2 * 60 * 6 * 4 * 4, 2 * 20 * 6 * 8 * 4, 2 * 20 * 3 * 4 * 4
+    assert rows > scores > keys
+    assert limits(measured(), 0, 0, 0) == WorkspaceLimits(2 * 6 * 20, 2 * 3 * 20, rows, rows)
+    assert limits(measured(bucket=3), 0, 0, 0) == WorkspaceLimits(2 * 6 * 16, 2 * 3 * 3, rows, rows)
+    assert limits(measured(cuts=(0, 99, 100)), 1, 7, 9999) == WorkspaceLimits(2 * 6 * 20, 2 * 3 * 20, scores, 9999)
+    assert limits(measured(cuts=(0, 100, 100), kv_heads=6, head_dim=9), 1, 0, 0).forward == 2 * 20 * 6 * 9 * 4
+    assert limits(measured(cuts=(0, 99, 100), bucket=200, dtype="float64"), 1, 0, 0).forward == 2 * 100 * 6 * 8 * 8
 
 
 def test_meter_counts_products_and_allocations() -> None:
