@@ -4,9 +4,12 @@ Tokens have global positions. A branch cuts the positions into segments of lengt
 query head with offset o selects every r-th position, beginning at o (the phase restarts in every segment):
 
     selected(p)    = (p mod w) >= o  and  ((p mod w) - o) mod r == 0
-    M_b[h, i, j]   = same segment(i, j)  and  selected(i)  and  selected(j)  and  (not causal or j <= i)
+    M_b[h, i, j]   = same segment(i, j)  and  selected(i)  and  selected(j)  and  one of the branch's slices sees (i, j)
                      and  |i - j| <= window, if the branch has one
     c[h, i, j]     = sum_b M_b[h, i, j]
+
+Slices (`reference.slices`) are masks as data. A branch without slices has one: everything, or j <= i if the pattern is
+causal.
 
 No number has to divide another: r may exceed w or not divide it, the last segment may be short, an offset
 may lie beyond its end (then it selects nothing there). Source: LongNet, arXiv 2307.02486, section 2.2.
@@ -17,14 +20,30 @@ document: p above is the position within the document, and both positions of a p
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, pairwise
+from itertools import accumulate, count, pairwise
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 
 from reference.documents import Documents, begins, check_tokens, checked_documents
 from reference.mask_picture import Grid, mask_picture
+from reference.slices import (
+    CAUSAL,
+    EVERYTHING,
+    Slice,
+    check_slices_fit,
+    checked_slices,
+    first_token_slices,
+    frame_slices,
+    keys_seen,
+    meet,
+    of_kind,
+    prefix_slices,
+    span_slices,
+    tree_slices,
+)  # fmt: skip
 from reference.svg import Picture
 from reference.validators import is_integer
 
@@ -71,6 +90,9 @@ class Branch:
         heads: contiguous range of query heads that the branch serves; None for all of them.
         window: >= 0: largest distance of a key before its query or, unless the pattern is causal, behind it; None: no
             limit. (A model's sliding window of s keys is window s - 1.)
+        slices: the pairs that the branch sees, each (q0, q1, k0, k1, low, high) as in `reference.slices`; disjoint, and
+            in positions of the whole sequence. The pattern's causality then says nothing about this branch. None:
+            everything, or all keys up to the query's if the pattern is causal.
 
     Raises:
         ValueError: a field has any other value.
@@ -81,8 +103,10 @@ class Branch:
     offset: int | tuple[int, ...] = 0
     heads: range | None = None
     window: int | None = None
+    slices: tuple[Slice, ...] | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "slices", checked_slices(self.slices))
         if self.segment_length is not None and (not is_integer(self.segment_length) or self.segment_length < 1):
             raise ValueError(f"segment_length must be an integer >= 1 or None, got {self.segment_length!r}")
         if self.window is not None:
@@ -128,6 +152,15 @@ class Branch:
         return (None,) * served.start + offset + (None,) * (num_heads - served.stop)
 
 
+def slices_seen(branch: Branch, causal: bool) -> tuple[Slice, ...]:
+    """Return the slices that say which pairs of its grid a branch sees, those of causality and its window included."""
+    slices = branch.slices if branch.slices is not None else (CAUSAL if causal else EVERYTHING,)
+    if branch.window is None:
+        return slices
+    band = Slice(low=-branch.window, high=branch.window)
+    return tuple(both for one in slices if (both := meet(one, band)) is not None)
+
+
 # Published rules for offsets: index i of the branch, its rate r, number of heads -> `offset` of the branch.
 _OFFSET_RULES: dict[str, Callable[[int, int, int], int | tuple[int, ...]]] = {
     "paper": lambda i, r, heads: tuple(h % r for h in range(heads)),  # LongNet, section 2.2
@@ -150,6 +183,8 @@ class Pattern:
         documents: lengths >= 0 of the consecutive documents that a sequence is packed from; their sum must be its
             number of tokens. None: the sequence is one document, of any length. (`reference.documents` converts
             cu_seqlens and position ids.)
+        depths: True if the rotary position of a token is its depth, as in a tree: the number of other keys that it
+            sees. False: its place in its document.
 
     Raises:
         ValueError: a field has any other value.
@@ -158,8 +193,9 @@ class Pattern:
     branches: tuple[Branch, ...]
     causal: bool = False
     documents: tuple[int, ...] | None = None
-    number: int = field(init=False, repr=False, compare=False, default=0)  # of this object, if it has documents
-    text: str = field(init=False, repr=False, compare=False)  # JSON without the documents
+    depths: bool = False
+    number: int = field(init=False, repr=False, compare=False, default=0)  # of this object, if a batch made it
+    text: str = field(init=False, repr=False, compare=False)  # JSON without documents and slices
 
     def __post_init__(self) -> None:
         if not isinstance(self.branches, (tuple, list)) or not self.branches:
@@ -170,15 +206,22 @@ class Pattern:
         object.__setattr__(self, "branches", tuple(self.branches))
         _flag("causal", self.causal)
         object.__setattr__(self, "documents", checked_documents(self.documents))
+        _flag("depths", self.depths)
         # Not lazily: a graph that is traced can read an attribute, but not format integers that change between calls.
         branches, causal = ", ".join([_json(branch) for branch in self.branches]), "true" if self.causal else "false"
-        object.__setattr__(self, "text", f'{{"branches": [{branches}], "causal": {causal}}}')
-        if self.documents is not None:
+        depths = ', "depths": true' if self.depths else ""
+        object.__setattr__(self, "text", f'{{"branches": [{branches}], "causal": {causal}{depths}}}')
+        if self.documents is not None or self.has_slices:
             object.__setattr__(self, "number", next(_next_numbers))
             _by_number[self.number] = self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.branches, self.causal, self.documents)  # a copy has a number of its own
+        return type(self), (self.branches, self.causal, self.documents, self.depths)  # a copy has an own number
+
+    @property
+    def has_slices(self) -> bool:
+        """True if a branch has slices of its own."""
+        return any(branch.slices is not None for branch in self.branches)
 
     @property
     def packed(self) -> Documents | None:
@@ -266,6 +309,140 @@ class Pattern:
         branches = (Branch(w, r, i % r, groups[i]) for i, (w, r) in enumerate(pairs))
         return cls(tuple(branches), causal, documents)
 
+    @classmethod
+    def slices(
+        cls,
+        slices: Sequence[tuple[Any, ...]],
+        documents: tuple[int, ...] | None = None,
+        window: int | None = None,
+        counted: bool = False,
+    ) -> "Pattern":
+        """Slices of the caller's own: `[((q0, q1), (k0, k1), kind), ...]`, in half-open ranges.
+
+        Args:
+            slices: each with the kind "full"; "causal": j - k1 <= i - q1 (ends aligned); "anticausal": j - k0 >= i - q0
+                (begins aligned); "both"; or a band (low, high) in place of the kind, with low <= j - i <= high.
+            documents: lengths of the documents that the sequence is packed from; no pair of two documents is seen.
+            window: largest distance in tokens of a key before its query or behind it; None: no limit.
+            counted: True if a pair of several slices counts as often; False refuses it.
+
+        Raises:
+            ValueError: a range is out of order, a kind is unknown, or slices overlap.
+        """
+        if not isinstance(slices, (list, tuple)) or not all(
+            isinstance(x, (list, tuple)) and len(x) == 3 for x in slices
+        ):
+            raise ValueError(f"slices must be a list of ((q0, q1), (k0, k1), kind), got {slices!r}")
+        layers: list[list[Slice]] = [[]]
+        for one in (of_kind(*triple) for triple in slices):
+            free = (x for x in layers if not counted or not any(meet(one, other) for other in x))
+            layer = next(free, None)
+            if layer is None:
+                layers.append(layer := [])
+            layer.append(one)
+        return cls(tuple(Branch(window=window, slices=tuple(x)) for x in layers), documents=documents)
+
+    @classmethod
+    def prefix(cls, prefix: int | Sequence[int], documents: tuple[int, ...] | None = None) -> "Pattern":
+        """Prefix-LM: causal, but the first tokens of each document see each other both ways.
+
+        Args:
+            prefix: first tokens, >= 0: of every document, or a list with a number for each.
+            documents: lengths of the documents that the sequence is packed from; None: one document.
+
+        Raises:
+            ValueError: a prefix is no integer >= 0, is longer than its document, or the lists have unequal lengths.
+        """
+        begins = _begins(documents)
+        each: object = [prefix] * len(begins) if is_integer(prefix) else prefix
+        if not isinstance(each, (list, tuple)) or len(each) != len(begins):
+            raise ValueError(
+                f"prefix must be an integer >= 0, or a list of one for each of {len(begins)} documents, got {prefix!r}"
+            )
+        if documents is not None:
+            for length, own in zip(documents, each, strict=True):
+                if not is_integer(prefix) and is_integer(own) and own > length:
+                    raise ValueError(f"prefix must be at most its document's {length} tokens, got {own}")
+            each = [min(own, length) for length, own in zip(documents, each, strict=True)]
+        return cls((Branch(slices=tuple(prefix_slices(each, begins))),), documents=documents)
+
+    @classmethod
+    def spans(
+        cls, spans: Sequence[tuple[int, int]], documents: tuple[int, ...] | None = None, window: int | None = None
+    ) -> "Pattern":
+        """Causal, with spans that see themselves both ways, such as the images of Gemma 3.
+
+        Args:
+            spans: (begin, end) of each, half-open positions of the whole sequence, in order and disjoint.
+            documents: lengths of the documents that the sequence is packed from; None: one document.
+            window: of the causal part, in tokens. A span that is longer still sees itself whole. None: no limit.
+
+        Raises:
+            ValueError: a span is out of order or overlaps another, or the window is no integer >= 0.
+        """
+        if window is not None:
+            _window(window)
+        return cls((Branch(slices=tuple(span_slices(spans, window))),), documents=documents)
+
+    @classmethod
+    def frames(cls, lengths: Sequence[int], documents: tuple[int, ...] | None = None, noisy: bool = False) -> "Pattern":
+        """Block-causal, as in video: a token sees its own frame and all frames before it.
+
+        Args:
+            lengths: tokens of each frame, in order. Tokens beyond the last frame see all before them.
+            documents: lengths of the documents that the sequence is packed from; None: one document.
+            noisy: True for a sequence of the clean frames and, after them, their noisy copies. A noisy frame sees
+                itself and the clean frames before its own.
+
+        Raises:
+            ValueError: a length is no integer >= 0.
+        """
+        return cls((Branch(slices=tuple(frame_slices(lengths, noisy))),), documents=documents)
+
+    @classmethod
+    def first_tokens(cls, count: int, window: int, documents: tuple[int, ...] | None = None) -> "Pattern":
+        """A causal window, and first tokens of each document that all later ones see.
+
+        Args:
+            count: first tokens, >= 0.
+            window: largest distance of another key before its query, >= 0.
+            documents: lengths of the documents that the sequence is packed from; None: one document.
+
+        Raises:
+            ValueError: count or window is no integer >= 0.
+        """
+        return cls((Branch(slices=tuple(first_token_slices(count, window, _begins(documents)))),), documents=documents)
+
+    @classmethod
+    def tree(cls, parents: Sequence[int | None], lengths: Sequence[int]) -> "Pattern":
+        """A tree of shared prefixes, such as many answers of one prompt: a token sees the tokens before it in its node
+        and all tokens of the node's ancestors. Rotary positions are `positions`, the depths.
+
+        Args:
+            parents: of each node, the number of an earlier node; None or -1 for a root.
+            lengths: tokens of each node, which follow each other in the sequence.
+
+        Raises:
+            ValueError: the lists have unequal lengths, a parent is no earlier node, or a length is no integer >= 0.
+        """
+        return cls((Branch(slices=tuple(tree_slices(parents, lengths))),), depths=True)
+
+    def positions(self, tokens: int) -> torch.Tensor:
+        """Return the rotary position of each token, (tokens,) int64: its place in its document, in a tree its depth.
+
+        Args:
+            tokens: of the whole sequence.
+
+        Raises:
+            ValueError: the documents or slices do not fit that many tokens.
+        """
+        self.validate_tokens(tokens)
+        if self.depths:
+            seen = keys_seen(slices_seen(self.branches[0], self.causal), tokens)
+            return torch.from_numpy(np.maximum(seen - 1, 0))
+        places = torch.arange(tokens)
+        return places if self.packed is None else places - begins(self.packed, places)
+
     def validate(self, num_heads: int) -> None:
         """Validate the number of query heads.
 
@@ -278,16 +455,19 @@ class Pattern:
         for branch in self.branches:
             branch.offsets(num_heads)
 
-    def validate_tokens(self, tokens: int) -> None:
+    def validate_tokens(self, tokens: int, key_tokens: int | None = None) -> None:
         """Validate the number of tokens.
 
         Args:
             tokens: of the whole sequence.
+            key_tokens: of the keys in cross-attention; None: `tokens`.
 
         Raises:
-            ValueError: the documents do not add up to it.
+            ValueError: the documents do not add up to it, or a slice reaches beyond it.
         """
         check_tokens(self.packed, tokens)
+        for branch in self.branches:
+            check_slices_fit(branch.slices or (), tokens, tokens if key_tokens is None else key_tokens)
 
     @property
     def fewest_heads(self) -> int:
@@ -313,6 +493,7 @@ class Pattern:
         """
         if tokens is None:
             reaches = [b.segment_length or max(2 * (b.window or 0) + 2, 8 * b.dilation_rate) for b in self.branches]
+            reaches += [-(-max(one.q1 or 0, one.k1 or 0) // 2) for b in self.branches for one in b.slices or ()]
             tokens = self.packed.tokens if self.packed is not None else min(2 * max(*reaches, 16), 2**40)
         if _integer("tokens", tokens, 0) > 2**40:
             raise ValueError(f"tokens must be at most 2**40, got {tokens!r}")
@@ -358,16 +539,18 @@ class Pattern:
                     "offset": list(b.offset) if isinstance(b.offset, tuple) else b.offset,
                     "heads": None if b.heads is None else [b.heads.start, b.heads.stop],
                     "window": b.window,
+                    **({} if b.slices is None else {"slices": [list(one) for one in b.slices]}),
                 }
                 for b in self.branches
             ],
             "causal": self.causal,
             "documents": None if self.documents is None else list(self.documents),
+            **({"depths": True} if self.depths else {}),
         }
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> "Pattern":
-        """Make the pattern of `to_dict`, also from older data without documents or windows.
+        """Make the pattern of `to_dict`, also from older data without documents, windows or slices.
 
         Args:
             d: JSON data.
@@ -375,11 +558,12 @@ class Pattern:
         Raises:
             ValueError: a field is unknown or missing, or has a wrong value.
         """
-        complete = {"documents": None, **d} if isinstance(d, Mapping) else d
-        data = _fields("pattern", complete, {"branches", "causal", "documents"})
+        complete = {"documents": None, "depths": False, **d} if isinstance(d, Mapping) else d
+        data = _fields("pattern", complete, {"branches", "causal", "documents", "depths"})
         if not isinstance(data["branches"], (list, tuple)):
             raise ValueError(f"branches must be a list, got {data['branches']!r}")
-        return cls(tuple(_branch_from_dict(b) for b in data["branches"]), data["causal"], data["documents"])
+        branches = tuple(_branch_from_dict(b) for b in data["branches"])
+        return cls(branches, data["causal"], data["documents"], data["depths"])
 
 
 def check_pattern(pattern: object) -> None:
@@ -415,14 +599,20 @@ def _json(branch: Branch) -> str:
 
 
 def _branch_from_dict(d: object) -> Branch:
-    complete = {"window": None, **d} if isinstance(d, Mapping) else d
-    data = _fields("branch", complete, {"segment_length", "dilation_rate", "offset", "heads", "window"})
+    complete = {"window": None, "slices": None, **d} if isinstance(d, Mapping) else d
+    data = _fields("branch", complete, {"segment_length", "dilation_rate", "offset", "heads", "window", "slices"})
     heads = data["heads"]
     if heads is not None:
         if not isinstance(heads, (list, tuple)) or len(heads) != 2:
             raise ValueError(f"heads must be [start, stop] or null, got {heads!r}")
         heads = range(*(_integer("heads", bound, 0) for bound in heads))
-    return Branch(data["segment_length"], data["dilation_rate"], data["offset"], heads, data["window"])
+    return Branch(data["segment_length"], data["dilation_rate"], data["offset"], heads, data["window"], data["slices"])
+
+
+def _begins(documents: tuple[int, ...] | None) -> list[int]:
+    """Return the first position of each document."""
+    checked = checked_documents(documents)
+    return [0] if checked is None else list(accumulate(checked, initial=0))[:-1]
 
 
 def _branch_sizes(segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> list[tuple[int | None, int]]:
@@ -461,6 +651,14 @@ def selected(
     return _cells(branch, positions, checked_documents(documents))[1] == offset
 
 
+def _any_sees(slices: Sequence[Slice], queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """True for each pair that a slice sees: (Nq, 1) and (1, Nk) -> (Nq, Nk)."""
+    seen = torch.zeros(torch.broadcast_shapes(queries.shape, keys.shape), dtype=torch.bool, device=queries.device)
+    for one in slices:
+        seen |= one.sees(queries, keys)
+    return seen
+
+
 def multiplicity(
     pattern: Pattern, q_positions: torch.Tensor, k_positions: torch.Tensor, num_heads: int
 ) -> torch.Tensor:
@@ -471,17 +669,13 @@ def multiplicity(
     q_positions, k_positions = q_positions.unsqueeze(1), k_positions.unsqueeze(0)  # (Nq, 1), (1, Nk)
     shape = (num_heads, q_positions.shape[0], k_positions.shape[1])
     c = torch.zeros(shape, dtype=torch.int32, device=q_positions.device)
-    visible = k_positions <= q_positions if pattern.causal else None  # (Nq, Nk)
     for branch in pattern.branches:
         offset = [o for o in branch.offsets(num_heads) if o is not None]
         first = branch.heads.start if branch.heads is not None else 0
         segment, phase = _cells(branch, q_positions, pattern.packed)
         k_segment, k_phase = _cells(branch, k_positions, pattern.packed)
         same = (segment == k_segment) & (phase == k_phase)  # (Nq, Nk)
-        if visible is not None:
-            same &= visible
-        if branch.window is not None:
-            same &= (q_positions - k_positions).abs() <= branch.window
+        same &= _any_sees(slices_seen(branch, pattern.causal), q_positions, k_positions)
         # Heads of one offset see the same pairs: if all have one, compute them once.
         distinct = offset[:1] if len(set(offset)) == 1 else offset
         o = torch.tensor(distinct, device=c.device).view(-1, 1, 1)

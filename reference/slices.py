@@ -1,0 +1,357 @@
+"""Masks as data: slices, which are rectangles of queries and keys with a band of distances.
+
+A slice (q0, q1, k0, k1, low, high) sees the pair of query i and key j of one sequence if
+
+    q0 <= i < q1,  k0 <= j < k1,  low <= j - i <= high
+
+An end of None is open: the slice reaches to the end of the sequence. A bound of None hides nothing. A branch of
+`reference.pattern` multiplies its grid with the sum of its slices, which are disjoint. So causality is the one slice
+(0, None, 0, None, None, 0), and a causal window of w the slice (0, None, 0, None, -w, 0).
+
+Bounds are distances, and do not depend on where the ranges end. So a slice cut in two is two slices with the same
+bounds, and two slices meet in a slice. MagiAttention's kinds (arXiv 2505.13211) are bounds that touch the corners of a
+rectangle:
+
+    kind        low      high
+    full        None     None
+    causal      None     k1 - q1    the last query sees up to the last key
+    anticausal  k0 - q0  None       the first query sees from the first key on
+    both        k0 - q0  k1 - q1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from reference.validators import is_integer
+
+_FAR = 2**41  # beyond every position, and every distance of two
+
+Span = tuple[int, int]
+
+
+class Slice(NamedTuple):
+    """Pairs of queries q0 <= i < q1 and keys k0 <= j < k1 with low <= j - i <= high. None: no end, or no bound."""
+
+    q0: int = 0
+    q1: int | None = None
+    k0: int = 0
+    k1: int | None = None
+    low: int | None = None
+    high: int | None = None
+
+    @property
+    def limits(self) -> tuple[int, int, int, int, int, int]:
+        """The six numbers, with ends and bounds beyond every sequence in place of None."""
+        q0, q1, k0, k1, low, high = self
+        ends = (q0, _FAR if q1 is None else q1, k0, _FAR if k1 is None else k1)
+        return (*ends, -_FAR if low is None else low, _FAR if high is None else high)
+
+    def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return True for each pair that the slice sees; positions broadcast against each other."""
+        q0, q1, k0, k1, low, high = self.limits
+        distance = keys - queries
+        inside = (queries >= q0) & (queries < q1) & (keys >= k0) & (keys < k1)
+        return inside & (distance >= low) & (distance <= high)
+
+
+def meet(a: Slice, b: Slice) -> Slice | None:
+    """Return the slice of the pairs that both see; None if there is none."""
+    lows, highs = [x for x in (a.low, b.low) if x is not None], [x for x in (a.high, b.high) if x is not None]
+    q1, k1 = ([x for x in ends if x is not None] for ends in ((a.q1, b.q1), (a.k1, b.k1)))
+    both = Slice(
+        max(a.q0, b.q0), min(q1, default=None), max(a.k0, b.k0), min(k1, default=None),
+        max(lows, default=None), min(highs, default=None),
+    )  # fmt: skip
+    return both if holds_a_pair(both) else None
+
+
+def holds_a_pair(one: Slice) -> bool:
+    """Return True if the slice sees some pair: every distance between the corners occurs."""
+    q0, q1, k0, k1, low, high = one.limits
+    return q0 < q1 and k0 < k1 and max(low, k0 - q1 + 1) <= min(high, k1 - 1 - q0)
+
+
+def checked_slices(value: object) -> tuple[Slice, ...] | None:
+    """Return slices, given as six numbers each, without those that see no pair; None stays None.
+
+    Raises:
+        ValueError: they are anything else, a range is out of order, or two see the same pair.
+    """
+    if value is None or isinstance(value, DisjointSlices):
+        return value
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError(f"slices must be a list of (q0, q1, k0, k1, low, high) or None, got {value!r}")
+    slices = tuple(_checked_slice(one) for one in value)
+    for a, b in overlaps(slices):
+        i, j = common_pair(a, b)
+        raise ValueError(
+            f"slices must see a pair once, got {tuple(a)} and {tuple(b)}, which both see query {i} and key {j}: "
+            "cut one of them, or write Pattern.slices(..., counted=True) for a pair that counts twice"
+        )
+    return DisjointSlices(one for one in slices if holds_a_pair(one))
+
+
+class DisjointSlices(tuple[Slice, ...]):
+    """Slices that were found disjoint, so that nobody looks again. Hashed once: a tree may have thousands."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (tuple(self),)
+
+
+def _checked_slice(value: object) -> Slice:
+    if not isinstance(value, (list, tuple)) or len(value) != 6:
+        raise ValueError(f"a slice must be (q0, q1, k0, k1, low, high), got {value!r}")
+    q0, q1, k0, k1, low, high = value
+    for name, begin, end in (("queries", q0, q1), ("keys", k0, k1)):
+        check_range(f"the {name} of a slice", begin, end)
+    for name, bound in (("low", low), ("high", high)):
+        if bound is not None and (not is_integer(bound) or abs(bound) >= _FAR):
+            raise ValueError(f"{name} of a slice must be an integer between -2**41 and 2**41, or None, got {bound!r}")
+    return Slice(q0, q1, k0, k1, low, high)
+
+
+def check_range(name: str, begin: object, end: object) -> None:
+    """Raise ValueError unless 0 <= begin <= end; an end of None is open."""
+    ends_well = end is None or (is_integer(end) and is_integer(begin) and begin <= end < _FAR)
+    if not is_integer(begin) or begin < 0 or not ends_well:
+        raise ValueError(f"{name} must be a range (begin, end) with 0 <= begin <= end, got {(begin, end)!r}")
+
+
+def overlaps(slices: Iterable[Slice]) -> Iterator[tuple[Slice, Slice]]:
+    """Yield the pairs of slices that see a common pair."""
+    active: list[Slice] = []
+    for one in sorted(filter(holds_a_pair, slices), key=lambda one: one.q0):
+        active = [other for other in active if other.limits[1] > one.q0]
+        yield from ((other, one) for other in active if meet(other, one) is not None)
+        active.append(one)
+
+
+def common_pair(a: Slice, b: Slice) -> tuple[int, int]:
+    """Return a query and a key that both slices see."""
+    both = meet(a, b)
+    assert both is not None
+    q0, q1, k0, k1, low, high = both.limits
+    distance = min(max(0, low, k0 - q1 + 1), high, k1 - 1 - q0)
+    query = max(q0, k0 - distance)
+    return query, query + distance
+
+
+def check_slices_fit(slices: Sequence[Slice], tokens: int, key_tokens: int) -> None:
+    """Raise ValueError if a slice reaches beyond the sequence."""
+    for one in slices:
+        for name, begin, end, most in (("queries", one.q0, one.q1, tokens), ("keys", one.k0, one.k1, key_tokens)):
+            if max(begin, end or 0) > most:
+                raise ValueError(
+                    f"slices must lie within the {most} tokens of the {name}, got {tuple(one)}: end it at {most}"
+                )
+
+
+# --- constructors -----------------------------------------------------------------------------------------------------
+
+EVERYTHING = Slice()
+CAUSAL = Slice(high=0)
+_AFTER = 1  # the smallest distance of a later key
+
+
+def of_kind(queries: Span, keys: Span, kind: object) -> Slice:
+    """Return the slice of two half-open ranges and a kind.
+
+    Args:
+        queries: (q0, q1).
+        keys: (k0, k1).
+        kind: "full"; "causal": j - k1 <= i - q1 (ends aligned); "anticausal": j - k0 >= i - q0 (begins aligned);
+            "both"; or a band (low, high) in place of it, with low <= j - i <= high.
+
+    Raises:
+        ValueError: a range is out of order, or the kind is anything else.
+    """
+    for name, ends in (("queries", queries), ("keys", keys)):
+        if not isinstance(ends, (list, tuple)) or len(ends) != 2:
+            raise ValueError(f"{name} of a slice must be a range (begin, end), got {ends!r}")
+        check_range(f"the {name} of a slice", *ends)
+    (q0, q1), (k0, k1) = queries, keys
+    if isinstance(kind, (list, tuple)) and len(kind) == 2:
+        return _checked_slice((q0, q1, k0, k1, *kind))
+    if kind not in ("full", "causal", "anticausal", "both"):
+        raise ValueError(
+            f'kind of a slice must be "full", "causal", "anticausal", "both" or a band (low, high), got {kind!r}'
+        )
+    if kind in ("causal", "both") and (q1 is None or k1 is None):
+        raise ValueError(f"a slice of kind {kind!r} needs both ends, got {(queries, keys)!r}: write a band (None, 0)")
+    return Slice(q0, q1, k0, k1, None if kind in ("full", "causal") else k0 - q0,
+                 None if kind in ("full", "anticausal") else k1 - q1)  # fmt: skip
+
+
+def prefix_slices(prefixes: Sequence[int], begins: Sequence[int] = (0,)) -> list[Slice]:
+    """Return causal slices, and for each document one by which its prefix sees both ways (prefix-LM).
+
+    Args:
+        prefixes: tokens of each document's prefix.
+        begins: first position of each document.
+
+    Raises:
+        ValueError: a prefix is no integer >= 0.
+    """
+    for prefix in prefixes:
+        if not is_integer(prefix) or prefix < 0:
+            raise ValueError(f"prefix must be an integer >= 0, or one for each document, got {prefix!r}")
+    squares = [(begin, begin + prefix) for begin, prefix in zip(begins, prefixes, strict=True)]
+    return [CAUSAL, *(Slice(*square, *square, low=_AFTER) for square in squares)]
+
+
+def span_slices(spans: object, window: int | None = None) -> list[Slice]:
+    """Return causal slices with spans that see both ways, such as images in text.
+
+    Args:
+        spans: (begin, end) of each, half-open, in order and disjoint.
+        window: of the causal part; a span longer than it still sees itself whole. None: no limit.
+
+    Raises:
+        ValueError: a span is out of order, or overlaps the one before.
+    """
+    slices = [CAUSAL if window is None else Slice(low=-window, high=0)]
+    for begin, end in _checked_spans(spans):
+        slices.append(Slice(begin, end, begin, end, low=_AFTER))
+        if window is not None:
+            slices.append(Slice(begin, end, begin, end, high=-window - 1))
+    return slices
+
+
+def _checked_spans(spans: object) -> list[Span]:
+    if not isinstance(spans, Sequence) or isinstance(spans, str):
+        raise ValueError(f"spans must be a list of (begin, end), got {spans!r}")
+    last = 0
+    for span in spans:
+        if not isinstance(span, (list, tuple)) or len(span) != 2 or span[1] is None:
+            raise ValueError(f"a span must be (begin, end), got {span!r}")
+        check_range("a span", *span)
+        if span[0] < last:
+            raise ValueError(f"spans must be in order and must not overlap, got {span!r} after one that ends at {last}")
+        last = span[1]
+    return [(begin, end) for begin, end in spans]
+
+
+def frame_slices(lengths: object, noisy: bool = False) -> list[Slice]:
+    """Return block-causal slices: a token sees its own frame and all frames before.
+
+    Args:
+        lengths: tokens of each frame, in order.
+        noisy: True for a sequence of clean frames and, after them, their noisy copies. A noisy frame sees itself and
+            the clean frames before it.
+
+    Raises:
+        ValueError: a length is no integer >= 0.
+    """
+    edges = _edges("lengths of frames", lengths)
+    total = edges[-1]
+    slices = [Slice(0, total, 0, total, high=0) if noisy else CAUSAL]
+    slices += [Slice(a, b, a, b, low=_AFTER) for a, b in pairwise(edges)]
+    if noisy:
+        for begin, end in pairwise(edges):
+            slices.append(Slice(total + begin, total + end, total + begin, total + end))
+            slices.append(Slice(total + begin, total + end, 0, begin))
+    return slices
+
+
+def _edges(name: str, lengths: object) -> list[int]:
+    if not isinstance(lengths, Sequence) or isinstance(lengths, str):
+        raise ValueError(f"{name} must be a list of integers >= 0, got {lengths!r}")
+    for length in lengths:
+        if not is_integer(length) or length < 0:
+            raise ValueError(f"{name} must be integers >= 0, got {length!r}")
+    return list(accumulate(lengths, initial=0))
+
+
+def first_token_slices(count: int, window: int, begins: Sequence[int] = (0,)) -> list[Slice]:
+    """Return a causal window, and slices by which every later token sees the first tokens.
+
+    Args:
+        count: first tokens, >= 0.
+        window: largest distance of another key before its query, >= 0.
+        begins: first position of each document.
+
+    Raises:
+        ValueError: count or window is no integer >= 0.
+    """
+    for name, value in (("count", count), ("window", window)):
+        if not is_integer(value) or value < 0:
+            raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
+    edges: list[int | None] = [*begins, None]
+    firsts = [
+        Slice(begin, end, begin, begin + count if end is None else min(begin + count, end), high=-window - 1)
+        for begin, end in pairwise(edges) if begin is not None
+    ]  # fmt: skip
+    return [Slice(low=-window, high=0), *firsts]
+
+
+def tree_slices(parents: object, lengths: object) -> list[Slice]:
+    """Return the slices of a tree: a token sees the tokens before it in its node, and all of the node's ancestors.
+
+    Args:
+        parents: of each node, the number of an earlier node; None or -1 for a root.
+        lengths: tokens of each node. The nodes follow each other in the sequence, best depth first: a node and its
+            descendants are then neighbours, and see it by one slice.
+
+    Raises:
+        ValueError: the lists have unequal lengths, a parent is no earlier node, or a length is no integer >= 0.
+    """
+    parent, edges = _checked_tree(parents, lengths)
+    slices = [Slice(a, b, a, b, high=0) for a, b in pairwise(edges) if a < b]
+    runs: dict[int, Span] = {}  # the descendants of a node so far that follow each other
+    for node in range(len(parent)):
+        begin, end = edges[node], edges[node + 1]
+        above = parent[node]
+        while above is not None and begin < end:
+            first, last = runs.get(above, (begin, begin))
+            if last < begin:
+                slices.append(Slice(first, last, edges[above], edges[above + 1]))
+                first = begin
+            runs[above] = first, end
+            above = parent[above]
+    slices += [Slice(*run, edges[above], edges[above + 1]) for above, run in runs.items()]
+    return [one for one in slices if holds_a_pair(one)]
+
+
+def _checked_tree(parents: object, lengths: object) -> tuple[list[int | None], list[int]]:
+    edges = _edges("lengths of a tree's nodes", lengths)
+    if not isinstance(parents, Sequence) or isinstance(parents, str) or len(parents) != len(edges) - 1:
+        raise ValueError(
+            f"parents must be a list with an entry for each of the {len(edges) - 1} nodes, got {parents!r}"
+        )
+    checked: list[int | None] = []
+    for node, parent in enumerate(parents):
+        if parent is None or (is_integer(parent) and parent == -1):
+            checked.append(None)
+        elif is_integer(parent) and 0 <= parent < node:
+            checked.append(parent)
+        else:
+            raise ValueError(
+                f"parents must be earlier nodes, so that a tree has no circle, or None for a root, got {parent!r} for "
+                f"node {node}"
+            )
+    return checked, edges
+
+
+def keys_seen(slices: Iterable[Slice], tokens: int) -> np.ndarray:
+    """Return the number of keys that each query of a sequence sees, (tokens,) int64."""
+    seen = np.zeros(tokens, np.int64)
+    for one in slices:
+        q0, q1, k0, k1, low, high = one.limits
+        query = np.arange(q0, min(q1, tokens))
+        last = np.minimum(min(k1, tokens) - 1, query + high)
+        seen[q0 : q0 + len(query)] += np.maximum(last - np.maximum(k0, query + low) + 1, 0)
+    return seen

@@ -1,0 +1,186 @@
+"""Each mask equals its definition, written as a predicate of query and key."""
+
+import itertools
+import json
+import pickle
+
+import pytest
+import torch
+
+from reference.pattern import Branch, Pattern, multiplicity
+from reference.slices import Slice, checked_slices, common_pair, holds_a_pair, meet, overlaps
+
+N = 24
+DOCUMENTS = (7, 0, 12, 5)
+BEGINS = [b for b, length in zip((0, 7, 7, 19), DOCUMENTS, strict=True) for _ in range(length)]
+SPANS = [(2, 5), (5, 5), (6, 13), (20, 24)]
+FRAMES = [4, 0, 1, 7, 12]
+PARENTS, LENGTHS = [None, 0, 1, 1, 0, 4, -1, 6], [4, 3, 2, 0, 5, 4, 1, 5]
+NODE = [node for node, length in enumerate(LENGTHS) for _ in range(length)]
+
+
+def ancestors(node: int) -> set[int]:
+    parent = PARENTS[node]
+    return {node} if parent in (None, -1) else {node} | ancestors(parent)
+
+
+def inside(spans: list[tuple[int, int]], *positions: int) -> bool:
+    return any(all(a <= x < b for x in positions) for a, b in spans)
+
+
+def frame(i: int) -> int:
+    return next(f for f, end in enumerate(itertools.accumulate(FRAMES)) if i < end)
+
+
+def clean_and_noisy(i: int, j: int) -> bool:
+    f, g, half = (i % 12) // 3, (j % 12) // 3, 12
+    if i < half:
+        return j < half and g <= f
+    return (j >= half and g == f) or (j < half and g < f)
+
+
+# A row for each mask: the pattern, and what its query i sees.
+MASKS = {
+    "prefix 0": (Pattern.prefix(0), lambda i, j: j <= i),
+    "prefix": (Pattern.prefix(9), lambda i, j: j <= i or max(i, j) < 9),
+    "prefix n": (Pattern.prefix(N), lambda i, j: True),
+    "prefix of documents": (
+        Pattern.prefix([3, 0, 12, 1], DOCUMENTS),
+        lambda i, j: BEGINS[i] == BEGINS[j]
+        and (j <= i or max(i, j) - BEGINS[i] < {0: 3, 7: 12, 19: 1}[BEGINS[i]]),
+    ),
+    "spans": (Pattern.spans(SPANS), lambda i, j: j <= i or inside(SPANS, i, j)),
+    "no spans": (Pattern.spans([]), lambda i, j: j <= i),
+    "spans in a window": (Pattern.spans(SPANS, window=3), lambda i, j: 0 <= i - j <= 3 or inside(SPANS, i, j)),
+    "spans in documents": (
+        Pattern.spans(SPANS, DOCUMENTS, window=4),
+        lambda i, j: BEGINS[i] == BEGINS[j] and (0 <= i - j <= 4 or inside(SPANS, i, j)),
+    ),
+    "frames": (Pattern.frames(FRAMES), lambda i, j: frame(j) <= frame(i)),
+    "frames of a token": (Pattern.frames([1] * N), lambda i, j: j <= i),
+    "clean and noisy frames": (Pattern.frames([3, 3, 3, 3], noisy=True), clean_and_noisy),
+    "first tokens": (Pattern.first_tokens(2, 3), lambda i, j: 0 <= i - j <= 3 or (j <= i and j < 2)),
+    "first tokens of documents": (
+        Pattern.first_tokens(2, 1, DOCUMENTS),
+        lambda i, j: BEGINS[i] == BEGINS[j] and (0 <= i - j <= 1 or (j <= i and j - BEGINS[i] < 2)),
+    ),
+    "tree": (Pattern.tree(PARENTS, LENGTHS), lambda i, j: j <= i and NODE[j] in ancestors(NODE[i])),
+    "full": (Pattern.slices([((3, 9), (11, 20), "full")]), lambda i, j: 3 <= i < 9 and 11 <= j < 20),
+    "causal": (
+        Pattern.slices([((3, 9), (11, 20), "causal")]), lambda i, j: 3 <= i < 9 and 11 <= j < 20 and j - 20 <= i - 9
+    ),
+    "anticausal": (
+        Pattern.slices([((3, 9), (11, 20), "anticausal")]), lambda i, j: 3 <= i < 9 and 11 <= j < 20 and j - 11 >= i - 3
+    ),
+    "both": (
+        Pattern.slices([((3, 9), (11, 20), "both")]),
+        lambda i, j: 3 <= i < 9 and 11 <= j < 20 and i + 8 <= j <= i + 11,
+    ),
+    "a band": (
+        Pattern.slices([((3, 21), (1, 20), (-4, 2))]), lambda i, j: 3 <= i < 21 and 1 <= j < 20 and -4 <= j - i <= 2
+    ),
+    "slices in a window": (
+        Pattern.slices([((0, 9), (0, N), "full"), ((9, N), (4, N), "full")], window=5),
+        lambda i, j: abs(i - j) <= 5 and (i < 9 or j >= 4),
+    ),
+}  # fmt: skip
+
+
+def seen(pattern: Pattern, n: int = N, heads: int = 1) -> torch.Tensor:
+    places = torch.arange(n)
+    return multiplicity(pattern, places, places, heads)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_equals_its_definition(mask: str) -> None:
+    pattern, sees = MASKS[mask]
+    assert seen(pattern)[0].tolist() == [[int(sees(i, j)) for j in range(N)] for i in range(N)]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_survives_json_and_pickle(mask: str) -> None:
+    pattern = MASKS[mask][0]
+    assert (
+        Pattern.from_dict(json.loads(json.dumps(pattern.to_dict()))) == pattern == pickle.loads(pickle.dumps(pattern))
+    )
+    assert hash(Pattern.from_dict(pattern.to_dict())) == hash(pattern)
+
+
+def test_slices_multiply_the_grid_of_a_branch() -> None:
+    slices = MASKS["spans"][0].branches[0].slices
+    grid = Pattern((Branch(8, 2, (0, 1)),))
+    dilated = Pattern((Branch(8, 2, (0, 1), slices=slices),))
+    assert torch.equal(seen(dilated, heads=2), seen(grid, heads=2) * seen(MASKS["spans"][0], heads=2))
+
+
+def test_overlapping_slices_count_twice_where_asked() -> None:
+    slices = [((0, 9), (0, 9), "full"), ((4, 12), (4, 12), "full"), ((0, 2), (8, 9), "full")]
+    with pytest.raises(ValueError, match=r"slices must see a pair once.*query 4 and key 4"):
+        Pattern.slices(slices[:2])
+    c = seen(Pattern.slices(slices, counted=True))[0]
+    assert c[5, 5] == 2 and c[0, 8] == 2 and c[0, 0] == 1 and c[0, 10] == 0
+
+
+def test_slices_meet_in_the_pairs_that_both_see() -> None:
+    places = torch.arange(6)
+    ends, bands = (
+        ((0, None, 0, 3), (2, 4, 1, None), (1, 5, 1, 5), (3, 3, 0, 6)),
+        ((None, 0), (-2, 1), (1, None), (0, -1)),
+    )
+    some = [Slice(*corners, *band) for corners in ends for band in (*bands, (None, None))]
+    dense = {one: one.sees(places[:, None], places) for one in some}
+    for a, b in itertools.product(some, repeat=2):
+        both = dense[a] & dense[b]
+        met = meet(a, b)
+        found = torch.zeros_like(both) if met is None else met.sees(places[:, None], places)
+        assert torch.equal(both, found)
+        if met is not None and both.any():
+            i, j = common_pair(a, b)
+            assert a.sees(torch.tensor(i), torch.tensor(j)) and b.sees(torch.tensor(i), torch.tensor(j))
+    bounded = [meet(one, Slice(0, 6, 0, 6)) or Slice(0, 0) for one in some]
+    bounded = list(filter(holds_a_pair, set(bounded)))
+    both_see = [pair for pair in itertools.combinations(bounded, 2) if meet(*pair) is not None]
+    assert {frozenset(pair) for pair in overlaps(bounded)} == set(map(frozenset, both_see))
+
+
+def test_positions_of_a_tree_are_depths() -> None:
+    pattern = Pattern.tree(PARENTS, LENGTHS)
+    starts = {node: sum(LENGTHS[above] for above in ancestors(node) - {node}) for node in range(len(LENGTHS))}
+    within = [NODE[:i].count(NODE[i]) for i in range(N)]
+    assert pattern.positions(N).tolist() == [starts[NODE[i]] + within[i] for i in range(N)]
+    assert Pattern.prefix(3, DOCUMENTS).positions(N).tolist() == [i - BEGINS[i] for i in range(N)]
+
+
+REFUSED = {
+    "out of order": (
+        lambda: Pattern.slices([((5, 3), (0, 9), "full")]),
+        r"queries of a slice must be a range.*\(5, 3\)",
+    ),
+    "negative": (lambda: Pattern.slices([((0, 3), (-1, 9), "full")]), r"keys of a slice must be a range"),
+    "kind": (lambda: Pattern.slices([((0, 3), (0, 9), "lower")]), r'kind of a slice must be "full".*\'lower\''),
+    "open causal": (lambda: Pattern.slices([((0, None), (0, 9), "causal")]), "needs both ends"),
+    "overlap": (lambda: Pattern.slices([((0, 3), (0, 3), "full")] * 2), "slices must see a pair once"),
+    "no triple": (lambda: Pattern.slices([((0, 3), (0, 3))]), r"must be a list of \(\(q0, q1\), \(k0, k1\), kind\)"),
+    "beyond": (lambda: Pattern.prefix(9).validate_tokens(8), "slices must lie within the 8 tokens"),
+    "spans overlap": (lambda: Pattern.spans([(0, 5), (4, 8)]), "spans must be in order and must not overlap"),
+    "span out of order": (lambda: Pattern.spans([(5, 3)]), "a span must be a range"),
+    "later parent": (lambda: Pattern.tree([None, 2, 0], [1, 1, 1]), "parents must be earlier nodes.*got 2 for node 1"),
+    "circle": (lambda: Pattern.tree([0], [1]), "has no circle"),
+    "nodes": (lambda: Pattern.tree([None], [1, 2]), "parents must be a list with an entry for each of the 2 nodes"),
+    "lengths": (lambda: Pattern.tree([None], [-1]), "lengths of a tree's nodes must be integers >= 0"),
+    "frames": (lambda: Pattern.frames([3, True]), "lengths of frames must be integers >= 0"),
+    "prefixes": (
+        lambda: Pattern.prefix([1, 2], (4,)),
+        "prefix must be an integer >= 0, or a list of one for each of 1 documents",
+    ),
+    "long prefix": (lambda: Pattern.prefix([5], (4,)), "prefix must be at most its document's 4 tokens"),
+    "first": (lambda: Pattern.first_tokens(-1, 3), "count must be an integer >= 0"),
+    "no six": (lambda: checked_slices([(1, 2, 3)]), r"a slice must be \(q0, q1, k0, k1, low, high\)"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_wrong_mask_is_refused_by_name(kind: str) -> None:
+    make, message = REFUSED[kind]
+    with pytest.raises(ValueError, match=message):
+        make()
