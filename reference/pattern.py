@@ -195,6 +195,7 @@ class Pattern:
     documents: tuple[int, ...] | None = None
     depths: bool = False
     number: int = field(init=False, repr=False, compare=False, default=0)  # of this object, if a batch made it
+    has_slices: bool = field(init=False, repr=False, compare=False)  # of a branch's own
     text: str = field(init=False, repr=False, compare=False)  # JSON without documents and slices
 
     def __post_init__(self) -> None:
@@ -207,6 +208,7 @@ class Pattern:
         _flag("causal", self.causal)
         object.__setattr__(self, "documents", checked_documents(self.documents))
         _flag("depths", self.depths)
+        object.__setattr__(self, "has_slices", any(branch.slices is not None for branch in self.branches))
         # Not lazily: a graph that is traced can read an attribute, but not format integers that change between calls.
         branches, causal = ", ".join([_json(branch) for branch in self.branches]), "true" if self.causal else "false"
         depths = ', "depths": true' if self.depths else ""
@@ -217,11 +219,6 @@ class Pattern:
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.branches, self.causal, self.documents, self.depths)  # a copy has an own number
-
-    @property
-    def has_slices(self) -> bool:
-        """True if a branch has slices of its own."""
-        return any(branch.slices is not None for branch in self.branches)
 
     @property
     def packed(self) -> Documents | None:

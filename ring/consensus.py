@@ -21,6 +21,7 @@ import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
 from reference.documents import first_few
+from reference.pattern import Pattern
 from ring.caching.bounded_cache import BoundedCache
 from ring.comm.call_order import NumberedCall, within_backward
 from ring.comm.rank_error import described, error_of
@@ -122,7 +123,7 @@ def setting_of(call: Call, transport: Transport, hosts: tuple[int, ...]) -> Call
         return CallSetting(_signature(resolved, thread), parse(resolved.settings.exchange, transport.world_size))
 
     try:
-        return _settings.get_or_make(key, validated, lambda _: _LENGTH_BYTES * len(call.pattern.documents or ()))
+        return _settings.get_or_make(key, validated, lambda _: _listed_bytes(call.pattern))
     except TypeError:  # an unhashable argument is invalid: raise its own error
         pass
     return validated()
@@ -275,6 +276,12 @@ def _thread_role() -> str:
     if within_backward():
         return "autograd's"
     return "the main one" if threading.current_thread() is threading.main_thread() else "another one"
+
+
+def _listed_bytes(pattern: Pattern) -> int:
+    """Return the bytes of a pattern's documents and slices in a signature."""
+    slices = sum(len(branch.slices or ()) for branch in pattern.branches)
+    return _LENGTH_BYTES * (len(pattern.documents or ()) + 6 * slices)
 
 
 def _described(layout: Layout) -> str:

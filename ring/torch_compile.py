@@ -1,9 +1,10 @@
 """The call within `torch.compile`: two operators, forward and backward, of tensors, numbers and strings.
 
 A compiled graph holds no Python objects. So a layout is passed by its number in this process (`Layout.number`), which
-may change without recompilation, a group by its name, and a pattern as text. The documents of a pattern, which change
-at every step, are passed by its number (`Pattern.number`). The operators do the same as an eager call: consensus, then
-execution. The forward also returns the number of its call on the group, with which the backward looks the call up.
+may change without recompilation, a group by its name, and a pattern as text. The documents and slices of a pattern,
+which change at every step, are passed by its number (`Pattern.number`). The operators do the same as an eager call:
+consensus, then execution. The forward also returns the number of its call on the group, with which the backward looks
+the call up.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def traced(
     """
     out, lse, _ = torch.ops.ring.attention_forward(
         q, k, v, sinks, layout=layout.number, key_layout=(layout if key_layout is None else key_layout).number,
-        pattern=pattern.text, packed=pattern.number if packed is None else packed, group=group_name(group),
+        pattern=pattern.text, sliced=pattern.number if pattern.has_slices else 0,
+        packed=(0 if pattern.documents is None else pattern.number) if packed is None else packed,
+        group=group_name(group),
         differentiated=wants_gradients(q, k, v, sinks), sinks_differentiated=wants_gradients(sinks),
         **Settings(**settings).for_operator(),
     )  # fmt: skip
@@ -77,10 +80,12 @@ def group_name(group: dist.ProcessGroup | DeviceMesh | Transport | None) -> str:
 
 
 @lru_cache(maxsize=64)
-def _pattern(text: str, number: int) -> Pattern:
-    """Decode a pattern, with the documents of the pattern of this number, if not 0. Cached for the backward."""
-    pattern = Pattern.from_dict(json.loads(text))
-    return replace(pattern, documents=numbered_pattern(number).documents) if number else pattern
+def _pattern(text: str, sliced: int, packed: int) -> Pattern:
+    """Decode a pattern: that of the number `sliced`, if not 0, with the documents of that of `packed`, if not 0. Cached
+    for the backward.
+    """
+    pattern = numbered_pattern(sliced) if sliced else Pattern.from_dict(json.loads(text))
+    return replace(pattern, documents=numbered_pattern(packed).documents) if packed else pattern
 
 
 def named_transport(group: str) -> Transport:
@@ -93,7 +98,7 @@ def named_transport(group: str) -> Transport:
 # --- the operators ----------------------------------------------------------------------------------------------------
 
 _CALL = (
-    "SymInt layout, SymInt key_layout, str pattern, SymInt packed, str group, bool differentiated, "
+    "SymInt layout, SymInt key_layout, str pattern, SymInt sliced, SymInt packed, str group, bool differentiated, "
     f"bool sinks_differentiated, {OPERATOR_SCHEMA}"
 )
 
@@ -101,9 +106,10 @@ _CALL = (
 def _call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: dict[str, Any]) -> Call:
     """Return the call of an operator's arguments."""
     layouts = numbered_layout(arguments["layout"]), numbered_layout(arguments["key_layout"])
+    pattern = _pattern(arguments["pattern"], arguments["sliced"], arguments["packed"])
     return Call(
-        q, k, v, _pattern(arguments["pattern"], arguments["packed"]), *layouts, sinks, Settings.of_operator(arguments),
-        arguments["differentiated"], arguments["sinks_differentiated"],
+        q, k, v, pattern, *layouts, sinks, Settings.of_operator(arguments), arguments["differentiated"],
+        arguments["sinks_differentiated"],
     )  # fmt: skip
 
 

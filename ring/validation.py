@@ -21,7 +21,7 @@ from ring.settings import Settings
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _REPLACEMENTS = {  # for arguments of other attention functions
-    "attn_mask": "masks are patterns, as Pattern.dense(causal=True) or Pattern.dense(documents=lengths)",
+    "attn_mask": "masks are patterns, as Pattern.dense(causal=True), one with documents=, or Pattern.slices([...])",
     "is_causal": "write Pattern.dense(causal=True)",
     "causal": "write Pattern.dense(causal=True)",
     "dropout_p": "dropout of attention is not supported, leave it out",
@@ -119,7 +119,7 @@ def validate(call: Call, transport: Transport) -> None:
                 f"{name} must be for the {transport.world_size} ranks of the group, got one for {layout.world_size}"
             )
     parse(call.settings.exchange, transport.world_size)
-    call.pattern.validate_tokens(call.layout.n)
+    call.pattern.validate_tokens(call.layout.n, call.key_layout.n)
     if call.pattern.documents is not None and call.key_layout.n != call.layout.n:
         raise ValueError(
             f"key_layout must have the {call.layout.n} tokens of the pattern's documents, got {call.key_layout.n}; "

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reference.pattern import Pattern
+from reference.slices import Slice
 from ring.layout import Layout
 from ring.plan.blocks import Block
 from ring.plan.exchange import ExchangeSpec
@@ -28,6 +29,7 @@ from ring.plan.pieces import DocumentTable
 from ring.plan.range_pairs import RangePairs, Sight, group_of, pair_up
 from ring.plan.ranges import Ints, Ranges, Subranges, ragged_arange, ranges_of
 from ring.plan.schedule import KeyRows, Sizes, Transfer
+from ring.plan.slice_pairs import slice_pairs, subranges_within
 
 MAX_TOKENS = 2**31
 MAX_PAIRS = 2**27  # of ranges in one segment
@@ -165,10 +167,10 @@ class Problem:
     def _key_stages(self, keys: KeyExchange, bucket: int, rank: int) -> KeyStages:
         if self.ranks > 1 and not keys.whole and self.key_layout.n * len(self.pattern.branches) // bucket > MAX_CHUNKS:
             raise ValueError(f"bucket is {bucket}; it must be large enough for at most 2**18 stages of messages")
-        ranges, causal, total = self.ranges, self.pattern.causal, self._by_rank[rank]
-        schedule = keys.schedule(KeyRows(ranges, self.key_layout, causal, rank, self.kv_heads, bucket))
+        ranges, total = self.ranges, self._by_rank[rank]
+        schedule = keys.schedule(KeyRows(ranges, self.key_layout, rank, self.kv_heads, bucket))
         own = Subranges.whole(ranges, ranges.keys[ranges.rank[ranges.keys] == rank])
-        pairs = _areas(ranges, causal, rank, [own, *(stage.received.subranges for stage in schedule.stages)])
+        pairs = _areas(ranges, rank, [own, *(stage.received.subranges for stage in schedule.stages)])
         if schedule.whole and schedule.stages:
             pairs[1] = max(0.0, total - pairs[0])
         messages = [[getattr(stage, name) for stage in schedule.stages] for name in _ENDS]
@@ -194,27 +196,35 @@ def _query_heads(blocks: Sequence[Block]) -> Ints:
 def _seen(ranges: Ranges, pattern: Pattern, n: int, keys: int) -> Ints:
     """Count the keys that the queries of each range see together, (ranges of queries,).
 
-    A query at place i of its segment's grid of L keys sees min(i + 1, L) keys if causal; with a window of w places
-    min(i + 1, L) - min(max(i - w, 0), L). n, keys: tokens of queries, and of keys.
+    The keys of a query at place i of its segment's grid are the places from i + low to i + high, and from `first` to
+    before `top`: min(max(i + high + 1, first), top) - min(max(i + low, first), top). n, keys: tokens of queries, and of
+    keys.
     """
     queries, documents = ranges.queries, DocumentTable.of(pattern.documents, max(n, keys))
-    total = np.zeros(len(queries), np.int64)
+    total, far = np.zeros(len(queries), np.int64), max(n, keys)
     for number, block in enumerate(ranges.blocks):
-        some = np.flatnonzero(ranges.block[queries] == number)
-        first, count, step = (x[queries[some]] for x in (ranges.first, ranges.count, ranges.step))
-        which = some
-        if ranges.listing is not None:  # each element by itself
-            which, element = np.repeat(some, count), ragged_arange(count)
-            first = ranges.position(queries[which], element)
-            count, step = np.ones_like(first), np.full_like(first, block.dilation_rate)
         table = documents.cut(block.whole_segment if block.window is not None else block.segment_length)
-        segment = table.holding(first)
-        origin, rate = table.begin[segment] + block.offset, block.dilation_rate
-        top = np.maximum(-((origin - np.minimum(table.end[segment], keys)) // rate), 0)  # keys on the grid
-        reach = max(n, keys) if block.window is None else block.window // rate
-        place, step = (first - origin) // rate, step // rate
-        until = _sum_clipped(place + (1 if pattern.causal else reach + 1), step, count, top)
-        np.add.at(total, which, until - _sum_clipped(place - reach, step, count, top))
+        window = far if block.window is None else block.window
+        cover = Slice(low=-window, high=0 if block.causal else window)
+        for one in (*([cover] if block.covers else []), *block.slices):
+            q0, q1, k0, k1, low, high = one.limits
+            whole = Subranges.whole(ranges, queries)
+            within = subranges_within(ranges, number, whole, np.array([q0]), np.array([min(q1, far)]))
+            some, which = within.subranges, within.item
+            first, step, count = ranges.position(some.range, some.first), ranges.step[some.range], some.count
+            if ranges.listing is not None:  # each element by itself
+                which, element = np.repeat(within.item, count), ragged_arange(count)
+                at = np.repeat(np.arange(len(some)), count)
+                first = ranges.position(some.range[at], some.first[at] + element)
+                count, step = np.ones_like(first), np.full_like(first, block.dilation_rate)
+            rate, segment = block.dilation_rate, table.holding(first)
+            origin = table.begin[segment] + block.offset
+            top = np.maximum(-((origin - np.minimum(table.end[segment], min(keys, k1))) // rate), 0)
+            least = np.clip(-((origin - k0) // rate), 0, top)
+            place, step = (first - origin) // rate - least, step // rate
+            after, before = place + max(min(high, far) // rate + 1, -far), place + max(-(-low // rate), -far)
+            seen = _sum_clipped(after, step, count, top - least) - _sum_clipped(before, step, count, top - least)
+            np.add.at(total, which, seen)
     return total
 
 
@@ -226,7 +236,7 @@ def _sum_clipped(start: Ints, step: Ints, count: Ints, top: Ints) -> Ints:
     return between * start + step * (between * (low + high - 1) // 2) + (count - high) * top
 
 
-def _areas(ranges: Ranges, causal: bool, rank: int, arrivals: Sequence[Subranges]) -> np.ndarray:
+def _areas(ranges: Ranges, rank: int, arrivals: Sequence[Subranges]) -> np.ndarray:
     """Count the pairs of a rank's queries with each of some arrivals of keys, (arrivals,), but for rounding."""
     keys = Subranges.join(arrivals)
     arrival = np.repeat(np.arange(len(arrivals)), [len(x) for x in arrivals])
@@ -234,7 +244,7 @@ def _areas(ranges: Ranges, causal: bool, rank: int, arrivals: Sequence[Subranges
     keys, arrival = keys.take(ascending), arrival[ascending]
     queries = Subranges.whole(ranges, ranges.queries[ranges.rank[ranges.queries] == rank])
     heads, total = _query_heads(ranges.blocks), np.zeros(len(arrivals))
-    for pairs in pair_up(ranges, queries, keys, causal):
+    for pairs in pair_up(ranges, queries, keys) + slice_pairs(ranges, queries, keys):
         weights = heads[ranges.block[pairs.query.range]] * _area(ranges, pairs)
         total += np.bincount(arrival[pairs.item], weights, len(arrivals))
     return total
@@ -242,7 +252,7 @@ def _areas(ranges: Ranges, causal: bool, rank: int, arrivals: Sequence[Subranges
 
 def _area(ranges: Ranges, pairs: RangePairs) -> np.ndarray:
     """Count the visible pairs of each pair of ranges, from the keys that some of its queries see."""
-    query, key, reach = pairs.query, pairs.key, pairs.reach(ranges) + np.zeros(len(pairs), np.int64)
+    query, key = pairs.query, pairs.key
     if pairs.sight is Sight.ALL:
         return (query.count * key.count).astype(float)
     samples = np.minimum(query.count, _SAMPLES)
@@ -250,8 +260,8 @@ def _area(ranges: Ranges, pairs: RangePairs) -> np.ndarray:
     element = (2 * number + 1) * query.count[which] // (2 * samples[which])
     position = ranges.position(query.range[which], query.first[which] + element)
     at, first, count = key.range[which], key.first[which], key.count[which]
-    if pairs.sight is Sight.FROM_WINDOW:
-        seen = first + count - ranges.count_until(at, position - reach[which] - 1)
+    if pairs.sight is Sight.FROM:
+        seen = first + count - ranges.count_until(at, position + pairs.bound[which] - 1)
     else:
-        seen = ranges.count_until(at, position + reach[which]) - first
+        seen = ranges.count_until(at, position + pairs.bound[which]) - first
     return np.bincount(which, np.clip(seen, 0, count), len(pairs)) * query.count / samples

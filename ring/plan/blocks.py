@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from reference.pattern import Pattern
+from reference.pattern import Branch, Pattern, slices_seen
+from reference.slices import Slice, holds_a_pair, meet
 
 
 class Heads(NamedTuple):
@@ -71,8 +72,11 @@ class HeadSet:
 class Block:
     """A branch and an offset: the grid offset, offset + dilation_rate, ... within every segment.
 
+    A block that covers its segments sees every pair of them or, if causal, the keys up to each query; and all pairs of
+    its slices besides, whose bounds are multiples of the dilation rate.
+
     With a window, segments of the block are parts of the branch's segments: the positions that a query reaches, plus
-    one step. So a query sees keys of its own part, of the part before it or behind it, and of no other.
+    one step. So a query sees keys of its own part, of the part before it or behind it, and of no other but by a slice.
     """
 
     segment_length: int
@@ -82,6 +86,9 @@ class Block:
     head_sets: tuple[HeadSet, ...]
     window: int | None = None  # farthest distance on the grid that a query sees; None: no limit
     whole_segment: int = 0  # with a window, the branch's segment length
+    causal: bool = False
+    covers: bool = True
+    slices: tuple[Slice, ...] = ()
 
     @property
     def width(self) -> int:
@@ -102,10 +109,42 @@ def blocks_of(pattern: Pattern, n: int, heads: int, kv_heads: int) -> tuple[Bloc
         length = whole if branch.segment_length is None else min(branch.segment_length, whole)
         # A larger rate selects the same: one row of a segment, or none. So no rate exceeds 2^41 + 1.
         rate = min(branch.dilation_rate, 2 * length + 1)
+        cover, slices = _covering(branch, pattern.causal, n)
+        on_grid = tuple(x for one in slices if holds_a_pair(x := _on_grid(one, rate)))
         for offset, query_heads in sorted(by_offset.items()):
             block = _block(length, rate, min(offset, length), query_heads, share=heads // kv_heads)
-            blocks.append(block if branch.window is None else _with_window(block, branch.window))
+            block = replace(
+                block, causal=cover is not None and cover.high == 0, covers=cover is not None, slices=on_grid
+            )
+            window = None if cover is None or cover.low is None else -cover.low
+            blocks.append(block if window is None else _with_window(block, window))
     return tuple(blocks)
+
+
+def _covering(branch: Branch, causal: bool, n: int) -> tuple[Slice | None, list[Slice]]:
+    """Return the slice of a branch that covers all n tokens, and the others, which end within them. A slice covers them
+    if it is all pairs, causality, or a window.
+    """
+    cover, others, square = None, [], Slice(0, n, 0, n)
+    for one in slices_seen(branch, causal):
+        within = meet(one, square)
+        if within is None:
+            continue
+        low, high = (None if x is None or abs(x) >= n else x for x in (within.low, within.high))
+        as_before = low is None if high is None else high == 0 or low == -high  # all pairs, causality, or a window
+        if cover is None and within[:4] == square[:4] and as_before and (low or 0) <= 0:
+            cover = Slice(low=low, high=high)
+        else:
+            others.append(within)
+    return cover, others
+
+
+def _on_grid(one: Slice, rate: int) -> Slice:
+    """Return the slice with its bounds at distances that occur on a grid."""
+    return one._replace(
+        low=None if one.low is None else -(-one.low // rate) * rate,
+        high=None if one.high is None else one.high // rate * rate,
+    )
 
 
 def _with_window(block: Block, window: int) -> Block:

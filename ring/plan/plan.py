@@ -142,10 +142,8 @@ def _plan(
 ) -> Plan:
     layout, key_layout = layouts
     ranges = ranges_of(pattern, layout, heads, kv_heads, key_layout)
-    route = exchange.schedule(KeyRows(ranges, key_layout, pattern.causal, rank, kv_heads, limits.bucket))
-    local, *received = tiles_of(
-        ranges, key_layout, route, rank=rank, kv_heads=kv_heads, causal=pattern.causal, limits=limits
-    )
+    route = exchange.schedule(KeyRows(ranges, key_layout, rank, kv_heads, limits.bucket))
+    local, *received = tiles_of(ranges, key_layout, route, rank=rank, kv_heads=kv_heads, limits=limits)
     return Plan(
         rank=rank,
         tokens=key_layout.counts[rank],

@@ -4,8 +4,10 @@ A pair names some elements of a query range and some of a key range. It is trimm
 sees at least one of its keys, and every key is seen by at least one of its queries.
 
 Where a block has a window, the table's segments are no longer than the window (`ring.plan.blocks`). So a query sees all
-of its own segment, as if there were no window, and the segment before from a position on. In a pattern that is not
-causal it also sees the next segment, up to a position.
+of its own segment, as if there were no window, and the segment before from a position on. In a block that is not causal
+it also sees the next segment, up to a position.
+
+Slices are met by `ring.plan.slice_pairs`.
 
 The example (see `ring.plan`): a block has two ranges in each segment, and causality hides every key of a later range.
 These are the pairs of block 0; ranges 1 and 3 are rank 1's. Block 1 has the same pairs of ranges 4 to 7, one position
@@ -31,39 +33,39 @@ from ring.plan.ranges import Ints, Ranges, Subranges, ragged_arange
 
 
 class Sight(Enum):
-    """Keys of a segment that a query sees."""
+    """Keys of a pair that a query sees."""
 
     ALL = auto()
-    UP_TO = auto()  # up to its own position
-    UP_TO_WINDOW = auto()  # of the next segment, up to its own position plus the window
-    FROM_WINDOW = auto()  # of the segment before, from its own position minus the window on
-
-
-_AWAY = {Sight.UP_TO_WINDOW: 1, Sight.FROM_WINDOW: -1}  # segments from the query's to the key's
+    UP_TO = auto()  # up to its own position plus the bound
+    FROM = auto()  # from its own position plus the bound on
 
 
 @dataclass(frozen=True, eq=False)
 class RangePairs:
     """Pairs of subranges, `query[i]` with `key[i]`; `item`: the key's index among the keys passed to `pair_up`.
 
-    sight: the keys that a query of each pair sees. descending: kernels take the elements from the last one on.
+    sight: the keys that a query of each pair sees. bound: the distance in positions to its last, or first, key.
+    segment: of each pair, ascending; pairs of two segments have no row and no key in common. descending: kernels take
+    the elements from the last one on.
     """
 
     query: Subranges
     key: Subranges
     item: Ints
     sight: Sight
+    bound: Ints
+    segment: Ints
+    sliced: bool = False  # of slices
     descending: bool = False
 
     def __len__(self) -> int:
         return len(self.item)
 
     def take(self, which: Ints) -> RangePairs:
-        return replace(self, query=self.query.take(which), key=self.key.take(which), item=self.item[which])
-
-    def reach(self, ranges: Ranges) -> Ints | int:
-        """Return the window of each pair, in positions; 0 where it hides nothing."""
-        return ranges.window[self.query.range] if self.sight in _AWAY else 0
+        return replace(
+            self, query=self.query.take(which), key=self.key.take(which), item=self.item[which],
+            bound=self.bound[which], segment=self.segment[which],
+        )  # fmt: skip
 
     def from_the_last(self) -> RangePairs:
         """Return the same elements in descending order of position."""
@@ -74,13 +76,16 @@ class RangePairs:
         return replace(self, query=self.query.part(*queries), key=self.key.part(*keys))
 
 
-def pair_up(ranges: Ranges, queries: Subranges, keys: Subranges, causal: bool) -> list[RangePairs]:
-    """Return all pairs with a visible key, trimmed to the mask, one table a sight. `keys` ascend by range."""
-    tables = [_join(ranges, queries, keys, Sight.UP_TO if causal else Sight.ALL)]
+def pair_up(ranges: Ranges, queries: Subranges, keys: Subranges) -> list[RangePairs]:
+    """Return all pairs that a block sees as it covers its segments, trimmed to the mask. `keys` ascend by range."""
+    covered, causal = ranges.covered[queries.range], ranges.causal[queries.range]
+    tables = [_join(ranges, queries, keys, Sight.UP_TO, covered & causal)]
+    tables.append(_join(ranges, queries, keys, Sight.ALL, covered & ~causal))
     if any(block.window is not None for block in ranges.blocks):
-        near = queries.take(np.flatnonzero(ranges.window[queries.range] >= 0))
-        tables += [_join(ranges, near, keys, s) for s in (Sight.FROM_WINDOW, Sight.UP_TO_WINDOW)[: 1 if causal else 2]]
-    return [_trim(ranges, pairs) for pairs in tables]
+        near = covered & (ranges.window[queries.range] >= 0)
+        tables.append(_join(ranges, queries, keys, Sight.FROM, near))
+        tables.append(_join(ranges, queries, keys, Sight.UP_TO, near & ~causal, away=1))
+    return [trim(ranges, pairs) for pairs in tables if len(pairs)]
 
 
 def group_of(ranges: Ranges) -> Ints:
@@ -90,33 +95,39 @@ def group_of(ranges: Ranges) -> Ints:
     return ranges.block * (int(ranges.segment.max(initial=0)) + 3) + ranges.segment
 
 
-def _join(ranges: Ranges, queries: Subranges, keys: Subranges, sight: Sight) -> RangePairs:
-    """Pair queries with all keys of the segment that the sight is about."""
-    group, away = group_of(ranges), _AWAY.get(sight, 0)
+def _join(
+    ranges: Ranges, queries: Subranges, keys: Subranges, sight: Sight, chosen: np.ndarray, away: int = 0
+) -> RangePairs:
+    """Pair the chosen queries with all keys of their segment, or of the one that lies `away` from it."""
+    queries, away = queries.take(np.flatnonzero(chosen)), -1 if sight is Sight.FROM else away
+    group = group_of(ranges)
     key_group, query_group = group[keys.range], group[queries.range] + away
     low = np.searchsorted(key_group, query_group, side="left")
     partners = np.searchsorted(key_group, query_group, side="right") - low
     query = np.repeat(np.arange(len(partners)), partners)
     key = low[query] + ragged_arange(partners)
-    return RangePairs(queries.take(query), keys.take(key), item=key, sight=sight)
+    left = queries.take(query)
+    bound = away * ranges.window[left.range] if away else np.zeros_like(key)
+    return RangePairs(left, keys.take(key), item=key, sight=sight, bound=bound, segment=ranges.segment[left.range])
 
 
-def _trim(ranges: Ranges, pairs: RangePairs) -> RangePairs:
+def trim(ranges: Ranges, pairs: RangePairs) -> RangePairs:
+    """Drop the queries and keys of each pair that see, or are seen by, nothing; and pairs of which none is left."""
     if pairs.sight is Sight.ALL:
         return pairs
-    return _trim_from(ranges, pairs) if pairs.sight is Sight.FROM_WINDOW else _trim_up_to(ranges, pairs)
+    return _trim_from(ranges, pairs) if pairs.sight is Sight.FROM else _trim_up_to(ranges, pairs)
 
 
 def _trim_up_to(ranges: Ranges, pairs: RangePairs) -> RangePairs:
     """Drop the keys that the last query does not reach, then the queries that do not reach the first key."""
     q, k = pairs.query, pairs.key
     last_query = ranges.position(q.range, q.first + q.count - 1)
-    visible = np.clip(ranges.count_until(k.range, last_query + pairs.reach(ranges)) - k.first, 0, k.count)
+    visible = np.clip(ranges.count_until(k.range, last_query + pairs.bound) - k.first, 0, k.count)
     some = np.flatnonzero(visible)
     pairs, visible = pairs.take(some), visible[some]
     q, k = pairs.query, pairs.key
     first_key = ranges.position(k.range, k.first)
-    blind = np.maximum(ranges.count_until(q.range, first_key - pairs.reach(ranges) - 1) - q.first, 0)
+    blind = np.maximum(ranges.count_until(q.range, first_key - pairs.bound - 1) - q.first, 0)
     return pairs.part(queries=(blind, q.count - blind), keys=(np.zeros_like(visible), visible))
 
 
@@ -124,10 +135,10 @@ def _trim_from(ranges: Ranges, pairs: RangePairs) -> RangePairs:
     """Drop the keys that the first query does not reach, then the queries that do not reach the last key."""
     q, k = pairs.query, pairs.key
     first_query = ranges.position(q.range, q.first)
-    hidden = np.maximum(ranges.count_until(k.range, first_query - pairs.reach(ranges) - 1) - k.first, 0)
+    hidden = np.maximum(ranges.count_until(k.range, first_query + pairs.bound - 1) - k.first, 0)
     some = np.flatnonzero(hidden < k.count)
     pairs, hidden = pairs.take(some), hidden[some]
     q, k = pairs.query, pairs.key
     last_key = ranges.position(k.range, k.first + k.count - 1)
-    seeing = np.minimum(ranges.count_until(q.range, last_key + pairs.reach(ranges)) - q.first, q.count)
+    seeing = np.minimum(ranges.count_until(q.range, last_key - pairs.bound) - q.first, q.count)
     return pairs.part(queries=(np.zeros_like(seeing), seeing), keys=(hidden, k.count - hidden))

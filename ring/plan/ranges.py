@@ -38,7 +38,7 @@ from ring.layout import Layout
 from ring.plan.blocks import Block, blocks_of
 from ring.plan.pieces import DocumentTable, Ints, Pieces
 
-COLUMNS = ("block", "segment", "rank", "count", "row", "row_step", "first", "step")
+COLUMNS = ("block", "segment", "section", "rank", "count", "row", "row_step", "first", "step")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +57,14 @@ class Ranges:
     range, 0 <= e < count, ascend in position.
 
     Without a listing, element e has row row + e * row_step and position first + e * step. With one, it has row
-    listing.rows[row + e] and position listing.positions[row + e].
+    listing.rows[row + e] and position listing.positions[row + e]. A section is a segment, or all parts of a
+    segment that a window cuts (`ring.plan.blocks`): a slice sees no key of another.
     """
 
     blocks: tuple[Block, ...]
     block: Ints
     segment: Ints
+    section: Ints
     rank: Ints
     count: Ints
     row: Ints
@@ -70,7 +72,7 @@ class Ranges:
     first: Ints
     step: Ints
     listing: Listing | None = None
-    packed: bool = False  # several documents
+    packed: bool = False  # several documents, or slices
     first_key: int | None = None  # ranges from this one on hold keys, those before it queries; None: all hold both
 
     @property
@@ -113,6 +115,16 @@ class Ranges:
     def width(self) -> Ints:
         """Slots that an element of each range takes in a message."""
         return np.array([block.width for block in self.blocks], np.int64)[self.block]
+
+    @cached_property
+    def covered(self) -> np.ndarray:
+        """True for each range of a block that covers its segments."""
+        return np.array([block.covers for block in self.blocks], bool)[self.block]
+
+    @cached_property
+    def causal(self) -> np.ndarray:
+        """True for each range of a causal block."""
+        return np.array([block.causal for block in self.blocks], bool)[self.block]
 
     @cached_property
     def window(self) -> Ints:
@@ -195,7 +207,11 @@ def ranges_of_runs(pattern: Pattern, runs_of_each: Sequence[Ints], n: int, heads
                 tables.append(_arithmetic_ranges(index, block, Pieces.of(runs, segments), segments))
     columns: dict[str, Any] = {name: concatenated([table[name] for table in tables]) for name in COLUMNS}
     first_key = sum(len(table["rank"]) for table in tables[: len(blocks)]) if len(runs_of_each) > 1 else None
-    return Ranges(blocks, packed=len(documents) > 1, first_key=first_key, **columns)
+    return Ranges(blocks, packed=_packed(blocks, documents), first_key=first_key, **columns)
+
+
+def _packed(blocks: Sequence[Block], documents: DocumentTable) -> bool:
+    return len(documents) > 1 or any(block.slices for block in blocks)
 
 
 def _runs_of(layout: Layout) -> Ints:
@@ -230,6 +246,7 @@ def _arithmetic_ranges(index: int, block: Block, pieces: Pieces, documents: Docu
     columns = {
         "block": np.full_like(segment, index),
         "segment": segment,
+        "section": segment if block.window is None else piece.document,
         "rank": piece.rank,
         "count": count,
         "row": piece.row + element,
@@ -290,11 +307,12 @@ def _listed_ranges(blocks: tuple[Block, ...], layouts: tuple[Layout, ...], docum
         ranks, rows = np.repeat(np.arange(layout.world_size), layout.counts), ragged_arange(np.array(layout.counts))
         ascending = np.lexsort((layout.order, ranks))
         listed, rows = layout.order[ascending], rows[ascending]
-        for index, (entry, segment) in enumerate(_selected(blocks, listed, documents)):
+        for index, (entry, segment, section) in enumerate(_selected(blocks, listed, documents)):
             rank = ranks[entry]
             begin = np.flatnonzero(group_starts(segment, rank))
             tables.append({
-                "block": np.full_like(begin, index), "segment": segment[begin], "rank": rank[begin],
+                "block": np.full_like(begin, index), "segment": segment[begin], "section": section[begin],
+                "rank": rank[begin],
                 "count": np.diff(np.append(begin, len(entry))), "rows": rows[entry], "positions": listed[entry],
             })  # fmt: skip
     columns: dict[str, Any] = {name: concatenated([table[name] for table in tables]) for name in tables[0]}
@@ -307,14 +325,16 @@ def _listed_ranges(blocks: tuple[Block, ...], layouts: tuple[Layout, ...], docum
         first=positions[begin],
         step=np.zeros_like(begin),
         listing=Listing(rows, positions, np.repeat(np.arange(len(begin)), count) * span + positions, span),
-        packed=len(documents) > 1,
+        packed=_packed(blocks, documents),
         first_key=sum(len(table["rank"]) for table in tables[: len(blocks)]) if len(layouts) > 1 else None,
         **columns,
     )
 
 
-def _selected(blocks: tuple[Block, ...], position: Ints, documents: DocumentTable) -> Iterator[tuple[Ints, Ints]]:
-    """Yield, for each block, the indices of the positions that lie on its grid, by segment, and the segment of each."""
+def _selected(blocks: tuple[Block, ...], position: Ints, documents: DocumentTable) -> Iterator[tuple[Ints, Ints, Ints]]:
+    """Yield, for each block, the indices of the positions that lie on its grid, by segment, and the segment and section
+    of each.
+    """
     alike: tuple[int, ...] = ()  # blocks that differ only in the offset have the same segments
     for block in blocks:
         if alike != (alike := (block.segment_length, block.dilation_rate, block.whole_segment)):
@@ -324,8 +344,9 @@ def _selected(blocks: tuple[Block, ...], position: Ints, documents: DocumentTabl
             segment += table.first_segment(block.segment_length)[document]
             by_segment = np.argsort(segment, kind="stable")
             segment, phase = segment[by_segment], (within % block.dilation_rate)[by_segment]
+            section = segment if block.window is None else document[by_segment]
         some = np.flatnonzero(phase == block.offset)
-        yield by_segment[some], segment[some]
+        yield by_segment[some], segment[some], section[some]
 
 
 def merge_adjacent(ranges: Ranges, rank: int) -> Ranges:

@@ -2,7 +2,7 @@
 
 A query that sees a key of a range sees all keys before it in that range. So a rank needs the leading elements of a
 range. With a window a query of the next segment sees a key and all keys after it: then a rank needs the trailing
-elements, or both.
+elements, or both. By a slice it may need any.
 
 The example (see `ring.plan`): a rank needs both elements of each remote range that it sees. Rank 0 needs the keys of
 positions 8 and 10 (range 3) and 9 and 11 (range 7), rank 1 those of 0 and 2 (range 0) and 1 and 3 (range 4).
@@ -24,6 +24,7 @@ import numpy as np
 
 from ring.plan.range_pairs import RangePairs, group_of, pair_up
 from ring.plan.ranges import Ints, Ranges, Subranges, concatenated, group_starts
+from ring.plan.slice_pairs import slice_pairs
 
 # Pairs of ranges at a time: the arrays about them stay in the caches of a processor.
 _BATCH = 2**16
@@ -31,8 +32,8 @@ _BATCH = 2**16
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """Remote elements: rank `rank[i]` needs elements first[i] .. first[i] + count[i] - 1 of the range `range[i]`. They
-    are its leading or its trailing ones: a range has at most two entries for a rank, with a gap between them.
+    """Remote elements: rank `rank[i]` needs elements first[i] .. first[i] + count[i] - 1 of the range `range[i]`.
+    Entries of a range for a rank have gaps between them.
     """
 
     rank: Ints
@@ -49,11 +50,14 @@ class Needs:
         return cls(*(concatenated([getattr(x, name) for x in parts]) for name in ("rank", "range", "first", "count")))
 
 
-def needs_of(ranges: Ranges, causal: bool) -> Iterator[tuple[slice, Needs]]:
+def needs_of(ranges: Ranges) -> Iterator[tuple[slice, Needs]]:
     """Yield the needs of all ranks, for some ranges of keys after others: the ranges, and their needs in the order
     (rank, range, first). Every rank computes all, so both ends of a message agree.
     """
     group, queries, keys = group_of(ranges), ranges.queries, ranges.keys
+    if any(block.slices for block in ranges.blocks):  # by which a query sees keys of far segments
+        yield slice(0, len(ranges.count)), _needs(ranges, *(Subranges.whole(ranges, some) for some in (queries, keys)))
+        return
     low = np.searchsorted(group[queries], group[keys] - 1, "left")
     high = np.searchsorted(group[queries], group[keys] + 1, "right")
     batch = np.cumsum(high - low) // _BATCH
@@ -61,12 +65,12 @@ def needs_of(ranges: Ranges, causal: bool) -> Iterator[tuple[slice, Needs]]:
     for begin, end in pairwise([*begins, len(batch)]):
         near = Subranges.whole(ranges, queries[low[begin] : high[end - 1]])
         chosen = keys[begin:end]
-        yield slice(chosen[0], chosen[-1] + 1), _needs(ranges, near, Subranges.whole(ranges, chosen), causal)
+        yield slice(chosen[0], chosen[-1] + 1), _needs(ranges, near, Subranges.whole(ranges, chosen))
 
 
-def _needs(ranges: Ranges, queries: Subranges, keys: Subranges, causal: bool) -> Needs:
-    tables = [_remote(ranges, pairs) for pairs in pair_up(ranges, queries, keys, causal)]
-    needs = Needs(*(concatenated(columns) for columns in zip(*tables, strict=True)))
+def _needs(ranges: Ranges, queries: Subranges, keys: Subranges) -> Needs:
+    pairs = pair_up(ranges, queries, keys) + slice_pairs(ranges, queries, keys)
+    needs = Needs.join([_remote(ranges, table) for table in pairs])
     # Merge overlapping and adjacent entries. Offset each range by `span`, so that entries of two ranges never merge.
     span = int(ranges.count.max(initial=0)) + 2
     needs = needs.take(np.lexsort((needs.range * span + needs.first, needs.rank)))
@@ -79,9 +83,9 @@ def _needs(ranges: Ranges, queries: Subranges, keys: Subranges, causal: bool) ->
     return replace(needs.take(begin), count=end[last] - start[begin])
 
 
-def _remote(ranges: Ranges, pairs: RangePairs) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return (rank, range, first, count) of the keys that other ranks hold."""
+def _remote(ranges: Ranges, pairs: RangePairs) -> Needs:
+    """Return the keys of pairs that other ranks hold."""
     reader = ranges.rank[pairs.query.range]
     remote = np.flatnonzero(reader != ranges.rank[pairs.key.range])
     key = pairs.key.take(remote)
-    return reader[remote], key.range, key.first, key.count
+    return Needs(reader[remote], key.range, key.first, key.count)

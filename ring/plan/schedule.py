@@ -32,7 +32,6 @@ class KeyRows(NamedTuple):
     Args:
         ranges: of queries and keys on all ranks.
         layout: of the keys.
-        causal: True for a causal pattern.
         rank: whose schedule is made.
         kv_heads: key/value heads of a row.
         bucket: most tokens of a message.
@@ -40,7 +39,6 @@ class KeyRows(NamedTuple):
 
     ranges: Ranges
     layout: Layout
-    causal: bool
     rank: int
     kv_heads: int
     bucket: int

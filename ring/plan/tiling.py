@@ -22,8 +22,9 @@ the last two rows. So a rank computes this example in two kernel calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -36,8 +37,11 @@ from ring.plan.range_pairs import RangePairs, Sight, pair_up
 from ring.plan.ranges import Ints, Ranges, Subranges, merge_adjacent
 from ring.plan.rows import Fold, FoldKind, Rows, concatenate, folds, gathered_folds, varlen_folds
 from ring.plan.schedule import Schedule
+from ring.plan.slice_pairs import disjoint_layers, slice_pairs
 from ring.plan.tile import Mask, Sequences, Tile
 from ring.plan.window_runs import WindowRuns, window_runs
+
+_Join = Callable[[Ranges, Subranges, Subranges], list[RangePairs]]
 
 MIN_ROWS = 16  # a kernel call with fewer query rows costs more to start than to run
 
@@ -64,17 +68,23 @@ class Limits:
 
 
 def tiles_of(
-    ranges: Ranges, layout: Layout, route: Schedule, *, rank: int, kv_heads: int, causal: bool, limits: Limits
+    ranges: Ranges, layout: Layout, route: Schedule, *, rank: int, kv_heads: int, limits: Limits
 ) -> list[tuple[Tile, ...]]:
     """Return the tiles that `rank` computes with its own keys, then those of every stage."""
     own, received = merge_adjacent(ranges, rank), _received_keys(ranges, layout, route, rank, kv_heads)
     runs = window_runs(own, limits.bucket, limits.window) if limits.window else None
     tiles: list[list[Tile]] = [[] for _ in range(len(route.stages) + 1)]
     if runs is not None:
-        tiles[0] += _window_tiles(runs, rank, causal, limits)
-    parts = (own, _own_keys(own, rank), limits.own, runs), (ranges, received, limits.bucket, None)
-    for table, keys, fold_limit, computed in parts:
-        for stage, tile in _tiles(table, keys.cut(limits.bucket), rank, causal, limits, fold_limit, computed):
+        tiles[0] += _window_tiles(runs, rank, limits)
+    # Slices tell distances, which adjacent ranges that were merged no longer have.
+    parts: list[tuple[Ranges, _Keys, int, tuple[_Join, ...]]] = [
+        (own, _own_keys(own, rank), limits.own, (partial(_outside_runs, runs=runs),))
+    ]
+    if any(block.slices for block in ranges.blocks):
+        parts.append((ranges, _own_keys(ranges, rank), limits.own, (slice_pairs,)))
+    parts.append((ranges, received, limits.bucket, (pair_up, slice_pairs)))
+    for table, keys, fold_limit, joins in parts:
+        for stage, tile in _tiles(table, keys.cut(limits.bucket), rank, joins, limits, fold_limit):
             tiles[stage].append(tile)
     most = limits.bucket * kv_heads
     return [tuple(merge_diagonals(x, most, packed=i > 0 and not route.whole)) for i, x in enumerate(tiles)]
@@ -162,13 +172,11 @@ def split_by_mask(ranges: Ranges, pairs: RangePairs, window: int = 0) -> list[tu
     q, k = pairs.query, pairs.key
     if pairs.sight is Sight.ALL:
         return [(Mask.FULL, pairs)]
-    if pairs.sight is Sight.FROM_WINDOW:
-        limit = ranges.position(q.range, q.first + q.count - 1) - pairs.reach(
-            ranges
-        )  # first position that all queries see
+    if pairs.sight is Sight.FROM:
+        limit = ranges.position(q.range, q.first + q.count - 1) + pairs.bound  # first position that all queries see
         full = ranges.position(k.range, k.first) >= limit
     else:
-        limit = ranges.position(q.range, q.first) + pairs.reach(ranges)  # last position that all queries see
+        limit = ranges.position(q.range, q.first) + pairs.bound  # last position that all queries see
         full = ranges.position(k.range, k.first + k.count - 1) <= limit
     if ranges.listing is not None:
         return [(Mask.FULL, pairs.take(np.flatnonzero(full))), (Mask.POSITION, pairs.take(np.flatnonzero(~full)))]
@@ -184,7 +192,7 @@ def split_by_mask(ranges: Ranges, pairs: RangePairs, window: int = 0) -> list[tu
 def _along_diagonal(ranges: Ranges, pairs: RangePairs, limit: Ints, window: int) -> list[tuple[Mask, RangePairs]]:
     """Cut pairs along the diagonal (`split_by_mask`). limit: the last, or first, position that all queries see."""
     q, k = pairs.query, pairs.key
-    backwards = pairs.sight is Sight.FROM_WINDOW
+    backwards = pairs.sight is Sight.FROM
     edge = ranges.position(k.range, k.first + k.count - 1 if backwards else k.first)
     before = abs(limit - edge) // ranges.step[k.range]  # c
     square = k.count - before  # t
@@ -224,30 +232,30 @@ class _Draft:
     query_positions: Ints | None
     key_positions: Ints | None
     sequences: Sequences | None
+    alone: bool  # its rows, or keys, would not stay disjoint beside another's
 
 
-def _window_tiles(runs: WindowRuns, rank: int, causal: bool, limits: Limits) -> Iterator[Tile]:
+def _window_tiles(runs: WindowRuns, rank: int, limits: Limits) -> Iterator[Tile]:
     """Yield the tiles of runs with themselves."""
     keys = _own_keys(runs.table, rank)
-    own, mask = keys.subranges, Mask.CAUSAL if causal else Mask.FULL
-    pairs = RangePairs(own, own, item=np.arange(len(own)), sight=Sight.UP_TO if causal else Sight.ALL)
-    for reach in np.unique(runs.reach).tolist():
-        some = pairs.take(np.flatnonzero(runs.reach == reach))
-        for draft in _drafts(runs.table, keys, mask, some, limits.own, limits):
-            for _, tile in _tiles_of_call(runs.table, mask, [draft], reach):
-                yield tile
+    own, causal = keys.subranges, runs.table.causal
+    none = np.zeros_like(own.range)
+    for mask, sight in ((Mask.CAUSAL, Sight.UP_TO), (Mask.FULL, Sight.ALL)):
+        pairs = RangePairs(own, own, np.arange(len(own)), sight, bound=none, segment=runs.table.segment)
+        alike = causal == (mask is Mask.CAUSAL)
+        for reach in np.unique(runs.reach[alike]).tolist():
+            some = pairs.take(np.flatnonzero(alike & (runs.reach == reach)))
+            for draft in _drafts(runs.table, keys, mask, some, limits.own, limits):
+                for _, tile in _tiles_of_call(runs.table, mask, [draft], reach):
+                    yield tile
 
 
 def _tiles(
-    ranges: Ranges, keys: _Keys, rank: int, causal: bool, limits: Limits, fold_limit: int, computed: WindowRuns | None
+    ranges: Ranges, keys: _Keys, rank: int, joins: Sequence[_Join], limits: Limits, fold_limit: int
 ) -> Iterator[tuple[int, Tile]]:
-    """Yield (stage, tile) for all calls of `rank` with these keys. fold_limit: most key tokens of several segments.
-    computed: runs whose pairs with themselves are in other calls.
-    """
+    """Yield (stage, tile) for all calls of `rank` with these keys. fold_limit: most key tokens of several segments."""
     queries, _ = Subranges.whole(ranges, ranges.queries[ranges.rank[ranges.queries] == rank]).cut(limits.rows)
-    tables = pair_up(ranges, queries, keys.subranges, causal)
-    if computed is not None:
-        tables = [_between_runs(pairs, computed.run_of) for pairs in tables]
+    tables = chain.from_iterable(join(ranges, queries, keys.subranges) for join in joins)
     for mask, part in chain.from_iterable(split_by_mask(ranges, pairs, limits.window) for pairs in tables):
         drafts = _drafts(ranges, keys, mask, part, fold_limit, limits)
         if mask is Mask.FULL:
@@ -256,10 +264,14 @@ def _tiles(
             yield from _tiles_of_call(ranges, mask, call)
 
 
-def _between_runs(pairs: RangePairs, run_of: Ints) -> RangePairs:
-    """Return the pairs of ranges that are not of one run."""
-    query, key = run_of[pairs.query.range], run_of[pairs.key.range]
-    return pairs.take(np.flatnonzero((query != key) | (query < 0)))
+def _outside_runs(ranges: Ranges, queries: Subranges, keys: Subranges, runs: WindowRuns | None) -> list[RangePairs]:
+    """Return the pairs of ranges that are not of one run: other calls compute those."""
+    tables = pair_up(ranges, queries, keys)
+    if runs is None:
+        return tables
+    numbers = [(runs.run_of[pairs.query.range], runs.run_of[pairs.key.range]) for pairs in tables]
+    several = zip(tables, numbers, strict=True)
+    return [pairs.take(np.flatnonzero((query != key) | (query < 0))) for pairs, (query, key) in several]
 
 
 def _drafts(
@@ -272,11 +284,16 @@ def _drafts(
         return
     addresses = _Addresses.of(ranges, keys, pairs)
     q, k = pairs.query, pairs.key
+    segment, call = pairs.segment, addresses.call
+    if pairs.sliced:
+        triangles = mask in (Mask.CAUSAL, Mask.ANTICAUSAL)
+        layer, segment = disjoint_layers(ranges, pairs, call, joined=not triangles)
+        call = *call, layer
     most = np.maximum(np.minimum(fold_limit // k.count, max(fold_limit, MIN_ROWS) // q.count), 1)
-    entries = addresses.signature, ranges.segment[q.range], addresses.query, addresses.key, most
+    entries = (*call, *addresses.shape), segment, addresses.query, addresses.key, most
     if ranges.packed and limits.varlen and mask is not Mask.POSITION:
         sums = (q.count, k.count), limits.varlen, (limits.rows, limits.bucket)
-        calls = varlen_folds(addresses.call, *entries, *sums)
+        calls = varlen_folds(call, *entries, *sums)
     elif ranges.packed:
         calls = gathered_folds(*entries, np.maximum(np.minimum(limits.bucket // k.count, limits.rows // q.count), 1))
     else:
@@ -291,9 +308,10 @@ def _drafts(
             packed=bool(keys.packed[pairs.item[first]]),
             query=query,
             key=key,
-            query_positions=_query_limits(ranges, pairs.take(fold.members)) if by_position else None,
+            query_positions=_query_positions(ranges, pairs.take(fold.members)) if by_position else None,
             key_positions=_key_positions(ranges, pairs.take(fold.members)) if by_position else None,
             sequences=_sequences(fold, q, k),
+            alone=len(fold.members) > 1 and (pairs.sliced or fold.kind is FoldKind.VARLEN),
         )
 
 
@@ -311,7 +329,7 @@ class _Addresses:
     origin: Ints  # start of the key's shard, added to its row; 0 for packed keys
     scale: Ints
     call: tuple[Ints, ...]  # equal for pairs that can share a call
-    signature: tuple[Ints, ...]  # equal for pairs that differ only in where they begin
+    shape: tuple[Ints, ...]  # equal for pairs of a call that differ only in where they begin
 
     @classmethod
     def of(cls, ranges: Ranges, keys: _Keys, pairs: RangePairs) -> _Addresses:
@@ -330,10 +348,9 @@ class _Addresses:
         origin = np.where(packed, 0, base)
         owner = ranges.rank[k.range]  # only keys of one owner are sure to lie at equal distances
         call = keys.stage[item], ranges.block[q.range], packed, origin
-        signature = (*call, owner, q.count, k.count, query_step, key_step)
         return cls(
             ranges, pairs, query=query, query_step=query_step, key=key, key_step=key_step, packed=packed, origin=origin,
-            scale=scale, call=call, signature=signature,
+            scale=scale, call=call, shape=(owner, q.count, k.count, query_step, key_step),
         )  # fmt: skip
 
     def rows(self, fold: Fold) -> tuple[Rows, Rows]:
@@ -354,16 +371,16 @@ def _sequences(fold: Fold, queries: Subranges, keys: Subranges) -> Sequences | N
     return Sequences.of(queries.count[fold.members], keys.count[fold.members])
 
 
-def _query_limits(ranges: Ranges, pairs: RangePairs) -> Ints:
-    """Return (pairs, elements): the greatest of the `_key_positions` that each query sees."""
-    position = _positions(ranges, pairs.query) * (-1 if pairs.sight is Sight.FROM_WINDOW else 1)
-    return position + np.reshape(pairs.reach(ranges), (-1, 1))
+def _query_positions(ranges: Ranges, pairs: RangePairs) -> Ints:
+    """Return (pairs, elements): the positions of queries, negated where they see the keys from a position on."""
+    position = _positions(ranges, pairs.query)
+    return -position if pairs.sight is Sight.FROM else position
 
 
 def _key_positions(ranges: Ranges, pairs: RangePairs) -> Ints:
-    """Return (pairs, elements): the positions of keys, negated where queries see the keys from a position on."""
-    position = _positions(ranges, pairs.key)
-    return -position if pairs.sight is Sight.FROM_WINDOW else position
+    """Return (pairs, elements): the least of the `_query_positions` that sees each key."""
+    position = _positions(ranges, pairs.key) - pairs.bound[:, None]
+    return -position if pairs.sight is Sight.FROM else position
 
 
 def _positions(ranges: Ranges, subranges: Subranges) -> Ints:
@@ -376,7 +393,7 @@ def _join_rows(drafts: Iterator[_Draft], most_rows: int) -> Iterator[_Draft]:
     """Join query rows that see the same keys and continue each other, such as both halves of a zigzag shard."""
     readers: dict[tuple[object, ...], list[_Draft]] = {}
     for draft in drafts:
-        if draft.sequences is not None:
+        if draft.alone:
             yield draft
             continue
         readers.setdefault((draft.stage, draft.block, draft.packed, draft.key.key), []).append(draft)
@@ -397,7 +414,7 @@ def _group_keys(drafts: Iterator[_Draft], most_keys: int) -> Iterator[list[_Draf
     """Group drafts of the same query rows into calls of at most `most_keys` keys, of several ranks or subranges."""
     calls: dict[tuple[object, ...], list[_Draft]] = {}
     for draft in drafts:
-        if draft.sequences is not None:
+        if draft.alone:
             yield [draft]
             continue
         call = calls.setdefault((draft.stage, draft.block, draft.packed, draft.query.key), [])

@@ -64,7 +64,7 @@ class _Requests:
 def schedule(rows: KeyRows) -> Schedule:
     """Return stages by distance. A stage has at most `rows.most` slots, unless that would split a row."""
     p, rank, most = rows.layout.world_size, rows.rank, rows.most
-    requests = _requests(rows.ranges, p, rows.causal, rank, most)
+    requests = _requests(rows.ranges, p, rank, most)
     stages, receive, send = [], 0, 0
     for distances, chunk in _rounds(requests.slots.max(axis=0), most):
         incoming, served = [], []
@@ -84,9 +84,9 @@ def schedule(rows: KeyRows) -> Schedule:
     return Schedule(tuple(stages), Sizes(receive=receive, send=send, returned=send))
 
 
-def _requests(ranges: Ranges, p: int, causal: bool, rank: int, most: int) -> _Requests:
+def _requests(ranges: Ranges, p: int, rank: int, most: int) -> _Requests:
     own, slots, widest = [], np.zeros((p, p), np.int64), 1
-    for _, needs in needs_of(ranges, causal):
+    for _, needs in needs_of(ranges):
         owner, width = ranges.rank[needs.range], ranges.width[needs.range]
         np.add.at(slots, (needs.rank, (needs.rank - owner) % p), needs.count * width)
         widest = max(widest, int(width.max(initial=1)))

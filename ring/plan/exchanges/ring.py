@@ -11,7 +11,7 @@ buffer.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from ring.layout import Layout
 from ring.plan.chunks import Chunks, Entries, buffer_slots, cut
 from ring.plan.exchanges.key_exchange import KeyExchange
 from ring.plan.exchanges.relay_groups import RelayGroups
-from ring.plan.ranges import Ints, Ranges, Subranges, concatenated
+from ring.plan.ranges import Ints, Ranges, Subranges, concatenated, group_starts, ragged_arange
 from ring.plan.remote_rows import Needs, needs_of
 from ring.plan.schedule import NOTHING, KeyRows, Schedule, Sizes, Stage, transfers
 
@@ -43,7 +43,7 @@ def schedule(rows: KeyRows, size: int | None = None) -> Schedule:
     """
     ranks, rank, most = rows.layout.world_size, rows.rank, rows.most
     groups = RelayGroups(ranks, size or ranks)
-    travelling = _travelling(rows.ranges, rows.layout, rows.causal, most, groups)
+    travelling = _travelling(rows.ranges, rows.layout, most, groups)
     stages, hops = [], _Hops(travelling, groups, rank)
     for away in range(groups.count):
         for chunk in range(travelling.chunks.count):
@@ -119,70 +119,56 @@ class _Hops(NamedTuple):
 _travels: BoundedCache[Hashable, _Travelling] = BoundedCache(16, most_bytes=2**27)
 
 
-def _travelling(ranges: Ranges, layout: Layout, causal: bool, most: int, groups: RelayGroups) -> _Travelling:
+def _travelling(ranges: Ranges, layout: Layout, most: int, groups: RelayGroups) -> _Travelling:
     """Return the cached messages of all ranks."""
-    key = ranges, layout.world_size, causal, most, groups
+    key = ranges, layout.world_size, most, groups
     return _travels.get_or_make(
-        key, lambda: _all_travelling(ranges, causal, most, groups), lambda table: ranges.nbytes + table.chunks.nbytes
+        key, lambda: _all_travelling(ranges, most, groups), lambda table: ranges.nbytes + table.chunks.nbytes
     )
 
 
-def _all_travelling(ranges: Ranges, causal: bool, most: int, groups: RelayGroups) -> _Travelling:
+def _all_travelling(ranges: Ranges, most: int, groups: RelayGroups) -> _Travelling:
     parts, travels, messages = [], [], []
-    in_flight = np.zeros((groups.count * groups.ranks, groups.hops + 2), np.int64)
-    for which, needs in needs_of(ranges, causal):
-        count, owner = ranges.count[which, None], ranges.rank[which]
+    for _, needs in needs_of(ranges):
         away, hop = groups.hop(ranges.rank[needs.range], needs.rank)
         for group in range(groups.count):
             there = np.flatnonzero(away == group)
-            leading, trailing = _hops(needs.take(there), which, hop[there], groups.hops)
-            subranges, travel = _by_travel(leading, trailing, count)
-            parts.append(replace(subranges, range=subranges.range + which.start))
+            subranges, travel = _by_travel(needs.take(there), hop[there])
+            parts.append(subranges)
             travels.append(travel)
-            messages.append(groups.message(group, owner[subranges.range]))
-            moving = leading if trailing is None else np.minimum(leading + trailing, count)
-            moving[:, 0] = 0
-            np.add.at(in_flight, groups.message(group, owner), moving * ranges.width[which, None])
+            messages.append(groups.message(group, ranges.rank[subranges.range]))
     subranges, travel, message = Subranges.join(parts), concatenated(travels), concatenated(messages)
     order = np.lexsort((subranges.range, -travel, message))
     subranges, travel, message = subranges.take(order), travel[order], message[order]
     chunks = cut(Entries(message, travel, subranges, ranges.width[subranges.range]), most)
     entries = chunks.entries
-    slots = np.zeros((len(in_flight), chunks.count, groups.hops + 2), np.int64)
+    slots = np.zeros((groups.count * groups.ranks, chunks.count, groups.hops + 2), np.int64)
     np.add.at(slots, (entries.message, chunks.chunk, entries.travel), entries.slots)
     prefix = np.flip(np.cumsum(np.flip(slots, 2), 2), 2)
-    return _Travelling(chunks, prefix, in_flight)
+    return _Travelling(chunks, prefix, prefix.sum(axis=1))
 
 
-def _hops(needs: Needs, ranges: slice, hop: Ints, most: int) -> tuple[Ints, Ints | None]:
-    """Return (range, t): the number of leading elements of a range that travel t hops or more. The second table counts
-    trailing elements; None if there are none. hop: at which each need is met, at most `most`.
+def _by_travel(needs: Needs, hop: Ints) -> tuple[Subranges, Ints]:
+    """Return the needed elements of each range by the hops that they travel, as far as the farthest rank that needs
+    them. hop: at which each need is met.
+
+    Between two neighbouring ends of needs all elements travel alike.
     """
-    trail, tables = needs.first > 0, []
-    for which in (np.flatnonzero(~trail), np.flatnonzero(trail)):
-        rows = np.zeros((ranges.stop - ranges.start, most + 2), np.int64)
-        rows[needs.range[which] - ranges.start, hop[which]] = needs.count[which]
-        tables.append(np.flip(np.maximum.accumulate(np.flip(rows, 1), 1), 1))
-    leading, trailing = tables
-    return leading, trailing if trail.any() else None
-
-
-def _by_travel(leading: Ints, trailing: Ints | None, count: Ints) -> tuple[Subranges, Ints]:
-    """Return the elements that travel exactly t hops, and t: those among the leading, or trailing, ones for t but not
-    for t + 1. count: elements of each range, (ranges, 1).
-    """
-    onward, arriving = leading[:, 2:], leading[:, 1:-1]
-    parts = [(onward, arriving)]
-    if trailing is not None:
-        end, begin = count - trailing[:, 2:], count - trailing[:, 1:-1]
-        arriving = np.minimum(arriving, end)
-        parts = [(onward, arriving), (np.maximum(begin, np.maximum(arriving, onward)), end)]
-    subranges, travels = [], []
-    for first, end in parts:
-        index, t = np.nonzero(end > first)
-        subranges.append(Subranges(index, first=first[index, t], count=(end - first)[index, t]))
-        travels.append(t + 1)
-    return Subranges.join(subranges), concatenated(travels)
+    if not len(hop):
+        return Subranges.join(()), hop
+    span = int((needs.first + needs.count).max()) + 1  # so that the ends of two ranges never mix
+    begin = needs.range * span + needs.first
+    end = begin + needs.count
+    edges = np.unique(np.concatenate((begin, end)))
+    low, high = np.searchsorted(edges, begin), np.searchsorted(edges, end)
+    travel = np.zeros(len(edges), np.int64)
+    np.maximum.at(travel, np.repeat(low, high - low) + ragged_arange(high - low), np.repeat(hop, high - low))
+    index, first = np.divmod(edges, span)
+    leads = np.flatnonzero(group_starts(index, travel))
+    stop = np.append(edges[leads[1:]], edges[-1])
+    some = np.flatnonzero(travel[leads] > 0)
+    leads, stop = leads[some], stop[some]
+    return Subranges(index[leads], first[leads], stop - edges[leads]), travel[leads]
 
 
 RING = KeyExchange("ring", schedule)

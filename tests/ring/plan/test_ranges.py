@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -12,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern, multiplicity
+from reference.slices import Slice, meet
 from ring.layout import Layout
 from ring.plan.range_pairs import Sight, pair_up
 from ring.plan.ranges import Ranges, Subranges, merge_adjacent, ranges_of
+from ring.plan.slice_pairs import slice_pairs
 from ring.plan.tile import Mask
 from ring.plan.tiling import split_by_mask
 from tests.ring.plan.plan_walk import Array
@@ -63,12 +66,15 @@ def test_rows_on_a_grid_of_huge_phase_are_exact() -> None:
 def test_range_pairs_are_exactly_the_visible_pairs(
     pattern: Pattern, layout: Layout, listing: bool, window: int, data: st.DataObject
 ) -> None:
+    if data.draw(st.booleans()):
+        pattern = with_slices(pattern, layout.n, data)
     ranges = ranges_of(pattern, listed(layout) if layout.n and listing else layout, 2, 1)
     every = np.arange(len(ranges.count))
     # Any subrange of every range: plans cut keys at buckets.
     first = np.array([data.draw(st.integers(0, int(c) - 1)) for c in ranges.count], np.int64)
     keys = Subranges(every, first, ranges.count - first)
-    found = pair_up(ranges, Subranges.whole(ranges, every), keys, pattern.causal)
+    whole = Subranges.whole(ranges, every)
+    found = pair_up(ranges, whole, keys) + slice_pairs(ranges, whole, keys)
     pairs = np.zeros((len(ranges.blocks), layout.n, layout.n), np.int64)
     for mask, part in chain.from_iterable(split_by_mask(ranges, one, window) for one in found):
         for i in range(len(part.item)):
@@ -78,11 +84,28 @@ def test_range_pairs_are_exactly_the_visible_pairs(
     at = torch.arange(layout.n)
     for number, block in enumerate(ranges.blocks):
         length = block.segment_length if block.window is None else block.whole_segment
-        branch = Branch(length, block.dilation_rate, block.offset, window=block.window)
-        seen = multiplicity(Pattern((branch,), pattern.causal), at, at, 1)[0].numpy().astype(bool)
+        grid = Branch(length, block.dilation_rate, block.offset)
+        cover = replace(grid, window=block.window, slices=None if block.covers else ())
+        parts = Pattern((cover,), block.causal), Pattern((replace(grid, slices=block.slices),))
+        own, by_slices = (multiplicity(part, at, at, 1)[0].numpy().astype(bool) for part in parts)
+        assert not (own & by_slices).any()
+        seen = own | by_slices
         kept = [positions(ranges, keys, i) for i in every.tolist() if ranges.block[i] == number]
         seen[:, np.setdiff1d(at, np.concatenate([[], *kept]))] = False
         assert (pairs[number] == seen).all()
+
+
+def with_slices(pattern: Pattern, n: int, data: st.DataObject) -> Pattern:
+    """Give each branch up to four disjoint slices with any ends and bounds."""
+    ends, bounds = st.lists(st.integers(0, n), min_size=4, max_size=4), st.none() | st.integers(-n, n)
+    branches = []
+    for branch in pattern.branches:
+        slices = [Slice(low=None, high=0)] if data.draw(st.booleans()) else []
+        for (a, b, c, d), low, high in data.draw(st.lists(st.tuples(ends, bounds, bounds), max_size=4)):
+            one = Slice(min(a, b), max(a, b), min(c, d), max(c, d), low, high)
+            slices += [] if any(meet(one, other) for other in slices) else [one]
+        branches.append(replace(branch, slices=tuple(slices)))
+    return replace(pattern, branches=tuple(branches))
 
 
 def positions(ranges: Ranges, subranges: Subranges, i: int) -> Array:
@@ -101,6 +124,5 @@ def dense_pair(ranges: Ranges, mask: Mask, part: Any, i: int) -> tuple[Array, Ar
         assert len(q) == len(k) and not (part.descending and mask is Mask.ANTICAUSAL)
         triangle = np.tril if mask is Mask.CAUSAL else np.triu
         return triangle(np.ones((len(q), len(k)), bool)), q, k
-    reach = np.broadcast_to(part.reach(ranges), len(part))[i]
-    from_window = part.sight is Sight.FROM_WINDOW
-    return k[None] >= q[:, None] - reach if from_window else k[None] <= q[:, None] + reach, q, k
+    limit = q[:, None] + part.bound[i]
+    return k[None] >= limit if part.sight is Sight.FROM else k[None] <= limit, q, k
