@@ -14,6 +14,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -39,6 +40,8 @@ MORE_PATTERNS = PATTERNS | {
     "window": Pattern.dense(causal=True, window=3),
     "window of zero": Pattern((Branch(9, window=0), Branch(None, 2)), causal=True),
     "window and documents": Pattern.dense(window=4, documents=(5, 12)),
+    "tree": Pattern.tree([None, 0, 0, 2], [5, 4, 2, 6]),
+    "spans and documents": Pattern.spans([(2, 4), (6, 12)], documents=(5, 12), window=3),
 }
 
 
@@ -46,8 +49,9 @@ MORE_PATTERNS = PATTERNS | {
     "pattern", [*MORE_PATTERNS.values(), Pattern((Branch(4, 2, (1,)),)), Pattern((Branch(4, 2, 1),))]
 )
 def test_a_pattern_is_the_one_of_its_text(pattern: Pattern) -> None:
-    """Without its documents, which are others in every step; one offset by head is not one for all heads."""
-    assert Pattern.from_dict(json.loads(pattern.text)) == replace(pattern, documents=None)
+    """Without its documents and slices, which are others in every step; one offset by head is not one for all heads."""
+    branches = tuple(replace(branch, slices=None) for branch in pattern.branches)
+    assert Pattern.from_dict(json.loads(pattern.text)) == replace(pattern, branches=branches, documents=None)
 
 
 def test_documents_go_by_the_number_of_their_pattern() -> None:
@@ -97,7 +101,7 @@ def test_the_operators_are_as_torch_wants_them(pattern: Pattern) -> None:
     q, k, v, dout, dlse = inputs()
     q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
     settings = Settings(**SETTINGS, return_lse=True).for_operator()
-    settings |= {"pattern": pattern.text, "packed": pattern.number}
+    settings |= {"pattern": pattern.text, "sliced": 0, "packed": pattern.number}
     settings |= {"layout": ALONE.number, "key_layout": ALONE.number}
     settings |= {"group": NO_GROUP, "differentiated": True, "sinks_differentiated": False}
     forward, backward = torch.ops.ring.attention_forward, torch.ops.ring.attention_backward
@@ -113,6 +117,18 @@ def test_one_function_is_compiled_for_several_patterns() -> None:
     graph, (q, k, v, *_) = torch.compile(ring_attention, fullgraph=True, backend="aot_eager"), inputs()
     for pattern in (*(Pattern.dense(window=w) for w in (2, 3, 4)), *(Pattern.longnet([w], [2], 4) for w in (4, 8, 9))):
         torch.testing.assert_close(graph(q, k, v, pattern, ALONE), ring_attention(q, k, v, pattern, ALONE))
+    torch._dynamo.reset()
+
+
+def test_one_graph_takes_any_slices() -> None:
+    """A batch of trees has others at every step."""
+    torch._dynamo.reset()
+    counter, (q, k, v, *_) = CompileCounterWithBackend("aot_eager"), inputs()
+    graph = torch.compile(ring_attention, fullgraph=True, backend=counter)
+    for length in range(3, 9):
+        pattern = Pattern.tree([None, 0, 0], [length, 17 - 2 * length, length])
+        torch.testing.assert_close(graph(q, k, v, pattern, ALONE), ring_attention(q, k, v, pattern, ALONE))
+    assert counter.frame_count <= 2  # the number of a pattern is a constant at first, then a symbol
     torch._dynamo.reset()
 
 
