@@ -452,19 +452,22 @@ class Pattern:
         for branch in self.branches:
             branch.offsets(num_heads)
 
-    def validate_tokens(self, tokens: int, key_tokens: int | None = None) -> None:
+    def validate_tokens(self, tokens: int | None, key_tokens: int | None = None) -> None:
         """Validate the number of tokens.
 
         Args:
-            tokens: of the whole sequence.
+            tokens: of the whole sequence; None: any number, with key_tokens.
             key_tokens: of the keys in cross-attention; None: `tokens`.
 
         Raises:
             ValueError: the documents do not add up to it, or a slice reaches beyond it.
         """
-        check_tokens(self.packed, tokens)
+        of_keys = tokens if key_tokens is None else key_tokens
+        assert of_keys is not None
+        for number in (of_keys if tokens is None else tokens, of_keys):
+            check_tokens(self.packed, number)
         for branch in self.branches:
-            check_slices_fit(branch.slices or (), tokens, tokens if key_tokens is None else key_tokens)
+            check_slices_fit(branch.slices or (), tokens, of_keys)
 
     @property
     def fewest_heads(self) -> int:
