@@ -72,6 +72,12 @@ def meet(a: Slice, b: Slice) -> Slice | None:
     return both if holds_a_pair(both) else None
 
 
+def transposed(one: Slice) -> Slice:
+    """Return the slice with queries and keys exchanged: it sees (j, i) if the slice sees (i, j)."""
+    q0, q1, k0, k1, low, high = one
+    return Slice(k0, k1, q0, q1, None if high is None else -high, None if low is None else -low)
+
+
 def holds_a_pair(one: Slice) -> bool:
     """Return True if the slice sees some pair: every distance between the corners occurs."""
     q0, q1, k0, k1, low, high = one.limits
