@@ -286,9 +286,10 @@ def max_run_parts(exchange: str, order: str | None, cut: bool, ranks: int, besid
     """Most parts of a rank's keys, or rows, of one run, for any bucket. order, cut: as in `max_partials`; None for
     queries and keys of different layouts, whose runs may overlap in any way. beside, ranges: of `MaskParts`.
 
-    Causal, or with another bound beside the diagonal, and with tokens of several ranks interleaved: a run begins with keys that all rows see, or ends with rows that
-    see all keys, and a separate call may take these beside the causal square. In striped order there are none, since
-    every key lies within one turn of a row of each rank. Orders whose runs hold neighbours do not interleave.
+    Causal, or with another bound beside the diagonal, and with tokens of several ranks interleaved: a run begins with
+    keys that all rows see, or ends with rows that see all keys, and a separate call may take these beside the causal
+    square. In striped order there are none, since every key lies within one turn of a row of each rank. Orders whose
+    runs hold neighbours do not interleave.
 
     The exchange "ring" sends keys separately for each of the p - 1 distances that they travel. A rank needs all keys of
     a run or, causal, the keys up to its last row. Distances differ only in interleaved orders, and in striped order
