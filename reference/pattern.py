@@ -38,6 +38,7 @@ from reference.slices import (
     first_token_slices,
     frame_slices,
     keys_seen,
+    looks_ahead,
     meet,
     of_kind,
     prefix_slices,
@@ -502,13 +503,16 @@ class Pattern:
         offsets = [(b, b.offsets(heads)) for b in self.branches]
         grids = [
             tuple(
-                Grid(b.segment_length, b.dilation_rate, offset, b.window)
+                Grid(b.segment_length, b.dilation_rate, offset, slices_seen(b, self.causal))
                 for b, of_head in offsets
                 if (offset := of_head[head]) is not None
             )
             for head in range(heads)
         ]
-        return mask_picture(grids, tokens, self.causal, self.packed)
+        causal = (self.causal or self.has_slices) and not any(
+            looks_ahead(one) for b in self.branches for one in slices_seen(b, self.causal)
+        )
+        return mask_picture(grids, tokens, causal, self.packed)
 
     def _repr_html_(self) -> str:
         return self.picture().svg

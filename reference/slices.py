@@ -84,6 +84,11 @@ def holds_a_pair(one: Slice) -> bool:
     return q0 < q1 and k0 < k1 and max(low, k0 - q1 + 1) <= min(high, k1 - 1 - q0)
 
 
+def looks_ahead(one: Slice) -> bool:
+    """Return True if the slice lets a query see a later key."""
+    return meet(one, Slice(low=_AFTER)) is not None
+
+
 def checked_slices(value: object) -> tuple[Slice, ...] | None:
     """Return slices, given as six numbers each, without those that see no pair; None stays None.
 
