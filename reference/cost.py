@@ -6,7 +6,8 @@ Vocabulary
     slot    one (row, key/value head) of one block: a key and a value vector, B*(D + Dv) elements. A row that is
             needed through two branches travels once for each, so costs add up over branches.
     need    rank d needs row j of a block if a query row i of d lies in the same segment (of the same document),
-            both are selected by the block, (not causal or j <= i), and |i - j| <= window if the branch has one.
+            both are selected by the block, and a slice of the branch sees the pair; causality and windows are slices.
+            A row that several slices need is needed once.
     hops    of a slot in a group of ranks that pass keys round: it visits them in turn, up to the last that needs it.
             "ring" has one group of all ranks; in "ring:N+direct" N neighbours are one. In the group of its owner s the
             first hop is to the rank after s; in others to the rank at the place that s has in its own.
@@ -82,7 +83,7 @@ class Setting:
             n = rows.size
             if n and (rows.min() < 0 or rows.max() >= n or np.bincount(rows).max() > 1):
                 raise ValueError(f"{name} must hold every number of range({n}) exactly once")
-            self.pattern.validate_tokens(n)
+        self.pattern.validate_tokens(self.query_rows.size, self.rows.size)
         self.pattern.validate(self.heads)
 
     @property

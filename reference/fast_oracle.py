@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from reference import bounds, validators
 from reference.bounds import Array, Softmax, array_module
-from reference.pattern import Pattern
+from reference.pattern import Branch, Pattern
 from reference.roundoff import Arithmetic
 
 Flags = NDArray[np.bool_]
@@ -114,13 +114,12 @@ def evaluate(inputs: Inputs, r: Arithmetic) -> Expectation:
         r: arithmetic of the implementation that is bounded.
 
     Raises:
-        ValueError: the documents of the pattern do not add up to N, the pattern does not fit the heads, or softcap is
-            not a positive number.
+        ValueError: the pattern does not fit N keys or the heads, or softcap is not a positive number.
     """
     q, k = inputs.q, inputs.k
     batch, queries, heads, _ = q.shape
     n, kv_heads = k.shape[1], k.shape[2]
-    inputs.pattern.validate_tokens(n)
+    inputs.pattern.validate_tokens(n if inputs.rows is None else None, n)
     if inputs.softcap is not None:
         validators.positive("softcap", inputs.softcap)
     group = heads // kv_heads
@@ -177,7 +176,6 @@ def _multiplicity(inputs: Inputs, served: range, selection: slice) -> Array:
 def _count(pattern: Pattern, rows: Any, position: Any, served: range, heads: int) -> Array:
     queries, n = len(rows), len(position)
     total = _filled(position, (len(served), queries, n), 0.0)
-    order = rows[:, None] >= position if pattern.causal else None  # (rows, n)
     end = max(n, int(rows[-1]) + 1 if queries else 0)
     begin = _document_begins(pattern, end, position)
     origins = (rows, begin[rows]), (position, begin[:n])
@@ -194,15 +192,33 @@ def _count(pattern: Pattern, rows: Any, position: Any, served: range, heads: int
                     for origin, no in zip(origins, (-1, -2), strict=True)
                 )
                 pairs[at] = query_label[:, None] == key_label
-        if branch.window is not None:
-            pairs &= (rows[:, None] <= position + branch.window) & (position <= rows[:, None] + branch.window)
-        if order is not None:
-            pairs &= order
+        if pattern.causal or branch.window is not None or branch.slices is not None:
+            pairs &= _in_slices(branch, pattern.causal, rows, position)
         if len(distinct) == 1:
             total += pairs
         else:
             total += pairs[[distinct.index(offsets[h]) for h in served]]
     return total
+
+
+def _in_slices(branch: Branch, causal: bool, rows: Any, position: Any) -> Flags:
+    """True for the keys in a row's intervals, (rows, n): a row has one in each slice, which moves along with the row.
+
+    `rows` ascend and key j is at position j, so that the ranges of a slice are indices.
+    """
+    seen: Flags = _filled(position, (len(rows), len(position)), False)
+    whole = ((0, None, 0, None, None, 0 if causal else None),)
+    for q0, q1, k0, k1, low, high in whole if branch.slices is None else branch.slices:
+        first, end = int((rows < q0).sum()), None if q1 is None else int((rows < q1).sum())
+        row, key = rows[first:end, None], position[k0:k1]
+        inside = _filled(position, (len(row), len(key)), True)
+        for before, behind in ((low, high), (branch.window and -branch.window, branch.window)):
+            if before is not None:
+                inside &= row + before <= key
+            if behind is not None:
+                inside &= key <= row + behind
+        seen[first:end, k0:k1] |= inside
+    return seen
 
 
 def _document_begins(pattern: Pattern, n: int, like: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reference.documents import Documents
+from reference.slices import Slice
 from reference.svg import Field, Picture, cell_tokens, document_lines, fields, tokens_text
 
 _PLACES = 64  # in a cell at which rows are counted
@@ -22,15 +23,15 @@ _PANELS = 3  # of single heads
 
 
 class Grid(NamedTuple):
-    """The positions that a branch selects for a head, every `rate`-th of a segment from `offset` on; and its window."""
+    """The positions that a branch selects for a head, every `rate`-th of a segment from `offset` on; and its slices."""
 
     segment: int | None
     rate: int
     offset: int
-    window: int | None
+    slices: tuple[Slice, ...]
 
 
-def density(grid: Grid, n: int, causal: bool, documents: Documents | None = None) -> np.ndarray:
+def density(grid: Grid, n: int, documents: Documents | None = None) -> np.ndarray:
     """Return the share of pairs that a grid sees, by cell: (cells, cells), rows are queries."""
     size = cell_tokens(n)
     edges = np.minimum(np.arange(-(-n // size) + 1) * size, n)
@@ -52,10 +53,15 @@ def density(grid: Grid, n: int, causal: bool, documents: Documents | None = None
         own = np.minimum(rows + rate, end) - np.where(rows == first, begin, rows)  # places of a row
         chosen, weight = first < end, (sizes / np.bincount(places // size))[places // size] / own
     rows, first, end, weight = (x[chosen, None] for x in (rows, first, end, weight))
-    window = n if grid.window is None else min(grid.window, n)
-    end = rows + 1 if causal else np.minimum(end, rows + window + 1)
-    until = np.clip(edges, np.maximum(first, rows - window), end)  # of the keys that a row sees, those before an edge
-    keys = np.cumsum(weight * np.diff((until - first + rate - 1) // rate), axis=0)
+    seen = np.zeros((len(rows), len(sizes)), np.int64)
+    for q0, q1, k0, k1, low, high in (one.limits for one in grid.slices):
+        own = slice(*np.searchsorted(rows[:, 0], (q0, q1)))
+        begin = np.maximum(first[own], np.maximum(rows[own] + max(low, -n), k0))
+        behind = np.minimum(end[own], np.minimum(rows[own] + min(high, n) + 1, k1))
+        cells = slice(k0 // size, -(-min(k1, n) // size))
+        until = np.clip(edges[cells.start : cells.stop + 1], begin, behind)  # of the row's keys, those before an edge
+        seen[own, cells] += np.diff((until - first[own] + rate - 1) // rate)
+    keys = np.cumsum(weight * seen, axis=0)
     before = np.append(np.zeros_like(keys, shape=(1, len(sizes))), keys, axis=0)[np.searchsorted(rows[:, 0], edges)]
     return np.diff(before, axis=0) / sizes[:, None] / sizes
 
@@ -77,13 +83,13 @@ def mask_picture(heads: Sequence[tuple[Grid, ...]], n: int, causal: bool, docume
     Args:
         heads: the grids of each query head, at least one head.
         n: number of tokens.
-        causal: True keeps only the keys up to the query.
+        causal: True if no query sees a later key, for the note.
         documents: their lengths, which add up to n; None: one document.
     """
     alike: dict[tuple[Grid, ...], list[int]] = {}
     for head, grids in enumerate(heads):
         alike.setdefault(grids, []).append(head)
-    seen = {grid: density(grid, n, causal, documents) for grids in alike for grid in grids}
+    seen = {grid: density(grid, n, documents) for grids in alike for grid in grids}
     size = cell_tokens(n)
     nothing = np.zeros((-(-n // size),) * 2)
     by_head = {grids: sum((seen[grid] for grid in grids), nothing) for grids in alike}

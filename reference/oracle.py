@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from reference import validators
+from reference.documents import check_tokens
 from reference.pattern import Pattern, check_pattern, multiplicity
 
 BLOCK_ELEMENTS = 2**26  # of one (B, Hq, rows, Nk) matrix: bounds the memory for long sequences
@@ -303,9 +304,11 @@ def _checked_positions(
     if sinks is not None and sinks.shape != q.shape[2:3]:
         raise ValueError(f"sinks must have the shape ({q.shape[2]},), one per query head; got {tuple(sinks.shape)}")
     pattern.validate(q.shape[2])
-    for x, positions in ((q, q_positions), (k, k_positions)):
-        if positions is None:
-            pattern.validate_tokens(x.shape[1])
+    queries = None if q_positions is not None else q.shape[1]
+    if k_positions is None:
+        pattern.validate_tokens(queries, k.shape[1])
+    elif queries is not None:
+        check_tokens(pattern.packed, queries)
     return _positions("q_positions", q_positions, q), _positions("k_positions", k_positions, k)
 
 

@@ -38,6 +38,7 @@ from reference.slices import (
     first_token_slices,
     frame_slices,
     keys_seen,
+    looks_ahead,
     meet,
     of_kind,
     prefix_slices,
@@ -452,19 +453,22 @@ class Pattern:
         for branch in self.branches:
             branch.offsets(num_heads)
 
-    def validate_tokens(self, tokens: int, key_tokens: int | None = None) -> None:
+    def validate_tokens(self, tokens: int | None, key_tokens: int | None = None) -> None:
         """Validate the number of tokens.
 
         Args:
-            tokens: of the whole sequence.
+            tokens: of the whole sequence; None: any number, with key_tokens.
             key_tokens: of the keys in cross-attention; None: `tokens`.
 
         Raises:
             ValueError: the documents do not add up to it, or a slice reaches beyond it.
         """
-        check_tokens(self.packed, tokens)
+        of_keys = tokens if key_tokens is None else key_tokens
+        assert of_keys is not None
+        for number in (of_keys if tokens is None else tokens, of_keys):
+            check_tokens(self.packed, number)
         for branch in self.branches:
-            check_slices_fit(branch.slices or (), tokens, tokens if key_tokens is None else key_tokens)
+            check_slices_fit(branch.slices or (), tokens, of_keys)
 
     @property
     def fewest_heads(self) -> int:
@@ -499,13 +503,16 @@ class Pattern:
         offsets = [(b, b.offsets(heads)) for b in self.branches]
         grids = [
             tuple(
-                Grid(b.segment_length, b.dilation_rate, offset, b.window)
+                Grid(b.segment_length, b.dilation_rate, offset, slices_seen(b, self.causal))
                 for b, of_head in offsets
                 if (offset := of_head[head]) is not None
             )
             for head in range(heads)
         ]
-        return mask_picture(grids, tokens, self.causal, self.packed)
+        causal = (self.causal or self.has_slices) and not any(
+            looks_ahead(one) for b in self.branches for one in slices_seen(b, self.causal)
+        )
+        return mask_picture(grids, tokens, causal, self.packed)
 
     def _repr_html_(self) -> str:
         return self.picture().svg

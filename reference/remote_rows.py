@@ -5,16 +5,19 @@ The vocabulary is that of `reference.cost`, which counts the messages that these
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reference.pattern import Branch, Pattern
+from reference.pattern import Branch, Pattern, slices_seen
+from reference.slices import Slice
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+_NO_QUERY = np.iinfo(np.int64).max  # beyond every query
 
 
 class SettingView(Protocol):
@@ -94,19 +97,11 @@ def branch_need(setting: SettingView, index: int, branch: Branch) -> Need:
 
     # (rows,): the first position of a grid names it
     asking, asked = _OnGrid(queries, query_begin + query_phase), _OnGrid(keys, key_begin + key_phase)
-    if branch.window is None:
-        needed = _needed_without_window(asking, setting.query_owner, asked, p, n, setting.pattern.causal)
-    else:
-        needed = _needed_within_window(asking, setting.query_owner, asked, p, n, setting.pattern.causal, branch.window)
+    end = np.minimum(query_end, keys.size)
+    slices = slices_seen(branch, setting.pattern.causal)
+    needed = _needed(slices, asking, setting.query_owner, asked, p, n)
     needed &= (width > 0) & (setting.owner != np.arange(p)[:, None])
-
-    # Keys on the grid of a query's segment: local indices phase, phase + rate, ...; number `place` is at the query.
-    place = (queries - query_begin - query_phase) // rate
-    last = (np.minimum(query_end, keys.size) - query_begin - 1 - query_phase) // rate
-    reach = n if branch.window is None else branch.window // rate
-    ahead = place if setting.pattern.causal else place + reach
-    seen = np.maximum(np.minimum(ahead, last) - np.maximum(place - reach, 0) + 1, 0)
-    return Need(offset, width, needed, by_phase[1, query_phase] * seen)
+    return Need(offset, width, needed, by_phase[1, query_phase] * _keys_seen(slices, asking, end, rate))
 
 
 class _OnGrid(NamedTuple):
@@ -116,31 +111,30 @@ class _OnGrid(NamedTuple):
     grid: Ints
 
 
-def _needed_without_window(queries: _OnGrid, owner: Ints, keys: _OnGrid, p: int, n: int, causal: bool) -> Flags:
-    """(p, n_k): a rank sees a key if its last query on the key's grid exists and, if causal, is not before the key."""
-    last = np.full(p * n, -1, np.int64)
-    np.maximum.at(last, owner * n + queries.grid, queries.position)
-    return last.reshape(p, n)[:, keys.grid] >= (keys.position if causal else 0)
+def _needed(slices: Sequence[Slice], queries: _OnGrid, owner: Ints, keys: _OnGrid, p: int, n: int) -> Flags:
+    """(p, n_k): a rank sees a key if a slice sees the rank's next query on the key's grid, from the first in reach on.
 
-
-def _needed_within_window(
-    asking: _OnGrid, owner: Ints, keys: _OnGrid, p: int, n: int, causal: bool, window: int
-) -> Flags:
-    """(p, n_k): the same with a window: the rank's next query on the key's grid is within it or, if not causal, the
-    last.
-
-    Sorting by (grid, position) keeps the positions of one grid together.
+    Sorting by (rank, grid, position) keeps the queries of one rank and grid together.
     """
-    seen = np.zeros((p, keys.grid.size), bool)
-    place, grid = keys.grid * n + keys.position, keys.grid
-    for rank in range(p):
-        queries = np.sort((asking.grid * n + asking.position)[owner == rank])
-        if queries.size:
-            behind = np.searchsorted(queries, place)
-            for index in (behind,) if causal else (behind, behind - 1):
-                query = queries[np.clip(index, 0, queries.size - 1)]
-                near = (query // n == grid) & (abs(query - place) <= window)
-                seen[rank] |= near & (query >= place if causal else True)
+    needed = np.zeros((p, keys.grid.size), bool)
+    ordered = np.append(np.sort((owner * n + queries.grid) * n + queries.position), _NO_QUERY)
+    for q0, q1, k0, k1, low, high in (one.limits for one in slices):
+        at = np.flatnonzero((keys.position >= k0) & (keys.position < k1))
+        key, begin = keys.position[at], (np.arange(p)[:, None] * n + keys.grid[at]) * n
+        first, last = np.maximum(key - high, q0), np.minimum(key - low, min(q1, n) - 1)  # queries that see the key
+        needed[:, at] |= ordered[np.searchsorted(ordered, begin + first)] <= begin + last
+    return needed
+
+
+def _keys_seen(slices: Sequence[Slice], queries: _OnGrid, end: Ints, rate: int) -> Ints:
+    """Number of keys that each query sees on its grid, up to the end of its segment: (n_q,)."""
+    seen = np.zeros(queries.position.size, np.int64)
+    for q0, q1, k0, k1, low, high in (one.limits for one in slices):
+        at = np.flatnonzero((queries.position >= q0) & (queries.position < q1))
+        query, grid = queries.position[at], queries.grid[at]
+        first, behind = np.maximum(query + low, k0), np.minimum(np.minimum(query + high + 1, k1), end[at])
+        first, behind = ((np.maximum(x - grid, 0) + rate - 1) // rate for x in (first, behind))  # on the grid
+        seen[at] += np.maximum(behind - first, 0)
     return seen
 
 

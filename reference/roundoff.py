@@ -7,11 +7,14 @@ every implementation that respects the bucket.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
-from reference.pattern import Branch, Pattern
+from reference.pattern import Pattern, slices_seen
+from reference.slices import Slice, transposed
 
 # Unit roundoff of a type, its largest finite number, and the absolute error where a number of the type underflows:
 # half the smallest subnormal for fp16; for the others the smallest normal number, so that flushing to zero is allowed.
@@ -190,52 +193,114 @@ def max_pairs(pattern: Pattern, tokens: int, heads: int, kv_heads: int) -> tuple
     """(b, b'): most pairs in a row of a query head, and most rows of a group of query heads that see one key.
 
     A segment of min(w, n) positions holds len(range(offset, min(w, n), r)) selected ones, with documents n being the
-    longest. A window leaves at most window // r of them on each side of a row, or on one side if causal. A row sees at
-    most those, once through each branch that serves its head; a key of that head is seen by at most as many rows.
+    longest. A row sees at most those, once through each branch that serves its head; a key of that head is seen by at
+    most as many rows. Nor does it see more than its slices hold: `_reach` of each slice over the row, or over the key.
     """
-    if pattern.documents is not None:
-        tokens = max(pattern.documents, default=0)
-    seen = [0] * heads
+    longest = tokens if pattern.documents is None else max(pattern.documents, default=0)
+    seen = np.zeros((2, heads), object)
     for branch in pattern.branches:
-        length = min(branch.segment_length or tokens, tokens)
-        reach = tokens if branch.window is None else branch.window // branch.dilation_rate
-        within = reach + 1 if pattern.causal else 2 * reach + 1
+        length, rate = min(branch.segment_length or longest, longest), branch.dilation_rate
+        slices = slices_seen(branch, pattern.causal)
+        within = [_most_over(side, [_reach(one, rate, tokens) for one in side])
+                  for side in (slices, [transposed(one) for one in slices])]  # fmt: skip
         for head, offset in enumerate(branch.offsets(heads)):
             if offset is not None:
-                seen[head] += min(len(range(offset, length, branch.dilation_rate)), within)
+                on_grid = len(range(offset, length, rate))
+                seen[:, head] += [min(on_grid, most) for most in within]
     group = heads // kv_heads
-    return max(1, *seen), max(1, *(sum(seen[h : h + group]) for h in range(0, heads, group)))
+    return max(1, *seen[0]), max(1, *(sum(seen[1, h : h + group]) for h in range(0, heads, group)))
 
 
-def window_factor(branch: Branch, causal: bool, tokens: int) -> int:
-    """Factor of a branch in `max_partials`: 1 without a window, or if the window spans a whole segment.
+def _reach(one: Slice, rate: int, tokens: int) -> int:
+    """Most keys of a slice that one row sees on a grid of that rate.
 
-    Else the window cuts segments into parts (`ring.plan.blocks`). A row sees its own part, the part before and, unless
-    causal, the part behind. In these two, keys of a run that all rows see and keys that some see may be two calls.
+    On a grid all distances are multiples of the rate. Row i sees the keys max(k0, i + low) to min(k1 - 1, i + high).
+    Their number is concave in i, so it is largest where an end changes from one to the other, or beside it.
     """
-    length, rate = min(branch.segment_length or tokens, tokens), branch.dilation_rate
-    if branch.window is None or branch.window // rate * rate + rate >= length:
-        return 1
-    return 3 if causal else 5
+    q0, q1, k0, k1, low, high = one.limits
+    low, high, q1, k1 = -(-low // rate) * rate, high // rate * rate, min(q1, tokens), min(k1, tokens)
+    rows = (max(q0, min(q1 - 1, i)) for i in (k0 - low, k1 - 1 - high))
+    return max(-(-(min(k1 - 1, i + high) - max(k0, i + low) + 1) // rate) for i in rows)
 
 
-def max_run_parts(exchange: str, order: str | None, cut: bool, ranks: int, causal: bool, windows: bool) -> int:
+def _most_over(slices: Sequence[Slice], weights: Sequence[int]) -> int:
+    """Return the largest sum of the weights of slices over one row."""
+    edges = [(one.q0, max(0, weight)) for one, weight in zip(slices, weights, strict=True)]
+    edges += [(one.limits[1], -max(0, weight)) for one, weight in zip(slices, weights, strict=True)]
+    return max(accumulate((weight for _, weight in sorted(edges)), initial=0))
+
+
+@dataclass(frozen=True)
+class MaskParts:
+    """Number of calls into which a mask cuts what would be one without it, for `max_partials`.
+
+    rows      sum over the branches of the most parts of one row
+    keys      the same of one key
+    beside    True if a slice has a bound beside the diagonal, as causal attention has
+    ranges    most ranges of a run of keys that a rank needs; 0: the run, or from its begin on, or up to its end
+    """
+
+    rows: int
+    keys: int
+    beside: bool
+    ranges: int
+
+
+def mask_parts(pattern: Pattern, tokens: int) -> MaskParts:
+    """Return the parts of the mask of a pattern.
+
+    A row's keys in one run meet each slice over the row. A slice's share of them is a part. One more of keys that all
+    rows of the call see may be beside it for each bound, and one of keys that some rows see:
+
+        bounds                  parts
+        none                    1   a rectangle
+        beside the diagonal     1   in a square on it: it crosses the pairs of a run with itself alone, and these in
+                                    one triangle
+        any other               + 2 for each: a triangle, and the rectangle beside it that all rows see
+
+    On a grid of rate r, bounds are multiples of r. The ones beside the diagonal let a key see itself, or only the next.
+    Bounds that hide no pair of a segment count as none. So causality has 1 part, a causal window 3, a window both ways
+    5.
+    """
+    rows, keys, beside, ranges = 0, 0, False, 0
+    for branch in pattern.branches:
+        length, rate = min(branch.segment_length or tokens, tokens), branch.dilation_rate
+        slices, weights = slices_seen(branch, pattern.causal), list[int]()
+        for one in slices:
+            q0, q1, k0, k1, low, high = one.limits
+            q1, k1, low, high = min(q1, tokens), min(k1, tokens), -(-low // rate), high // rate  # in steps of the grid
+            hides = (low - 1) * rate > max(k0 - q1, -length), (high + 1) * rate < min(k1 - q0, length)
+            square = (q0, q1) == (k0, k1)
+            near = square and low in (0, 1), square and high in (0, -1)
+            far = sum(hidden and not aside for hidden, aside in zip(hides, near, strict=True))
+            beside |= any(near)
+            weights.append(1 + 2 * far)
+            if far or (q0, q1, k0, k1) != (0, tokens, 0, tokens):
+                ranges = max(ranges, 1 if branch.slices is None else 2 * len(slices))
+        rows += max(1, _most_over(slices, weights))
+        keys += max(1, _most_over([transposed(one) for one in slices], weights))
+    return MaskParts(rows, keys, beside, ranges)
+
+
+def max_run_parts(exchange: str, order: str | None, cut: bool, ranks: int, beside: bool, ranges: int) -> int:
     """Most parts of a rank's keys, or rows, of one run, for any bucket. order, cut: as in `max_partials`; None for
-    queries and keys of different layouts, whose runs may overlap in any way.
+    queries and keys of different layouts, whose runs may overlap in any way. beside, ranges: of `MaskParts`.
 
-    Causal, with tokens of several ranks interleaved: a run begins with keys that all rows see, or ends with rows that
-    see all keys, and a separate call may take these beside the causal square. In striped order there are none, since
-    every key lies within one turn of a row of each rank. Orders whose runs hold neighbours do not interleave.
+    Causal, or with another bound beside the diagonal, and with tokens of several ranks interleaved: a run begins with
+    keys that all rows see, or ends with rows that see all keys, and a separate call may take these beside the causal
+    square. In striped order there are none, since every key lies within one turn of a row of each rank. Orders whose
+    runs hold neighbours do not interleave.
 
     The exchange "ring" sends keys separately for each of the p - 1 distances that they travel. A rank needs all keys of
     a run or, causal, the keys up to its last row. Distances differ only in interleaved orders, and in striped order
-    only for the last key. With a window a rank needs a range of keys, which has two ends.
+    only for the last key. With a window a rank needs a range of keys, which has two ends. With slices it needs one for
+    each slice and each of its runs of queries, of which it has two.
     """
-    turns = causal and order not in _NEIGHBOUR_ORDERS
+    turns = beside and order not in _NEIGHBOUR_ORDERS
     uneven = turns and (order != "striped" or cut)
     distances = 1
-    if exchange == "ring" and windows:
-        distances = 2 * (ranks - 1)
+    if exchange == "ring" and ranges:
+        distances = 2 * (ranks - 1) * ranges
     elif exchange == "ring" and turns:
         distances = ranks - 1 if uneven else min(2, ranks - 1)
     return max(1, distances) + uneven
@@ -245,7 +310,7 @@ def max_partials(order: str, cut: bool, ranks: int, tokens: int, bucket: int, br
     """Most partial results of the keys of one row, or of the rows of one key.
 
     order, cut: the order of the tokens, and True if its shards are not cut by the order's own rule.
-    branches: the sum of `window_factor` over the branches. parts: of a run, from `max_run_parts`.
+    branches: `rows` or `keys` of `MaskParts`. parts: of a run, from `max_run_parts`.
 
     Per branch: the order of the tokens is a list of arithmetic runs (1 contiguous; p striped, and in each document p
     contiguous by document; 2 p zigzag; any other has at most 2 p runs, or else is handled by position, one part per

@@ -72,10 +72,21 @@ def meet(a: Slice, b: Slice) -> Slice | None:
     return both if holds_a_pair(both) else None
 
 
+def transposed(one: Slice) -> Slice:
+    """Return the slice with queries and keys exchanged: it sees (j, i) if the slice sees (i, j)."""
+    q0, q1, k0, k1, low, high = one
+    return Slice(k0, k1, q0, q1, None if high is None else -high, None if low is None else -low)
+
+
 def holds_a_pair(one: Slice) -> bool:
     """Return True if the slice sees some pair: every distance between the corners occurs."""
     q0, q1, k0, k1, low, high = one.limits
     return q0 < q1 and k0 < k1 and max(low, k0 - q1 + 1) <= min(high, k1 - 1 - q0)
+
+
+def looks_ahead(one: Slice) -> bool:
+    """Return True if the slice lets a query see a later key."""
+    return meet(one, Slice(low=_AFTER)) is not None
 
 
 def checked_slices(value: object) -> tuple[Slice, ...] | None:
@@ -150,11 +161,11 @@ def common_pair(a: Slice, b: Slice) -> tuple[int, int]:
     return query, query + distance
 
 
-def check_slices_fit(slices: Sequence[Slice], tokens: int, key_tokens: int) -> None:
-    """Raise ValueError if a slice reaches beyond the sequence."""
+def check_slices_fit(slices: Sequence[Slice], tokens: int | None, key_tokens: int) -> None:
+    """Raise ValueError if a slice reaches beyond the sequence. tokens: None for any number of queries."""
     for one in slices:
         for name, begin, end, most in (("queries", one.q0, one.q1, tokens), ("keys", one.k0, one.k1, key_tokens)):
-            if max(begin, end or 0) > most:
+            if most is not None and max(begin, end or 0) > most:
                 raise ValueError(
                     f"slices must lie within the {most} tokens of the {name}, got {tuple(one)}: end it at {most}"
                 )

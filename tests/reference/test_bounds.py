@@ -6,11 +6,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from reference import Branch, Pattern, attention, fast_oracle, gradients
 from reference.fast_oracle import QUANTITIES, Expectation, Inputs, evaluate, multiplicity
-from reference.roundoff import Arithmetic, Counts, max_partials
+from reference.roundoff import Arithmetic, Counts, MaskParts, mask_parts, max_pairs, max_partials
+from tests.support import drawn_patterns
 from tests.support.plain_case import plain
 from verification.case import DTYPES, Case
 from verification.check.expectation import arithmetic_of, expect
@@ -352,6 +355,33 @@ def test_counts_of_partial_results() -> None:
     assert (long.merges, long.row_merges) == (4 + 48 + 4, 2 * (4 + 48 + 4))
     assert arithmetic_of(small(world=4, order="striped", cuts=(0, 1, 1, 9, 24))).counts.merges == 7
     assert arithmetic_of(small(world=8, order="zigzag", tokens=3)).counts.merges == 3
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 14).flatmap(lambda n: st.tuples(st.just(n), drawn_patterns.patterns(H, sliced=n))))
+def test_slices_leave_no_more_pairs_than_counted(drawn: tuple[int, Pattern]) -> None:
+    n, pattern = drawn
+    count = multiplicity(pattern, H, n)
+    keys, rows = max_pairs(pattern, n, H, HK)
+    assert keys >= count.sum(-1).max() and rows >= count.reshape(HK, -1, n).sum(1).max()
+
+
+PARTS = {
+    "two frames": (Pattern.frames([4, 8]), (2, 2, True, 6)),
+    "first tokens": (Pattern.first_tokens(2, 3), (6, 6, True, 4)),
+    "a tree": (Pattern.tree([None, 0, 0], [4, 3, 3]), (2, 2, True, 8)),
+    "cut keys": (Pattern.slices([((0, 24), (0, 9), (None, 0)), ((0, 24), (9, 24), (None, 0))]), (6, 3, False, 4)),
+    "a grid": (Pattern((Branch(None, 4, slices=((0, 24, 0, 24, -3, 2),)),)), (1, 1, True, 0)),
+    "crossed": (Pattern.slices([((0, 9), (4, 20), "both")]), (5, 5, False, 2)),
+    "causal": (Pattern.dense(causal=True, window=5), (3, 3, True, 1)),
+    "nothing": (Pattern.slices([]), (1, 1, False, 0)),
+}
+
+
+@pytest.mark.parametrize("mask", PARTS)
+def test_parts_of_a_mask_by_hand(mask: str) -> None:
+    pattern, parts = PARTS[mask]
+    assert mask_parts(pattern, 24) == MaskParts(*parts)
 
 
 def cut_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

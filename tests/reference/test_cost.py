@@ -26,7 +26,6 @@ def problems(draw: st.DrawFn) -> Setting:
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     cuts = sorted(draw(st.lists(st.integers(0, n), min_size=p - 1, max_size=p - 1)))
     positions = np.split(np.array(draw(st.permutations(range(n))), np.int64), cuts)
-    pattern = replace(draw(drawn_patterns.patterns(kv_heads * group)), documents=documents)
     sizes = draw(st.integers(1, 2)), kv_heads * group, kv_heads, draw(st.integers(1, 3))
     itemsize, value_dim = draw(st.sampled_from([2, 4, 8])), draw(st.none() | st.integers(1, 4))
     keys = None
@@ -34,6 +33,8 @@ def problems(draw: st.DrawFn) -> Setting:
         m = draw(st.integers(0, 16)) if documents is None else n
         cuts = sorted(draw(st.lists(st.integers(0, m), min_size=p - 1, max_size=p - 1)))
         keys = np.split(np.array(draw(st.permutations(range(m))), np.int64), cuts)
+    shortest = n if keys is None else min(n, sum(map(len, keys)))
+    pattern = replace(draw(drawn_patterns.patterns(kv_heads * group, sliced=shortest)), documents=documents)
     return Setting(pattern, positions, *sizes, itemsize, value_dim, keys)
 
 

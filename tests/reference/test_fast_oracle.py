@@ -66,6 +66,7 @@ PATTERNS = {
     "documents": Pattern.dense(documents=(9, 0, 14, 1)),
     "mixed": Pattern(MIXED, causal=True),
     "nothing": Pattern((Branch(2, 3, 2),)),
+    "slices": Pattern((Branch(slices=((0, 9, 4, 24, 1, 8), (3, 24, 0, None, -9, 0))), MIXED[2]), causal=True),
 }
 
 
@@ -94,7 +95,7 @@ def test_the_twins_agree(pattern: Pattern, softcap: float | None, sinks: str, mo
 @settings(deadline=None, max_examples=80)
 @given(st.data(), st.integers(1, 12), st.tuples(st.integers(1, 4), st.integers(1, 4)))
 def test_the_twins_agree_on_any_pattern(data: st.DataObject, n: int, dims: tuple[int, int]) -> None:
-    pattern = data.draw(drawn_patterns.patterns(4))
+    pattern = data.draw(drawn_patterns.patterns(4, sliced=n))
     sink = st.sampled_from((-inf, TINY, -3.0, 0.0, 2.0, HUGE))
     sinks = data.draw(st.none() | st.lists(sink, min_size=4, max_size=4).map(np.array))
     softcap = data.draw(st.sampled_from((None, 0.5, 3.0, 1e6)))

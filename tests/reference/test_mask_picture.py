@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 
 from reference import Branch, Pattern, mask_picture
 from reference.mask_picture import Grid, density
-from reference.pattern import multiplicity
+from reference.pattern import multiplicity, slices_seen
+from reference.slices import CAUSAL, Slice
 from reference.svg import SHADES, Field, cell_tokens, fields
-from tests.support.drawn_patterns import branches, patterns
+from tests.support.drawn_patterns import branches, patterns, slices
 
 
 def blocks(mask: np.ndarray, size: int) -> np.ndarray:
@@ -33,18 +35,18 @@ def test_cells_have_the_mean_of_the_definition(drawn: bool, data: st.DataObject)
     """Up to 64 rows a cell all are counted: 40 tokens have cells of 1, 500 of 8. If all places are drawn, the rows at
     them add up to each row once, in the cell of the row."""
     n, causal = data.draw(st.integers(1, 40) | st.integers(90, 200) | st.integers(200, 500)), data.draw(st.booleans())
-    branch = data.draw(branches(1, longest=n))
+    branch = replace(data.draw(branches(1, longest=n)), slices=data.draw(st.none() | slices(n)))
     cuts = data.draw(st.none() | st.lists(st.integers(0, n), max_size=4).map(sorted))
     documents = None if cuts is None else tuple(np.diff([0, *cuts, n]).tolist())
     pattern, at = Pattern((branch,), causal, documents), torch.arange(n)
     (offset,) = branch.offsets(1)
     assert offset is not None
-    grid = Grid(branch.segment_length, branch.dilation_rate, offset, branch.window)
+    grid = Grid(branch.segment_length, branch.dilation_rate, offset, slices_seen(branch, causal))
     with pytest.MonkeyPatch.context() as patch:
         if drawn:
             patch.setattr(mask_picture, "_PLACES", 0)
             patch.setattr(mask_picture, "_places", lambda edges: np.arange(edges[-1]))
-        found = density(grid, n, causal, pattern.packed)
+        found = density(grid, n, pattern.packed)
     exact = blocks(multiplicity(pattern, at, at, 1)[0].numpy(), cell_tokens(n))
     assert np.allclose(found, exact, rtol=1e-12, atol=1e-14) and ((found > 0) == (exact > 0)).all()
 
@@ -54,7 +56,7 @@ def test_cells_have_the_mean_of_the_definition(drawn: bool, data: st.DataObject)
 def test_sampled_cells_miss_no_row(rate: int, offset: int) -> None:
     """Cells of 2^14 tokens in segments of 2^18. A cell's share of rows is off by those that cross its edges: a place in
     64 at each, and a row. Of a rate beyond the cells' size, every other cell has a row."""
-    found = density(Grid(2**18, rate, offset % rate, None), 2**20, True)
+    found = density(Grid(2**18, rate, offset % rate, (CAUSAL,)), 2**20)
     cells = np.arange(64)
     same, below = cells[:, None] // 16 == cells // 16, cells[:, None] > cells
     assert (found[~same | (cells[:, None] < cells)] == 0).all()
@@ -68,9 +70,9 @@ def test_sampled_cells_miss_no_row(rate: int, offset: int) -> None:
 
 def test_sampled_cells_have_the_mean_of_all_rows() -> None:
     """Documents, a window and a rate that divide nothing: the sum over all cells beside the work of every row."""
-    lengths, grid = (20001, 5, 3000, 99), Grid(1777, 7, 3, 901)
+    lengths, grid = (20001, 5, 3000, 99), Grid(1777, 7, 3, (Slice(low=-901, high=0),))
     n, at, pattern = sum(lengths), torch.arange(sum(lengths)), Pattern((Branch(1777, 7, 3, None, 901),), True, lengths)
-    found = density(grid, n, True, pattern.packed)
+    found = density(grid, n, pattern.packed)
     sizes = np.minimum(np.full(len(found), cell_tokens(n)), n - np.arange(len(found)) * cell_tokens(n))
     exact = sum(int(multiplicity(pattern, rows, at[max(0, int(rows[0]) - 901) :], 1).sum()) for rows in at.split(99))
     assert np.isclose((found * sizes[:, None] * sizes).sum(), exact, rtol=0.02)
@@ -99,6 +101,10 @@ LONGNET = Pattern.longnet([2048, 8192, 32768], [1, 4, 12], heads=12, causal=True
         (Pattern.dense(documents=(100, 0, 30)), {}, ["130 tokens, 3 documents; a cell has 2 rows and keys"]),
         (Pattern.dense(documents=()), {}, ["0 tokens, 0 documents"]),
         (Pattern((Branch(heads=range(1, 3)),)), {}, ["3 heads, mean", "head 0", "heads 1, 2"]),
+        (Pattern.tree([None, 0, 0], [6, 4, 4]), {}, ["32 tokens, causal"]),
+        (Pattern.spans([(3, 6)]), {}, ["32 tokens"]),
+        (Pattern((Branch(slices=((0, 9, 0, 9, 1, None),)),), causal=True), {"tokens": 20}, ["20 tokens"]),
+        (Pattern.frames([1560] * 60), {}, ["93,600 tokens; a cell has 1 Ki rows and keys, counted at 64 rows"]),
     ],
 )
 def test_pictures_have_captions(pattern: Pattern, sizes: dict[str, int], said: list[str]) -> None:
@@ -109,7 +115,7 @@ def test_pictures_have_captions(pattern: Pattern, sizes: dict[str, int], said: l
 
 
 @settings(max_examples=50, deadline=None)
-@given(patterns(3, packed=True))
+@given(patterns(3, packed=True) | patterns(3, sliced=30))
 def test_every_pattern_has_a_picture(pattern: Pattern) -> None:
     assert texts(pattern.picture().svg)
 

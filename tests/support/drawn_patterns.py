@@ -1,8 +1,24 @@
 """Patterns to draw, with every field of every kind."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern
+from reference.slices import Slice, meet
+
+
+@st.composite
+def slices(draw: st.DrawFn, longest: int) -> tuple[Slice, ...]:
+    """Disjoint ones, in rectangles of any place that overlap, within so many tokens."""
+    place, found = st.integers(0, longest), list[Slice]()
+    for _ in range(draw(st.integers(0, 6))):
+        (q0, q1), (k0, k1) = (sorted((draw(place), draw(place))) for _ in range(2))
+        low, high = (draw(st.none() | st.integers(-longest, longest)) for _ in range(2))
+        one = Slice(q0, draw(st.sampled_from((q1, None))), k0, draw(st.sampled_from((k1, None))), low, high)
+        if not any(meet(one, other) for other in found):
+            found.append(one)
+    return tuple(found)
 
 
 @st.composite
@@ -22,7 +38,9 @@ def documents(most: int = 7) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 @st.composite
-def patterns(draw: st.DrawFn, heads: int, packed: bool = False) -> Pattern:
-    """packed: it may have documents, of any number of tokens."""
+def patterns(draw: st.DrawFn, heads: int, packed: bool = False, sliced: int | None = None) -> Pattern:
+    """packed: it may have documents, of any number of tokens. sliced: tokens within which branches may have slices."""
     parts = draw(st.lists(branches(heads), min_size=1, max_size=3))
+    if sliced is not None:
+        parts = [replace(branch, slices=draw(st.none() | slices(sliced))) for branch in parts]
     return Pattern(tuple(parts), draw(st.booleans()), draw(st.none() | documents()) if packed else None)

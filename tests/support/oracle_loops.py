@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from reference import Branch, Pattern, attention, gradients
+from reference.slices import Slice
 
 # fp64, at most some dozens of terms of size ~1: rounding stays a thousand times below this.
 CLOSE: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}
@@ -50,10 +51,18 @@ def example(
     return Example(q, k, v, dout, normal(batch, heads, n_q), at)
 
 
+def in_slice(one: Slice, i: int, j: int) -> bool:
+    q0, q1, k0, k1, low, high = one
+    within = i >= q0 and (q1 is None or i < q1) and j >= k0 and (k1 is None or j < k1)
+    return within and (low is None or j - i >= low) and (high is None or j - i <= high)
+
+
 def sees(pattern: Pattern, branch: Branch, h: int, i: int, j: int, heads: int) -> bool:
     """M_b[h, i, j] from its definition."""
     served = range(heads) if branch.heads is None else branch.heads
-    if h not in served or (pattern.causal and j > i):
+    if h not in served or (pattern.causal and branch.slices is None and j > i):
+        return False
+    if branch.slices is not None and not any(in_slice(one, i, j) for one in branch.slices):
         return False
     if pattern.documents is not None:
         ends = list(accumulate(pattern.documents))

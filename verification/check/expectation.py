@@ -52,13 +52,16 @@ def counts_of(case: Case, kernel: str) -> Counts:
     """Return the lengths of the sums, for calls of that kernel of `roundoff.KERNELS`."""
     tokens, ranks = max(case.tokens, case.key_tokens), len(case.ranks)
     keys, rows = roundoff.max_pairs(case.pattern, tokens, case.heads, case.kv_heads)
-    taken = [roundoff.window_factor(branch, case.pattern.causal, tokens) for branch in case.pattern.branches]
+    mask = roundoff.mask_parts(case.pattern, tokens)
     order, cut = (case.order, case.cuts is not None) if case.keys is None else (None, True)
     exchange = groups_of(case.exchange, ranks).exchange
-    parts = roundoff.max_run_parts(exchange, order, cut, ranks, case.pattern.causal, max(taken) > 1)
+    parts = roundoff.max_run_parts(exchange, order, cut, ranks, mask.beside, mask.ranges)
     of_queries, of_keys = (
-        roundoff.max_partials(order, cuts is not None, ranks, tokens, case.tokens_per_call, sum(taken), parts)
-        for order, cuts in ((case.order, case.cuts), case.key_division()[0:4:3])
+        roundoff.max_partials(order, cuts is not None, ranks, tokens, case.tokens_per_call, factor, parts)
+        for factor, (order, cuts) in (
+            (mask.keys, (case.order, case.cuts)),
+            (mask.rows, case.key_division()[0:4:3]),
+        )
     )
     merges, row_merges = min(keys, of_keys), min(rows, of_queries * (case.heads // case.kv_heads))
     key_blocks, row_blocks = (1, 2) if kernel == "gpu" else roundoff.max_call_blocks(tokens)

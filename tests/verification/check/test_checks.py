@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from reference.fast_oracle import QUANTITIES, multiplicity
 from reference.head_groups import KEY_EXCHANGES
 from reference.pattern import Branch, Pattern
-from reference.roundoff import max_pairs, window_factor
+from reference.roundoff import mask_parts, max_pairs
 from ring.plan.tile import Tile
 from tests.ring.plan.plan_walk import PlanSetting, PlanWalk
 from tests.support.plain_case import plain
@@ -246,13 +246,17 @@ def test_counts_bound_the_merges(case: Case) -> None:
             assert of_rows <= counts.merges and of_keys <= counts.row_merges, other.to_json()
 
 
+def parts_of_a_row(branch: Branch, causal: bool) -> int:
+    return mask_parts(Pattern((branch,), causal), 24).rows
+
+
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("branch", (Branch(window=4), Branch(9, window=3), Branch(None, 3, 1, window=7)))
 def test_counts_of_what_a_window_leaves(branch: Branch, causal: bool) -> None:
     count = multiplicity(Pattern((branch,), causal), 4, 24)
     keys, rows = max_pairs(Pattern((branch,), causal), 24, heads=4, kv_heads=2)
     assert keys == count.sum(-1).max() and rows == count.reshape(2, -1, 24).sum(1).max()
-    assert window_factor(Branch(8, window=7), True, 24) == 1 and window_factor(Branch(8, window=6), True, 24) == 3
-    assert window_factor(Branch(None, 4, window=23), False, 24) == 1  # it hides nothing
-    assert window_factor(Branch(None, 4, window=19), False, 24) == 5
+    assert parts_of_a_row(Branch(8, window=7), True) == 1 and parts_of_a_row(Branch(8, window=6), True) == 3
+    assert parts_of_a_row(Branch(None, 4, window=23), False) == 1  # it hides nothing
+    assert parts_of_a_row(Branch(None, 4, window=19), False) == 5
     assert most_merged(ALONE)[0] == 6
