@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from reference.documents import documents_from_cu_seqlens
 from reference.pattern import Branch, Pattern
+from reference.slices import CAUSAL, EVERYTHING, Slice, meet
 from ring.layout import Layout
 from ring.plan.exchanges import KEY_EXCHANGES
 from tests.ring.plan.plan_walk import PlanSetting
@@ -61,6 +62,20 @@ def patterns(draw: Any, heads: int, most_branches: int = 3) -> Pattern:
 
 
 @st.composite
+def with_slices(draw: Any, pattern: Pattern, n: int) -> Pattern:
+    """Give some branches up to five disjoint slices with any ends and bounds."""
+    ends, bounds = st.lists(st.integers(0, n), min_size=4, max_size=4), st.none() | st.integers(-n, n)
+    branches = []
+    for branch in pattern.branches:
+        slices = [draw(st.sampled_from((CAUSAL, EVERYTHING, Slice(low=-3, high=0))))] if draw(st.booleans()) else []
+        for (a, b, c, d), low, high in draw(st.lists(st.tuples(ends, bounds, bounds), max_size=4)):
+            one = Slice(min(a, b), max(a, b), min(c, d), max(c, d), low, high)
+            slices += [] if any(meet(one, other) for other in slices) else [one]
+        branches.append(replace(branch, slices=tuple(slices)) if draw(st.integers(0, 3)) else branch)
+    return replace(pattern, branches=tuple(branches))
+
+
+@st.composite
 def documents(draw: Any, tokens: int) -> tuple[int, ...] | None:
     """In half of the draws none; else some are empty or hold one token, or all are short and of few lengths."""
     kind = draw(st.sampled_from((None, None, "any", "short")))
@@ -83,6 +98,8 @@ HEADS = ((1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 4), (6, 2), (6, 3), (8, 2),
 def drawn_settings(draw: Any) -> PlanSetting:
     heads, kv_heads = draw(st.sampled_from(HEADS))
     pattern, layout = draw(patterns(heads)), draw(layouts())
+    if draw(st.booleans()):
+        pattern = draw(with_slices(pattern, layout.n))
     bucket, more = draw(st.sampled_from((1, 2, 3, 5, 8, 1000))), draw(st.sampled_from((None, None, 0, 5, 64)))
     return PlanSetting(
         replace(pattern, documents=draw(documents(layout.n))), layout, heads, kv_heads,
@@ -102,6 +119,8 @@ def stretched_settings(draw: Any) -> PlanSetting:
     p = draw(st.integers(1, 4))
     n = 2 * p * draw(st.integers(1, 4))
     pattern = draw(patterns(heads))
+    if draw(st.booleans()):
+        pattern = draw(with_slices(pattern, n))
     by = 1 + p * draw(st.integers(2**31 // p, 2**40 // n // p - 1))
     order = draw(st.sampled_from(("contiguous", "zigzag", "striped", "cut")))
     if order == "cut":

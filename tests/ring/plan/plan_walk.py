@@ -94,7 +94,9 @@ def stretched(pattern: Pattern, by: int) -> Pattern:
         return tuple(map(times, x)) if isinstance(x, tuple) else None if x is None else by * x
 
     branches = (
-        Branch(times(x.segment_length), by * x.dilation_rate, times(x.offset), x.heads, times(x.window))
+        Branch(
+            times(x.segment_length), by * x.dilation_rate, times(x.offset), x.heads, times(x.window), times(x.slices)
+        )
         for x in pattern.branches
     )
     return replace(pattern, branches=tuple(branches), documents=times(pattern.documents))

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern, multiplicity
-from reference.slices import Slice, meet
 from ring.layout import Layout
 from ring.plan.range_pairs import Sight, pair_up
 from ring.plan.ranges import Ranges, Subranges, merge_adjacent, ranges_of
@@ -21,7 +20,7 @@ from ring.plan.slice_pairs import slice_pairs
 from ring.plan.tile import Mask
 from ring.plan.tiling import split_by_mask
 from tests.ring.plan.plan_walk import Array
-from tests.support.plan_settings import layouts, listed, patterns
+from tests.support.plan_settings import layouts, listed, patterns, with_slices
 
 EVENS, ODDS = Branch(None, 2, 0), Branch(None, 2, 1)
 
@@ -67,7 +66,7 @@ def test_range_pairs_are_exactly_the_visible_pairs(
     pattern: Pattern, layout: Layout, listing: bool, window: int, data: st.DataObject
 ) -> None:
     if data.draw(st.booleans()):
-        pattern = with_slices(pattern, layout.n, data)
+        pattern = data.draw(with_slices(pattern, layout.n))
     ranges = ranges_of(pattern, listed(layout) if layout.n and listing else layout, 2, 1)
     every = np.arange(len(ranges.count))
     # Any subrange of every range: plans cut keys at buckets.
@@ -93,19 +92,6 @@ def test_range_pairs_are_exactly_the_visible_pairs(
         kept = [positions(ranges, keys, i) for i in every.tolist() if ranges.block[i] == number]
         seen[:, np.setdiff1d(at, np.concatenate([[], *kept]))] = False
         assert (pairs[number] == seen).all()
-
-
-def with_slices(pattern: Pattern, n: int, data: st.DataObject) -> Pattern:
-    """Give each branch up to four disjoint slices with any ends and bounds."""
-    ends, bounds = st.lists(st.integers(0, n), min_size=4, max_size=4), st.none() | st.integers(-n, n)
-    branches = []
-    for branch in pattern.branches:
-        slices = [Slice(low=None, high=0)] if data.draw(st.booleans()) else []
-        for (a, b, c, d), low, high in data.draw(st.lists(st.tuples(ends, bounds, bounds), max_size=4)):
-            one = Slice(min(a, b), max(a, b), min(c, d), max(c, d), low, high)
-            slices += [] if any(meet(one, other) for other in slices) else [one]
-        branches.append(replace(branch, slices=tuple(slices)))
-    return replace(pattern, branches=tuple(branches))
 
 
 def positions(ranges: Ranges, subranges: Subranges, i: int) -> Array:
