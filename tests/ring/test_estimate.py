@@ -36,6 +36,7 @@ from ring.precision import accumulator_dtype
 from ring.programs import Programs, make_programs
 from ring.settings import Settings
 from tests.support import drawn_patterns
+from tests.support.plan_settings import with_slices
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 SIZES: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
@@ -70,8 +71,8 @@ def of_keys(p: int) -> tuple[str, ...]:
 
 @st.composite
 def calls(draw: st.DrawFn, heads_alone: bool | None = None) -> tuple[Call, Layout, Layout]:
-    """Exchanges by heads, of keys, or (None) both. With documents, windows, grouped heads, values of another head dim,
-    and keys of another sequence.
+    """Exchanges by heads, of keys, or (None) both. With documents, windows, slices, grouped heads, other value dims, and
+    keys of another sequence.
     """
     documents, kv_heads = draw(st.none() | drawn_patterns.documents()), draw(st.integers(1, 3))
     tokens, p, heads = (
@@ -84,6 +85,8 @@ def calls(draw: st.DrawFn, heads_alone: bool | None = None) -> tuple[Call, Layou
     layout = keys = draw(layouts(pattern, n, p))
     if draw(st.booleans()):
         keys = draw(layouts(pattern, draw(tokens) if documents is None else n, p))
+    if draw(st.booleans()):
+        pattern = draw(with_slices(pattern, min(n, keys.n)))
     sizes = heads, kv_heads, draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
     exchanges = (of_keys(p) if heads_alone is not True else ()) + (by_heads(p) if heads_alone is not False else ())
     exchange, bucket = draw(st.sampled_from(exchanges)), draw(st.none() | st.integers(1, 12))
