@@ -41,7 +41,7 @@ def test_the_table_is_of_the_gpu_that_rates_are_of() -> None:
 
 @pytest.mark.parametrize("passed", ("forward", "backward"))
 @pytest.mark.parametrize("causal", (True, False))
-def test_calls_of_the_table_take_its_times_or_what_a_throttled_gpu_adds(passed: str, causal: bool) -> None:
+def test_calls_of_the_table_take_its_times_plus_throttling(passed: str, causal: bool) -> None:
     for row in rows_of(passed, 128, causal, False):
         seconds = call_seconds(np.array([row["length"] ** 2]), row["heads"], causal, passed, (128, 128))
         ratio = seconds / (1e-3 * min(row["ms"].values()))
@@ -51,7 +51,7 @@ def test_calls_of_the_table_take_its_times_or_what_a_throttled_gpu_adds(passed: 
 
 
 @pytest.mark.parametrize("passed", ("forward", "backward"))
-def test_calls_on_several_lengths_take_the_time_of_their_sequences(passed: str) -> None:
+def test_varlen_calls_take_the_time_of_their_sequences(passed: str) -> None:
     """Each as one of many of its length, which the table times in other calls: within 20 % of its times."""
     for mean, row in zip((128, 512, 2048, 8192), rows_of(passed, 128, True, True), strict=True):
         lengths = np.array(document_lengths(2**15, mean))
@@ -120,7 +120,7 @@ def test_many_runs_take_the_time_of_large_calls() -> None:
     assert rows[0] is not None and rows[1] is not None and 0.3 < rows[1] / rows[0] < 0.7
 
 
-def test_plans_have_windows_that_the_kernels_for_the_head_dims_take() -> None:
+def test_plans_have_windows_that_kernels_of_their_head_dims_take() -> None:
     """FlashAttention-4 does not take head dims of 80, and FlashAttention-2 no window of 4096 tokens."""
     pattern, layout = Pattern.dense(True, window=4095), Layout.contiguous(2**15, 2)
     for head_dim, windows in ((80, {None}), (128, {None, 4095})):
@@ -200,7 +200,7 @@ def test_a_window_takes_no_longer_than_none_and_sequences_add_up(causal: bool) -
         ),
     ],
 )
-def test_what_no_measured_kernel_takes_is_refused(change: dict[str, Any], said: str) -> None:
+def test_refuses_calls_that_no_measured_kernel_takes(change: dict[str, Any], said: str) -> None:
     given: dict[str, Any] = {"tokens": 512, "ranks": 2, "heads": 4, "head_dim": 64, "exchange": "direct"} | change
     with pytest.raises(ValueError, match=said):
         estimate(Pattern.dense(causal=True), rates=Rates.of("NVIDIA H200"), **given)

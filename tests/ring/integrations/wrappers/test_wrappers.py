@@ -63,7 +63,7 @@ CLIPPED = Example("apart", "striped", accumulation=2, clip=0.1)
         ),
     ],
 )
-def test_it_trains_as_one_process(
+def test_wrapped_models_train_as_one_process(
     ranks: Ranks, example: Example, wrapper: str, recomputed: dict[str, Any] | None
 ) -> None:
     assert_near(ranks(example.world).run(_train, example, wrapper, recomputed), dense(example))
@@ -80,7 +80,7 @@ def _begin_apart() -> None:
     assert model.weight.grad is not None and (model.weight.grad == 1.5).all()
 
 
-def test_ddp_begins_with_the_parameters_of_the_first_rank_and_averages_gradients(ranks: Ranks) -> None:
+def test_ddp_broadcasts_parameters_and_averages_gradients(ranks: Ranks) -> None:
     ranks(2).run(_begin_apart)
 
 
