@@ -170,9 +170,8 @@ def stages_of(
 
 
 def _rows(
-    problem: Problem, dividing: Sequence[int], own: int, stage: Sequence[HeadBlock], sizes: Ints,
-    far: Sequence[bool],
-) -> tuple[Messages, ...]:  # fmt: skip
+    problem: Problem, dividing: Sequence[int], own: int, stage: Sequence[HeadBlock], sizes: Ints, far: Sequence[bool]
+) -> tuple[Messages, ...]:
     """Count the messages with rows of a stage, as `ring.comm.head_exchange` sends them."""
     rows, heads = problem.rows[list(dividing)], np.array([(len(block.queries), len(block.keys)) for block in stage])
     found = []
@@ -181,10 +180,11 @@ def _rows(
         ends = [
             [
                 (rank, int(x @ size), int((x > 0) @ np.array(tensors)))
-                for place, (rank, x) in enumerate(zip(dividing, slots, strict=True)) if place != own
+                for place, (rank, x) in enumerate(zip(dividing, slots, strict=True))
+                if place != own
             ]
             for slots in (of_owner, of_head)
-        ]  # fmt: skip
+        ]
         sends, receives = reversed(ends) if back else ends
         found.append(Messages.of([sends], [receives], far))
     return tuple(found)

@@ -119,9 +119,11 @@ def _curves(passed: str, dims: tuple[int, int], causal: bool, kernels: tuple[Ker
     """Return the curves of the table's nearest head dims, scaled to these."""
     names = {kernel.name for kernel in kernels}
     calls = [
-        row for row in _rows() if (row["passed"], row["causal"], row["varied"]) == (passed, causal, False)
+        row
+        for row in _rows()
+        if (row["passed"], row["causal"], row["varied"]) == (passed, causal, False)
         and not row["ms"].keys().isdisjoint(names)
-    ]  # fmt: skip
+    ]
     near = min(
         ((row["dim"], row["value_dim"]) for row in calls),
         key=lambda given: float(np.abs(np.log(np.array(given) / dims)).sum()),

@@ -456,7 +456,7 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
         ({"memory": 0}, "memory is 0; it must be an integer of at least 1"),
         ({"pattern": Pattern.dense(documents=(1024,)), "memory": 1}, "memory must be None"),
     ],
-)  # fmt: skip
+)
 def test_refuses(change: dict[str, Any], named: str) -> None:
     given: dict[str, Any] = {"pattern": Pattern.dense(), "tokens": 1024, "ranks": 2, **SIZES}
     with pytest.raises(ValueError, match=f"^{named}"):

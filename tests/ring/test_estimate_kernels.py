@@ -101,9 +101,10 @@ def test_every_part_takes_time(exchange: str) -> None:
     kernels, whole = MEASURED.kernels, seconds(MEASURED)
     assert kernels is not None
     without = [
-        replace(MEASURED, packing=None), replace(MEASURED, kernels=replace(kernels, launch=0.0)),
+        replace(MEASURED, packing=None),
+        replace(MEASURED, kernels=replace(kernels, launch=0.0)),
         replace(MEASURED, latency=0.0),
-    ]  # fmt: skip
+    ]
     if exchange != "all-to-all":  # a block of heads in one kernel call: nothing to merge
         without.append(replace(MEASURED, kernels=replace(kernels, merging=None)))
     assert all((seconds(rates) <= whole).all() and (seconds(rates) < whole).any() for rates in without)

@@ -78,9 +78,7 @@ def loss(setting: dict[str, Any], ms: dict[str, float]) -> tuple[str, float]:
 @lru_cache
 def _predicted(text: str, exchange: str, bucket: int | None) -> Estimate:
     load, rates = workload_of(json.loads(text)), Rates.of("NVIDIA H200")
-    return estimate(
-        load.pattern, load.layout, exchange=exchange, bucket=bucket, rates=rates, **arguments_of(load)
-    )[0]  # fmt: skip
+    return estimate(load.pattern, load.layout, exchange=exchange, bucket=bucket, rates=rates, **arguments_of(load))[0]
 
 
 def predicted(record: dict[str, Any], row: dict[str, Any]) -> Estimate:

@@ -17,9 +17,10 @@ from verification.causes.example import Candidate, Example, Forward, Results, We
 
 # Masks that differ in few places, with the regions between which they distinguish.
 REGIONS: dict[str, tuple[str, ...]] = {
-    "strict diagonal": ("", ", queries of first half", ", queries of second half"), "local window": ("",),
+    "strict diagonal": ("", ", queries of first half", ", queries of second half"),
+    "local window": ("",),
     "local window, keys before": ("",),
-}  # fmt: skip
+}
 
 
 class Mistake(NamedTuple):

@@ -87,9 +87,11 @@ def add_examples(parser: argparse.ArgumentParser, about: str, default: int | Non
 def add_only(parser: argparse.ArgumentParser, about: str = "property or law") -> None:
     """Add --only. about: what its titles are of."""
     parser.add_argument(
-        "--only", action="append", metavar="TITLE",
+        "--only",
+        action="append",
+        metavar="TITLE",
         help=f"check only this {about}, on as many examples: its title or a unique part of it; may be repeated",
-    )  # fmt: skip
+    )
 
 
 def add_profile(parser: argparse.ArgumentParser, profiles: Mapping[str, Any]) -> None:
@@ -102,9 +104,11 @@ def add_profile(parser: argparse.ArgumentParser, profiles: Mapping[str, Any]) ->
 
 def add_seed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--seed", type=int, metavar="N",
+        "--seed",
+        type=int,
+        metavar="N",
         help="repeat the examples of the run that printed this seed (default: a new seed)",
-    )  # fmt: skip
+    )
 
 
 def seed_of(options: argparse.Namespace) -> int:

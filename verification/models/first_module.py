@@ -133,9 +133,10 @@ def describe_first_difference(
     for entry in reversed(entries):
         if comparison.other_gradient(entry, factor):
             right = (
-                outer for outer in calls_around(entry, expectation.entries)
+                outer
+                for outer in calls_around(entry, expectation.entries)
                 if outer.gradient is not None and not comparison.other_gradient(outer, factor)
-            )  # fmt: skip
+            )
             return (
                 f"in step one the outputs of all modules agree; the first module, in the order of the backward, whose "
                 f"output has another gradient is {named(entry.name)}: the cause is in the backward of "

@@ -89,11 +89,13 @@ def _gathered(
     logits = [_without_padding(padding[d], named) for d, named in enumerate(whole)]
     return replace(expectation, exact={**expectation.exact, **exact}), [
         replace(
-            seen, logits=logits[seen.data_rank], norms=seen.norms if norms else {},
+            seen,
+            logits=logits[seen.data_rank],
+            norms=seen.norms if norms else {},
             buffers={name: x for name, x in seen.buffers.items() if name in same},
         )
         for seen in observations
-    ]  # fmt: skip
+    ]
 
 
 def _without_padding(padding: Array, logits: Named) -> Named:

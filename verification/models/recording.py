@@ -84,11 +84,13 @@ def steps_of(case: StepCase, traced: bool) -> int:
 
 def buffers_of(model: nn.Module) -> Named:
     """Return copies of the buffers of numbers, in fp64."""
-    return arrays({
-        plain_name(name): x.to(torch.float64)
-        for name, x in model.named_buffers()
-        if x.is_floating_point() or not (x.is_complex() or x.dtype is torch.bool)
-    })  # fmt: skip
+    return arrays(
+        {
+            plain_name(name): x.to(torch.float64)
+            for name, x in model.named_buffers()
+            if x.is_floating_point() or not (x.is_complex() or x.dtype is torch.bool)
+        }
+    )
 
 
 def note_step(seen: Results, step: int, loss: object, norm: object) -> None:

@@ -117,9 +117,11 @@ Attend = Callable[[Transport, Case, tuple[Tensor, ...]], CallResult]
 
 
 def judge(
-    transport: Transport, case: Case, attend: Attend = run_attention,
+    transport: Transport,
+    case: Case,
+    attend: Attend = run_attention,
     arithmetic: Callable[[Case], Arithmetic] = arithmetic_of,
-) -> Judgement:  # fmt: skip
+) -> Judgement:
     """Task: run forward and backward on this rank's shards, and compare with exact results of its own device.
 
     Repeats with deterministic kernels, since at this length the fastest ones need not give the same bits again.

@@ -29,7 +29,7 @@ from ring.compute.kernels.operands import (
     rows_first,
     window,
     workspace,
-)  # fmt: skip
+)
 from ring.plan.tile import Mask, Tile
 
 VERSION = "4.0.0b36"

@@ -20,7 +20,7 @@ from ring.compute.kernels.operands import (
     unpadded_results,
     window,
     workspace,
-)  # fmt: skip
+)
 from ring.plan.tile import Mask, Tile
 
 

@@ -21,10 +21,12 @@ def _undisturbed(model: Any) -> Iterator[None]:
     devices = [x.device for x in [*model.parameters()][:1] if x.device.type == "cuda"]
     try:
         with (
-            torch.random.fork_rng(devices), torch.no_grad(), torch.compiler.set_stance("force_eager"),
+            torch.random.fork_rng(devices),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
             torch.autocast(model.device.type, enabled=False),
             settings(model, use_cache=False, _experts_implementation_internal="eager"),
-        ):  # fmt: skip
+        ):
             torch.default_generator.manual_seed(0)
             model.eval()
             yield

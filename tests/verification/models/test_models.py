@@ -47,7 +47,7 @@ CASES: list[dict[str, Any]] = [
     {"tokens": 12, "cuts": (0, 0, 12), "packed": (12,), "exchange": "gather"},
     {"tokens": 6, "wrapper": "fsdp2", "optimiser": "adamw", "steps": 3, "resumed_after": 2, "batch": 2},
     {"tokens": 11, "order": "permuted", "dtype": "float32", "labels": "shards", "exchange": "ring"},
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

@@ -136,10 +136,12 @@ def epoch(step: Sequence[Sequence[WholeBatch]], number: int, case: StepCase) -> 
     sampler: Any = DistributedSampler(cast(Any, range(len(batches) * case.data * case.batch)), 1, 0)
     sampler.set_epoch(number)
     places = torch.tensor(list(sampler)).argsort()
-    return TensorDataset(*(
-        torch.cat([torch.stack([getattr(x, name) for x in batch], 1).flatten(0, 1) for batch in batches])[places]
-        for name in ("tokens", "labels")
-    ))  # fmt: skip
+    return TensorDataset(
+        *(
+            torch.cat([torch.stack([getattr(x, name) for x in batch], 1).flatten(0, 1) for batch in batches])[places]
+            for name in ("tokens", "labels")
+        )
+    )
 
 
 def mean(losses: Sequence[tuple[float, int]]) -> float:

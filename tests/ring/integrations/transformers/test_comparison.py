@@ -242,7 +242,7 @@ REFUSED: dict[str, Refused] = {
         "must have more than 1024 tokens, since the configuration has index_block_size=64 and index_topk_blocks=16",
     ),
     "meta": (on_meta, "model.embed_tokens.weight on the meta device"),
-}  # fmt: skip
+}
 
 
 def state(model: Any) -> list[Any]:

@@ -92,10 +92,7 @@ def _train(example: Example, checkpointing: Any, wrapper: str, make: Callable[[]
         out: Tensor = model(tokens, position_ids=context.positions[None], context=context).logits
         return out
 
-    return trained(
-        example, inner, logits,
-        clip=lambda: clip_grad_norm(model.parameters(), example.clip or 1e300, mesh),
-    )  # fmt: skip
+    return trained(example, inner, logits, clip=lambda: clip_grad_norm(model.parameters(), example.clip or 1e300, mesh))
 
 
 AGAIN, REENTRANT = {"use_reentrant": False}, {"use_reentrant": True}

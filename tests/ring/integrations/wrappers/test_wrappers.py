@@ -25,10 +25,12 @@ def _train(example: Example, wrapper: str, recomputed: dict[str, Any] | None) ->
     if wrapper == "ddp":
         model = ddp.wrap(inner, mesh)
         return trained(
-            example, inner, model,
+            example,
+            inner,
+            model,
             micro_batch=lambda last: nullcontext() if last else model.no_sync(),
             clip=lambda: nn.utils.clip_grad_norm_(model.parameters(), example.clip or torch.inf),
-        )  # fmt: skip
+        )
     sharded: Any = fsdp.shard(inner, mesh, LongNetBlock, replicate="data" if wrapper == "hsdp" else ())
 
     def micro_batch(last: bool) -> AbstractContextManager[None]:
