@@ -15,7 +15,7 @@ from reference.pattern import Pattern
 from ring.compute.gpu.kernel_times import FILE
 from ring.compute.kernels import CUDNN, FA4, FLASH
 from ring.estimate import Kernels, Rates, estimate, rank_work, timeline
-from ring.estimate.estimates import Call
+from ring.estimate.estimates import EstimatedCall
 from ring.estimate.tile_seconds import GPU, call_seconds, tile_seconds
 from ring.layout import Layout
 from ring.plan.blocks import Heads
@@ -78,7 +78,7 @@ def test_copies_merges_and_starts_by_hand() -> None:
     own and one of all its rows with rows 0 and 1. It packs the rows 2 to 5, which rank 0's last two see.
     """
     layout = Layout.zigzag(8, 2)
-    call = Call(Pattern.dense(True), 1, 1, 1, 1, 1, torch.bfloat16, "direct", 8, "cuda")
+    call = EstimatedCall(Pattern.dense(True), 1, 1, 1, 1, 1, torch.bfloat16, "direct", 8, "cuda")
     problem = call.problem(layout, layout)
     plan = plan_of(call.pattern, layout, 1, 1, 1, DIRECT, 8)
     slot = 4
@@ -125,7 +125,7 @@ def test_plans_have_windows_that_kernels_of_their_head_dims_take() -> None:
     """FlashAttention-4 does not take head dims of 80, and FlashAttention-2 no window of 4096 tokens."""
     pattern, layout = Pattern.dense(True, window=4095), Layout.contiguous(2**15, 2)
     for head_dim, windows in ((80, {None}), (128, {None, 4095})):
-        call = Call(pattern, 32, 8, head_dim, head_dim, 1, torch.bfloat16, "ring", None, "cuda")
+        call = EstimatedCall(pattern, 32, 8, head_dim, head_dim, 1, torch.bfloat16, "ring", None, "cuda")
         plan = rank_work.rank_plan(call.problem(layout, layout), RING, 2**16, True, Kernels(), 1)
         assert {tile.window for tile in plan.tiles} == windows
 

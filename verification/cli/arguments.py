@@ -116,7 +116,7 @@ def seed_of(options: argparse.Namespace) -> int:
     return random.SystemRandom().getrandbits(32) if options.seed is None else int(options.seed)
 
 
-def plan_of(
+def make_run_plan(
     options: argparse.Namespace, worlds: tuple[int, ...], profiles: Mapping[str, Profile], only: tuple[str, ...] = ()
 ) -> RunPlan:
     """Return the plan of the command line. worlds: the default. profiles: by name; the only one without --profile.
@@ -146,10 +146,10 @@ def add_backend(parser: argparse.ArgumentParser, backends: Mapping[str, str]) ->
 
 def only_of(options: argparse.Namespace, among: Collection[str]) -> tuple[str, ...]:
     """Return the titles of --only, each once. Raises Unavailable."""
-    return tuple(dict.fromkeys(title_of(name, among) for name in options.only or ()))
+    return tuple(dict.fromkeys(find_title(name, among) for name in options.only or ()))
 
 
-def title_of(name: str, among: Collection[str]) -> str:
+def find_title(name: str, among: Collection[str]) -> str:
     """Return the only one of the titles with this text in it. Raises Unavailable for none or several."""
     from verification.run.backends import Unavailable
 

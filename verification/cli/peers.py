@@ -111,7 +111,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
         if only or options.world or options.examples != PROFILE.examples:
             raise Unavailable("argument --case: it is one example; leave out --only, --world and --examples")
         options.world = (options.case.world,)
-    return run_peers(ATTENTIONS, options.names, cli.plan_of(options, (), {"": PROFILE}, only), console, options)
+    return run_peers(ATTENTIONS, options.names, cli.make_run_plan(options, (), {"": PROFILE}, only), console, options)
 
 
 def case_line(text: str) -> Case:

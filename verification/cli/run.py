@@ -68,7 +68,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
         raise Unavailable(f"argument --jobs: on nccl one world size at a time, since ranks share the GPUs; got {jobs}")
     if options.real_size is None:
         options.real_size = 0 if only else real_size.TOKENS
-    plan = cli.plan_of(options, runner.WORLDS, runner.PROFILES, only)
+    plan = cli.make_run_plan(options, runner.WORLDS, runner.PROFILES, only)
     plan = replace(plan, real_size=options.real_size, jobs=jobs)
     if not any((*runner.plain_on(plan, world), *runner.laws_on(plan, world)) for world in plan.worlds):
         where = f"{backend}, --world {','.join(map(str, plan.worlds))}"

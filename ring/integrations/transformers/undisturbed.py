@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ring.integrations.transformers.double import in_double
-from ring.nn.module_calls import Call, ModuleCalls
+from ring.nn.module_calls import ModuleCall, ModuleCalls
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def settings(model: Any, **values: object) -> Iterator[None]:
             setattr(config, name, value)
 
 
-def record(model: nn.Module, instead: dict[int, Tensor], arguments: dict[str, Any]) -> list[Call]:
+def record(model: nn.Module, instead: dict[int, Tensor], arguments: dict[str, Any]) -> list[ModuleCall]:
     """Call a model in fp64, without gradients, and leave it as it was. Return the calls of its modules.
 
     Args:

@@ -21,7 +21,7 @@ from tests.support.printed import printed, recording, unbroken
 from verification import whole_run
 from verification.__main__ import main
 from verification.cli import command_line, validate
-from verification.cli.arguments import TYPED, check_file, check_folder, title_of
+from verification.cli.arguments import TYPED, check_file, check_folder, find_title
 from verification.cli.command_line import COMMANDS
 from verification.replay.replay import replay
 from verification.report.report import Report
@@ -132,7 +132,7 @@ def test_a_gpu_that_is_not_there_is_refused(
 
 
 def test_a_part_of_a_title_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
-    found = [title_of(name, titles()) for name in ("gradients", "Permute", "BYTES")]
+    found = [find_title(name, titles()) for name in ("gradients", "Permute", "BYTES")]
     assert found == ["gradients", "batches and heads permute", "bytes sent"]
     assert main(("run", "--list")) == 0
     lines = capsys.readouterr().out.splitlines()

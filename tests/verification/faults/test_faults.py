@@ -18,7 +18,7 @@ from tests.support.plain_case import plain
 from verification.__main__ import main
 from verification.failures import MismatchedMessages, RankCrash, RankError, RankOutcome, RankState, VerificationFailure
 from verification.faults import fault_run
-from verification.faults.fault_experiment import MishandledFault, check_fault, check_whole, fault_of, judge
+from verification.faults.fault_experiment import MishandledFault, check_fault, check_whole, choose_fault, judge
 from verification.faults.inject import BY_NAME, KINDS, WORDS_SEPARATOR, Fault, observe_with_fault
 from verification.report.report import Report
 from verification.run.backends import PRELOAD, GlooBackend, SimBackend, Unavailable
@@ -124,9 +124,9 @@ def test_mishandled_faults_replay_until_mended(
 
 def test_numbers_choose_among_existing_posts() -> None:
     posts = [[1, 0, 2], [0, 0], [1]]  # the rank at index 1 sends nothing
-    assert fault_of(how("kill", 0, 4), posts) == Fault("kill", 0, 1)
-    assert fault_of(how("short", 0, 3, 5), posts) == Fault("short", 0, 2, 1)
-    assert fault_of(how("raise", 3, 7), posts) == Fault("raise", 2, 0)
+    assert choose_fault(how("kill", 0, 4), posts) == Fault("kill", 0, 1)
+    assert choose_fault(how("short", 0, 3, 5), posts) == Fault("short", 0, 2, 1)
+    assert choose_fault(how("raise", 3, 7), posts) == Fault("raise", 2, 0)
     with pytest.raises(Unavailable, match="faults need ranks on gloo; got SimBackend"):
         check_fault(SimBackend(), CASE, how("kill"))
 

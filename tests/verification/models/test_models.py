@@ -25,7 +25,7 @@ from verification.failures import WrongResult
 from verification.models import ModelCase, Setup, check_model
 from verification.models.batches import global_batch
 from verification.models.model_case import MODEL_DTYPES
-from verification.models.model_run import PROFILE, ModelExperiment, preload_of, run_model
+from verification.models.model_run import PROFILE, ModelExperiment, list_preload, run_model
 from verification.models.observation import ModelObservation
 from verification.models.probing import SMALLEST
 from verification.models.recording import train_in_one_process
@@ -52,7 +52,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def backend() -> Iterator[GlooBackend]:
-    with closing(GlooBackend(30.0, preload=preload_of(f"{EXAMPLES}:build"))) as backend:
+    with closing(GlooBackend(30.0, preload=list_preload(f"{EXAMPLES}:build"))) as backend:
         backend.start(2)
         yield backend
 

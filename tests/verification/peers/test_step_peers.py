@@ -18,7 +18,7 @@ from verification.__main__ import main
 from verification.failures import VerificationFailure, WrongResult
 from verification.peers.known_peers import KNOWN
 from verification.peers.training.known_step_peers import load_step_peer
-from verification.peers.training.step_peer import call_of
+from verification.peers.training.step_peer import attention_case
 from verification.peers.training.step_peer_experiment import draw_steps, step_experiment
 from verification.peers.training.wrapper_peers import WRAPPER_PEERS
 from verification.run.backends import GlooBackend
@@ -41,7 +41,7 @@ def test_drawn_attention_cases_fit_the_claim(name: str) -> None:
         assert len(found) >= 20, "a claim takes Cases to the nearest one, and leaves out few"
         for case in found:
             assert case.model.kind == "sdpa" and case.checkpointing != "selective"
-            calls = [call_of(part, data_rank) for part in case.parts for data_rank in range(part.data)]
+            calls = [attention_case(part, data_rank) for part in case.parts for data_rank in range(part.data)]
             assert all(peer.claims(call) == call for call in calls)
         varied = ("wrapper", "accumulation", "optimiser", "labels", "steps", "checkpointing")
         assert all(len({getattr(case, field) for case in found}) > 1 for field in varied)
