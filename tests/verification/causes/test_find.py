@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from reference.pattern import Pattern
+from tests.support.backends import shared
 from tests.support.plain_case import plain
 from tests.support.printed import unbroken
 from tests.support.ring_with_mistakes import MISTAKES
@@ -37,11 +36,7 @@ CAUSES = {
 }
 
 
-@pytest.fixture(scope="module")
-def backend() -> Iterator[GlooBackend]:
-    with closing(GlooBackend()) as one:
-        one.start(2)
-        yield one
+backend = shared(GlooBackend, 2)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

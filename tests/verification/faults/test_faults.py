@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.support.backends import shared
 from tests.support.plain_case import plain
 from verification.__main__ import main
 from verification.failures import MismatchedMessages, RankCrash, RankError, RankOutcome, RankState, VerificationFailure
@@ -29,11 +28,7 @@ pytestmark = pytest.mark.ranks
 CASE = plain(3, tokens=9)
 
 
-@pytest.fixture(scope="module")
-def gloo() -> Iterator[GlooBackend]:
-    with closing(GlooBackend(preload=(*PRELOAD, observe_with_fault.__module__))) as backend:
-        backend.start(3)
-        yield backend
+gloo = shared(lambda: GlooBackend(preload=(*PRELOAD, observe_with_fault.__module__)), 3)
 
 
 def how(kind: str, rank: int = 1, post: int = 0, send: int = 0) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.support.backends import shared
 from verification.failures import RankFailure, Refused
 from verification.models.loading import import_name, load
 from verification.models.model_run import ModelExperiment, list_preload
@@ -91,11 +91,7 @@ def test_imports_that_exit_are_refused(modules: None) -> None:
         probe("model_exits:build")
 
 
-@pytest.fixture(scope="module")
-def backend() -> Iterator[GlooBackend]:
-    with closing(GlooBackend(3.0, preload=list_preload(f"{MISUSE}:build"))) as backend:
-        backend.start(2)
-        yield backend
+backend = shared(lambda: GlooBackend(3.0, preload=list_preload(f"{MISUSE}:build")), 2)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.backends import shared
 from tests.support.peer_examples import EXAMPLES
 from tests.support.training_cases import drawn_from, small_model, small_step
 from verification.__main__ import main
@@ -47,12 +46,8 @@ def test_drawn_attention_cases_fit_the_claim(name: str) -> None:
         assert all(len({getattr(case, field) for case in found}) > 1 for field in varied)
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[GlooBackend]:
-    engines = {module for peer in WRAPPER_PEERS for module in peer.preload}
-    with closing(GlooBackend(60.0, preload=(*TRAINING_PRELOAD, *engines))) as ranks:
-        ranks.start(2)
-        yield ranks
+ENGINES = {module for peer in WRAPPER_PEERS for module in peer.preload}
+two = shared(lambda: GlooBackend(60.0, preload=(*TRAINING_PRELOAD, *ENGINES)), 2)
 
 
 LARGER = small_model(layers=2, dim=8, heads=4, kv_heads=4, head_dim=4, positions="rotary", tied=True)

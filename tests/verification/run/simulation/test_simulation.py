@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from reference.pattern import Pattern
 from ring.comm.transport import Message, Outgoing, Pending
+from tests.support.backends import shared
 from tests.support.plain_case import plain
 from tests.support.planted import plant, plant_receive_first
 from verification.experiments import check_case
@@ -274,11 +275,7 @@ def test_ranks_that_swallow_their_end_are_stuck(
         assert type(failure_of(2, seed, step)) is Deadlock
 
 
-@pytest.fixture(scope="module")
-def backend() -> Iterator[SimBackend]:
-    with closing(SimBackend()) as backend:
-        backend.start(1)
-        yield backend
+backend = shared(SimBackend, 1)
 
 
 @pytest.mark.parametrize("exchange", ("ring", "direct", "gather", "all-to-all"))
