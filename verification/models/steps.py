@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,13 +32,11 @@ from verification.models.recording import (
     train_in_one_process,
 )
 from verification.models.results import Named
-from verification.models.setup import Misuse, Run, Setup, WholeBatch, described, scalar
+from verification.models.setup import Misuse, Run, Setup, Steps, described, scalar
 from verification.models.tolerance import allowed_deviations, threshold_of
 from verification.models.whole_batch import Rows, held_batch, held_parts, whole_batches
 from verification.run.layouts import layout_of
 from verification.run.observation import to_numpy
-
-Steps = Sequence[Sequence[Sequence[WholeBatch]]]
 
 
 def save_on_rank(transport: Transport, before: ModelCase, name: str, case: ModelCase, folder: str) -> None:

@@ -63,7 +63,7 @@ class Backend(Protocol):
     prepare: Preparation | None  # set before `start`
     preload: tuple[str, ...]  # modules imported before the ranks are forked; set before `start`
     calls: str | None  # what failures say that the ranks were in; None: the name of the function
-    earlier: list[Any]  # examples that these ranks ran (`verification.search.experiment.PastExample`); new ranks, a new list
+    earlier: list[Any]  # examples that these ranks ran (`PastExample` of `search.experiment`); new ranks, a new list
 
     def start(self, world: int) -> None:
         """Start so many ranks, in place of earlier ones. Raises Unavailable."""
