@@ -53,9 +53,12 @@ class Meeting(NamedTuple):
 
 
 def meet(
-    store: dist.Store, rank: int, world_size: int, timeout: timedelta,
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
     has_ended: Callable[[int], bool] = lambda rank: False,
-) -> Meeting:  # fmt: skip
+) -> Meeting:
     """Return the meeting of a group's ranks, the same on each. Collective.
 
     store: used by this group only. timeout: of this call, and of a round. has_ended: True for a rank that cannot come

@@ -83,7 +83,7 @@ def chosen(call: validation.Call, hosts: tuple[int, ...]) -> str:
     """Return the exchange of a valid call with `exchange="auto"`. The logger "ring" shows the times, at level INFO.
 
     Args:
-        call: of this rank; only what is equal on all ranks matters.
+        call: of this rank. Only what is equal on all ranks is used, so that every rank chooses the same.
         hosts: number of each rank's host.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Prices what a rank's GPU does in a call besides messages: kernels of the plan's tiles, copies, starts of kernels.
+"""Predicts the GPU time of one rank in a call, without messages: kernels of tiles, copies, starts of kernels.
 
 Only one rank's plan is made, that of the rank with most pairs. The seconds that its pairs take, of own keys and of the
 others', are those of all ranks.

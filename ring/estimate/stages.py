@@ -18,8 +18,8 @@ with the block's own messages, which take M_b = sum_i K_i + G_i. T_b includes th
 
     T = Q_1 + sum_b max(T_b, M_b + Q_{b+1} + R_{b-1}) + R_B
 
-A timeline puts Q_{b+1} and R_{b-1} where the link is free first, and what is left after T_b. The time is that of the
-rank that takes longest.
+In a timeline Q_{b+1} and R_{b-1} fill the idle time of the link first; the rest follows T_b. The time is that of the
+slowest rank.
 
 Ranks do not wait for each other, and links do not share a wire. The rates are either one for all calls, with which
 merging and starting kernels take the seconds of a stage, and packing the rows of a block two such times; or those of

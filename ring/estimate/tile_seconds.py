@@ -60,7 +60,7 @@ def taking(kernels: tuple[Kernel, ...], tile: Tile) -> tuple[Kernel, ...]:
 def tile_seconds(
     tile: Tile, passed: str, dims: tuple[int, int], batch: int, kernels: tuple[Kernel, ...] = MEASURED
 ) -> float:
-    """Return the seconds of a tile's kernel, by the fastest of those that take it; of all of some if none does.
+    """Return the seconds of a tile, by the fastest kernel that takes it, else by the fastest of all.
 
     Args:
         tile: rows, keys, heads and mask.
