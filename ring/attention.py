@@ -194,9 +194,8 @@ def in_autocast_type(q: Any, k: Any, v: Any) -> tuple[torch.Tensor, ...]:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-        execution: Execution,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, execution: Execution
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         with _without_autocast(q):
             out, lse = as_one_operator(partial(forward, execution), q, k, v, sinks)
         ctx.execution = execution

@@ -24,7 +24,7 @@ from reference.documents import first_few
 from reference.pattern import Pattern
 from ring.caching.bounded_cache import BoundedCache
 from ring.comm.call_order import NumberedCall, within_backward
-from ring.comm.rank_error import described, error_of
+from ring.comm.rank_error import described, make_error
 from ring.comm.transport import Consensus, MissingRanks, Transport, all_gather_json
 from ring.layout import Layout
 from ring.plan.exchange import DIRECT, ExchangeSpec, depends_on_hosts, is_auto, parse, with_number
@@ -242,7 +242,7 @@ def _joint_error(reports: list[tuple[str, str | dict[str, object]]]) -> Exceptio
     """Build the error that all ranks raise. reports: by rank, an error's type and text, or a call and its signature."""
     for rank, (kind, text) in enumerate(reports):
         if isinstance(text, str):
-            return error_of(rank, kind, text)
+            return make_error(rank, kind, text)
     first_where, first = reports[0]
     assert isinstance(first, dict)
     for rank, (where, _) in enumerate(reports):

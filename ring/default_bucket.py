@@ -18,9 +18,8 @@ MAX_ELEMENTS = 2**30
 
 
 def default_bucket(
-    layout: Layout, heads: int, kv_heads: int, dtype: torch.dtype, device: str = "cpu",
-    key_layout: Layout | None = None,
-) -> int:  # fmt: skip
+    layout: Layout, heads: int, kv_heads: int, dtype: torch.dtype, device: str = "cpu", key_layout: Layout | None = None
+) -> int:
     """Key/value tokens per receive buffer and kernel call for `bucket=None`; the same on every rank. device: its type.
     key_layout: of the keys; None: `layout`.
 

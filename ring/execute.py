@@ -24,7 +24,7 @@ from ring.attend import row_delta
 from ring.caching.bounded_cache import BoundedCache
 from ring.comm import buffer_meter
 from ring.comm.call_order import NumberedCall
-from ring.comm.exchange import slot_of
+from ring.comm.exchange import make_slot
 from ring.comm.head_exchange import Compute, Given, HeadExchange, Rows
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import can_be_captured, transport_of
@@ -184,7 +184,7 @@ def _by_heads(
 ) -> None:
     """Run all stages of a call. given: queries, keys, values and more."""
     (_, q), (_, k), (_, v), *rest = given
-    key = programs.setting, direction, len(rest), q.dtype, slot_of(k, v)
+    key = programs.setting, direction, len(rest), q.dtype, make_slot(k, v)
     exchange = HeadExchange(transport, programs.dividing, programs.stages)
     exchange.run(key, given, wanted, compute, lambda: programs.outgoing(transport, direction, k, v))
 

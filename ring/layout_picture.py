@@ -13,9 +13,11 @@ _ROWS = 32  # at most; then a row is several ranks
 
 
 def layout_picture(
-    cuts: Sequence[int], runs: Sequence[tuple[int, int, int]] | None, listed: np.ndarray | None,
+    cuts: Sequence[int],
+    runs: Sequence[tuple[int, int, int]] | None,
+    listed: np.ndarray | None,
     documents: Documents | None,
-) -> Picture:  # fmt: skip
+) -> Picture:
     """Draw the order of `ring.layout.Layout`, as runs or listed, cut for the ranks, and lines between documents."""
     n, p = cuts[-1], len(cuts) - 1
     size, ranks = cell_tokens(n), -(-p // _ROWS)

@@ -107,7 +107,7 @@ class Programs:
         for stage in (number for number, block in enumerate(self.blocks) if block is not None):
             block, ranks = self.block(transport, stage)
             assert isinstance(ranks, SomeRanks)
-            messages += ranks.of_whole(outgoing(block.plan, direction, k, v))
+            messages += ranks.to_whole(outgoing(block.plan, direction, k, v))
         return messages
 
 
@@ -145,7 +145,7 @@ def _block_programs(
     heads, kv_heads, pattern = len(block.queries), len(block.keys), call.pattern
     if heads < call.q.shape[2]:
         pattern = pattern.of_heads(block.queries)
-    setting = kernel_choice.setting_of(call.settings.kernel, call.q, call.k, call.v, call.scoring)
+    setting = kernel_choice.make_kernel_setting(call.settings.kernel, call.q, call.k, call.v, call.scoring)
     setting = setting._replace(share=heads // max(1, kv_heads))
     own = None
     if call.settings.bucket is None:

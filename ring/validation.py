@@ -11,7 +11,7 @@ import torch
 
 from reference.pattern import Pattern, check_pattern
 from ring.comm.transport import Transport
-from ring.compute.kernel_choice import setting_of
+from ring.compute.kernel_choice import make_kernel_setting
 from ring.compute.kernels import FUSED, KERNELS
 from ring.compute.kernels.kernel import Scores
 from ring.layout import Layout
@@ -215,7 +215,7 @@ def _validate_kernel(call: Call) -> None:
         raise NotImplementedError(
             f"kernel {name!r} has no softcap, got softcap={softcap}: use kernel 'auto', 'math' or, on GPUs, {others}"
         )
-    setting = setting_of(name, q, call.k, call.v, call.scoring)
+    setting = make_kernel_setting(name, q, call.k, call.v, call.scoring)
     if not kernel.takes(setting._replace(scoring=call.scoring._replace(scale=1.0))):
         dims = f"head dim {q.shape[3]}, of values {call.v.shape[3]}, and {setting.share} query heads per key/value head"
         raise NotImplementedError(

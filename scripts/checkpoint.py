@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from ring.comm.rank_error import described, error_of
+from ring.comm.rank_error import described, make_error
 from verification.whole_file import sync_folder, unwritten
 
 SUMS, PROGRESS, INDEX, LOCK = "SHA256SUMS", "progress.json", ".metadata", ".lock"
@@ -229,7 +229,7 @@ def _everywhere(step: Callable[[], T]) -> T:
         wrong = caught
     for rank, error in enumerate(_gathered(None if wrong is None else described(wrong))):
         if error is not None:
-            raise error_of(rank, *error) from wrong
+            raise make_error(rank, *error) from wrong
     return cast(T, result)
 
 

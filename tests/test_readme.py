@@ -19,9 +19,10 @@ README, SPEED, RING, FRAMEWORKS = (
     (ROOT / name / "README.md").read_text() for name in ("", "notebooks", "ring", "ring/integrations")
 )
 PATH = r"(?<![\w./])((?:reference|ring|verification|scripts|tests|notebooks|\.ci)/[\w./]*\w)(?![\w*])"
-PAGES = sorted({ROOT / "notebooks/README.md", *ROOT.glob("*.md")} | {
-    page for package in ("reference", "ring", "verification") for page in (ROOT / package).rglob("*.md")
-})  # fmt: skip
+PAGES = sorted(
+    {ROOT / "notebooks/README.md", *ROOT.glob("*.md")}
+    | {page for package in ("reference", "ring", "verification") for page in (ROOT / package).rglob("*.md")}
+)
 
 
 def rows(name: str, **wanted: Any) -> list[dict[str, Any]]:

@@ -36,9 +36,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="plain examples on each number of ranks (default: 100); a law has a tenth",
     )  # fmt: skip
     group.addoption(
-        "--attention-xfails", metavar="FILE", default=None,
+        "--attention-xfails",
+        metavar="FILE",
+        default=None,
         help="properties and laws that are expected to fail: a title in a line, after `MODULE:ADAPTER: ` for one alone",
-    )  # fmt: skip
+    )
     group.addoption(
         "--attention-backend", choices=("gloo", "nccl"), default="gloo", help="what joins the ranks (default: gloo)"
     )
@@ -105,10 +107,12 @@ class AttentionCollector(pytest.Collector):
             expected = {} if file is None else read_expected_failures(Path(file), SLUGS.values())
             seed = getattr(option, "hypothesis_seed", None) or 0
             self.suite = Conformance(
-                self.name, option.examples or EXAMPLES, random.getrandbits(32) if seed == "random" else int(seed),
+                self.name,
+                option.examples or EXAMPLES,
+                random.getrandbits(32) if seed == "random" else int(seed),
                 backend=option.attention_backend,
                 expected=expected.get(None, set()) | expected.get(self.name, set()),
-            )  # fmt: skip
+            )
             self.suite.prepare()
         except (OSError, ValueError) as error:
             raise pytest.UsageError(printable(f"--attention-xfails: {error}")) from error

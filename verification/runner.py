@@ -87,7 +87,7 @@ def plain_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:
     if not plan.only:
         return [(EXAMPLES, count), (LARGER_ERRORS, max(1, round(count * LARGER_ERRORS_SHARE)))]
     selected = [item.title for item in properties.PROPERTIES if item.title in plan.only]
-    check = partial(check_case, names=properties.checks_of(selected))
+    check = partial(check_case, names=properties.select_checks(selected))
     return [(replace(EXAMPLES, check=check), count)] if selected else []
 
 

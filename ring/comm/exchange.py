@@ -50,7 +50,7 @@ class Exchange:
 
     @cached_property
     def _slot(self) -> Slot:
-        return slot_of(self.k, self.v)
+        return make_slot(self.k, self.v)
 
     def arrivals(self) -> Iterator[Arrival]:
         """Yield the arrivals of a forward: the local keys, then the received ones."""
@@ -178,14 +178,14 @@ class Exchange:
             self._allocated = 0
 
 
-def slot_of(k: torch.Tensor, v: torch.Tensor) -> Slot:
+def make_slot(k: torch.Tensor, v: torch.Tensor) -> Slot:
     """Return the slot of keys and values, (B, tokens, heads, D)."""
     return Slot(k.shape[0], k.shape[3], v.shape[3])
 
 
 def outgoing(plan: Plan, direction: str, k: torch.Tensor, v: torch.Tensor) -> list[Outgoing]:
     """List all messages of a call and their send buffers, as `Exchange` posts them. k, v: of any tokens and heads."""
-    sizes, numbers, kind, messages = plan.sizes, slot_of(k, v).numbers, _gradient_dtype(plan, k), []
+    sizes, numbers, kind, messages = plan.sizes, make_slot(k, v).numbers, _gradient_dtype(plan, k), []
 
     def sent(buffer: str, slots: int, dtype: torch.dtype, label: str, transfers: Sequence[Transfer]) -> list[Outgoing]:
         slot = numbers * dtype.itemsize  # bytes

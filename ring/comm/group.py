@@ -30,7 +30,7 @@ def transport_over(group: dist.ProcessGroup | DeviceMesh | Transport | None, wor
     if group is None or isinstance(group, dist.ProcessGroup):
         return ProcessGroupTransport(group)
     if is_mesh(group):
-        return ProcessGroupTransport(_group_of(group))
+        return ProcessGroupTransport(_find_group(group))
     if _is_transport(group):
         return group
     raise ValueError(f"group must be a process group, a mesh, a Transport or None, got {group!r}")
@@ -54,7 +54,7 @@ def is_mesh(group: object) -> TypeGuard[DeviceMesh]:
     return module is not None and isinstance(group, module.DeviceMesh)
 
 
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+def _find_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim != 1:
         raise ValueError(
             f"group must be a mesh of one dimension, got {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}: "

@@ -87,7 +87,7 @@ class HeadExchange:
             wanted: the same for results. Summed ones are added to them.
             compute: computes a stage, given its number and (B, rows, heads of the block, D) of each tensor given;
                 returns the same of each tensor wanted. Not called in a stage without heads.
-            within: lists the messages that `compute` sends in all stages.
+            within: lists the messages that `compute` will send, of all stages.
         """
         self._transport.prepare(key, lambda: [*self._outgoing(given, wanted), *within()])
         with self._counted():

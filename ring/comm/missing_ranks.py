@@ -115,7 +115,7 @@ def done_by_event(event: torch.cuda.Event, timeout: timedelta) -> Done:
     return done
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
+def read_timeout(group: dist.ProcessGroup) -> timedelta:
     """Timeout of the group's GPU backend if it has one, else of its CPU backend."""
     device = "cuda" if "cuda" in dist.get_backend_config(group) else "cpu"
     timeout: timedelta = group._get_backend(torch.device(device)).options._timeout

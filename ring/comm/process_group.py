@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from ring.comm.call_order import Calls
-from ring.comm.missing_ranks import Marks, done_by_event, done_by_work, timeout_of, wait_for_all
-from ring.comm.shared_page import ENDED, FIRST, Meeting, SharedPage, StoreNote, key_of, meet
+from ring.comm.missing_ranks import Marks, done_by_event, done_by_work, read_timeout, wait_for_all
+from ring.comm.shared_page import ENDED, FIRST, Meeting, SharedPage, StoreNote, gather_key, meet
 from ring.comm.transport import LocalBuffers, Message, MissingRanks, Pending
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class _GroupInfo(NamedTuple):
     on_gpu: bool
 
 
-def _info_of(group: dist.ProcessGroup) -> _GroupInfo:
+def _find_info(group: dist.ProcessGroup) -> _GroupInfo:
     info = _group_infos.get(group)
     if info is None:
         info = _GroupInfo(dist.get_world_size(group), Calls(), "cpu" not in backends_of(group))
@@ -98,12 +98,12 @@ def _tell(of: ref[dist.ProcessGroup], text: str, error: BaseException) -> None:
     if isinstance(cause, MissingRanks):  # of several groups of a mesh, whose numbers are others, not this one
         missing = cause if not isinstance(cause.__cause__, MissingRanks) else MissingRanks((), str(error))
     with suppress(RuntimeError):
-        note_of(group).leave(missing)
+        find_note(group).leave(missing)
     for rank in {*range(dist.get_world_size(group))} - {dist.get_rank(group)}:
         _has_ended(group, rank, end=True)
 
 
-def note_of(group: dist.ProcessGroup) -> StoreNote | SharedPage:
+def find_note(group: dist.ProcessGroup) -> StoreNote | SharedPage:
     """Return the place where a rank tells the others that no call on the group can be completed."""
     if group not in _notes:
         try:
@@ -143,7 +143,7 @@ def _meeting(group: dist.ProcessGroup, number: int) -> dist.Store:
 def _forbid_inherited_groups() -> None:
     """Refuse calls on the groups that a forked process has from its parent."""
     for group in list(dist.distributed_c10d._world.pg_map):
-        _info_of(group).calls.forbid(
+        _find_info(group).calls.forbid(
             f"process {os.getpid()} was forked from process {os.getppid()}, which created the group: create one here"
         )
 
@@ -164,7 +164,7 @@ class ProcessGroupTransport(LocalBuffers):
         self.rank = dist.get_rank(self.group)  # not cached: it raises for a destroyed group
         if self.rank < 0:
             raise ValueError(f"group must contain the calling process; world rank {dist.get_rank()} is not a member")
-        info = _info_of(group)
+        info = _find_info(group)
         self.world_size = info.world_size
         self.calls, self._on_gpu = info.calls, info.on_gpu
 
@@ -196,7 +196,7 @@ class ProcessGroupTransport(LocalBuffers):
         try:
             return act()
         except RuntimeError as error:
-            text, note = f"{failure(message)}: {error}".partition("\n")[0], note_of(self.group)
+            text, note = f"{failure(message)}: {error}".partition("\n")[0], find_note(self.group)
             missing = note.read()  # ranks that end their connections leave a note before
             if missing is None and isinstance(note, SharedPage):
                 ended = [rank for rank in (message.peer, *range(self.world_size)) if note.has_ended(rank)]
@@ -223,9 +223,8 @@ class ProcessGroupTransport(LocalBuffers):
         if self._on_gpu:
             return self._all_equal_on_gpus(both, number)
         maximum = both.clone()  # the second half is the complement of the minimum
-        wait_for_all(
-            done_by_work(self.group.allreduce([maximum], _ALLREDUCE_MAX)), self.group, number, note_of(self.group).read
-        )
+        done = done_by_work(self.group.allreduce([maximum], _ALLREDUCE_MAX))
+        wait_for_all(done, self.group, number, find_note(self.group).read)
         return torch.equal(maximum, both)
 
     @cached_property
@@ -241,7 +240,7 @@ class ProcessGroupTransport(LocalBuffers):
         if self.group not in _meetings:
             fresh, has_ended = _new_meeting(self.group), partial(_has_ended, self.group)
             _notes[self.group] = StoreNote(fresh, self.rank)
-            met = meet(fresh, self.rank, self.world_size, timeout_of(self.group), has_ended)
+            met = meet(fresh, self.rank, self.world_size, read_timeout(self.group), has_ended)
             if met.page is not None:
                 _notes[self.group] = met.page
             _meetings[self.group] = met
@@ -256,7 +255,7 @@ class ProcessGroupTransport(LocalBuffers):
         if self.group not in _meetings:
             met = self.group.get_group_store().add(_meeting_count(self.rank), 0)
             meeting = _meeting(self.group, met + 1)
-            return [rank for rank in range(self.world_size) if meeting.check([key_of(FIRST, rank)])]
+            return [rank for rank in range(self.world_size) if meeting.check([gather_key(FIRST, rank)])]
         page = _meetings[self.group].page
         came = Marks(self.group, number).has if page is None else partial(page.has_come, number=number)
         return [rank for rank in range(self.world_size) if came(rank)]
@@ -267,8 +266,8 @@ class ProcessGroupTransport(LocalBuffers):
         with torch.cuda.stream(_stream(device)):
             maximum = both.to(torch.device("cuda", device))
             self.group.allreduce([maximum], _ALLREDUCE_MAX).wait()  # the stream waits, not the host
-            done = done_by_event(torch.cuda.current_stream().record_event(), timeout_of(self.group))
-            wait_for_all(done, self.group, number, note_of(self.group).read)
+            done = done_by_event(torch.cuda.current_stream().record_event(), read_timeout(self.group))
+            wait_for_all(done, self.group, number, find_note(self.group).read)
             return torch.equal(maximum.cpu(), both)
 
     def all_gather(self, payload: bytes) -> list[bytes]:

@@ -20,6 +20,6 @@ def described(error: BaseException) -> tuple[str, str]:
     return kind, str(error) if own is _KINDS[kind] else f"{own.__name__}: {error}"
 
 
-def error_of(rank: int, kind: str, text: str) -> Exception:
+def make_error(rank: int, kind: str, text: str) -> Exception:
     """Return the error that a rank described."""
     return _KINDS[kind](f"rank {rank}: {text}")

@@ -53,9 +53,12 @@ class Meeting(NamedTuple):
 
 
 def meet(
-    store: dist.Store, rank: int, world_size: int, timeout: timedelta,
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
     has_ended: Callable[[int], bool] = lambda rank: False,
-) -> Meeting:  # fmt: skip
+) -> Meeting:
     """Return the meeting of a group's ranks, the same on each. Collective.
 
     store: used by this group only. timeout: of this call, and of a round. has_ended: True for a rank that cannot come
@@ -91,7 +94,7 @@ def page_size(world_size: int) -> int:
     return 2 * world_size * _SLOT + 1 + _NOTE + _CHECK
 
 
-def key_of(name: str, rank: int) -> str:
+def gather_key(name: str, rank: int) -> str:
     """Return the key in the store of what a rank says in a gather."""
     return f"{name} of rank {rank}"
 
@@ -124,7 +127,7 @@ class StoreNote:
     def read(self) -> MissingRanks | None:
         with suppress(RuntimeError):
             if self.store.check([_NOTE_KEY]):
-                return MissingRanks.of_note(self.store.get(_NOTE_KEY), self.rank)
+                return MissingRanks.from_note(self.store.get(_NOTE_KEY), self.rank)
         return None
 
 
@@ -142,7 +145,7 @@ class _StoreGather:
 
     def gather(self, name: str, value: str) -> list[str]:
         """Return the values of all ranks. Raises MissingRanks."""
-        keys = [key_of(name, rank) for rank in range(self.world_size)]
+        keys = [gather_key(name, rank) for rank in range(self.world_size)]
         note = StoreNote(self.store, self.rank)
         try:
             self.store.set(keys[self.rank], value)
@@ -197,7 +200,7 @@ class SharedPage:
         """
         if said := self.read():
             raise said
-        slot = _slot_of(number, payload)
+        slot = _pack_slot(number, payload)
         begin = self._begin(self._rank, number)
         self._page[begin : begin + _SLOT] = slot
         equal = True
@@ -240,7 +243,7 @@ class SharedPage:
         """Return True if a rank has come to a round. Does not wait."""
         begin = self._begin(rank, number)
         slot = self._page[begin : begin + _SLOT]
-        return slot == _slot_of(number, slot[_NUMBER : _NUMBER + PAYLOAD])
+        return slot == _pack_slot(number, slot[_NUMBER : _NUMBER + PAYLOAD])
 
     def _missing(self, number: int) -> list[int]:
         return [rank for rank in range(self._world_size) if not self.has_come(rank, number)]
@@ -263,7 +266,7 @@ class SharedPage:
             return None
         note = self._page[self._flag + 1 :]
         whole = note == _checked(note[:_NOTE])  # not so if two ranks wrote at once
-        return MissingRanks.of_note(note[:_NOTE].rstrip() if whole else b" another rank has given up", self._rank)
+        return MissingRanks.from_note(note[:_NOTE].rstrip() if whole else b" another rank has given up", self._rank)
 
     def has_ended(self, rank: int) -> bool:
         """Return True if the process of another rank has ended."""
@@ -277,7 +280,7 @@ class SharedPage:
         return True
 
 
-def _slot_of(number: int, payload: bytes) -> bytes:
+def _pack_slot(number: int, payload: bytes) -> bytes:
     return _checked(number.to_bytes(_NUMBER, "little") + payload)
 
 

@@ -28,16 +28,7 @@ from ring.comm import signals
 from ring.comm.copy_batch import Consumer, Copy, CopyBatch, Flags, Producer, PutBatch
 from ring.comm.process_group import ProcessGroupTransport, backends_of
 from ring.comm.put_table import Entry, entries
-from ring.comm.transport import (
-    EmptyBatch,
-    Message,
-    Outgoing,
-    Pending,
-    Put,
-    SoloTransport,
-    Transport,
-    all_gather_json,
-)  # fmt: skip
+from ring.comm.transport import EmptyBatch, Message, Outgoing, Pending, Put, SoloTransport, Transport, all_gather_json
 
 _ALIGNMENT = 256  # bytes at which a buffer begins
 _ROUTES = 1024  # cached per transport, one for each kind of call
@@ -149,8 +140,10 @@ class SymmetricTransport(ProcessGroupTransport):
             putters.append(Putter(self.put_entries(route, put), shared.view(put.own.dtype)))
         return PutBatch(
             [Consumer(peer, flags) for peer in self._nearest_first(receives)],
-            [Producer(peer, flags, ()) for peer in sorted(peers, key=self._distance)], putters, self._side,
-        )  # fmt: skip
+            [Producer(peer, flags, ()) for peer in sorted(peers, key=self._distance)],
+            putters,
+            self._side,
+        )
 
     def put_entries(self, route: _Route, put: Put) -> list[Entry]:
         """List the targets of a put, by their addresses in the memory of all ranks."""

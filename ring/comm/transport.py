@@ -34,7 +34,7 @@ class MissingRanks(RuntimeError):
         return f"{','.join(map(str, self.ranks or ()))} {self.waited}".encode("ascii", "backslashreplace")
 
     @classmethod
-    def of_note(cls, note: bytes, reader: int) -> MissingRanks:
+    def from_note(cls, note: bytes, reader: int) -> MissingRanks:
         """Return the error of a note, as rank `reader` raises it. A rank that it names learns only that it is late."""
         ranks, _, waited = note.decode().partition(" ")
         missing = [int(rank) for rank in ranks.split(",") if rank]
@@ -300,7 +300,7 @@ class SomeRanks(Transport):
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
         """Do nothing: some ranks may have no messages in this part."""
 
-    def of_whole(self, outgoing: Sequence[Outgoing]) -> list[Outgoing]:
+    def to_whole(self, outgoing: Sequence[Outgoing]) -> list[Outgoing]:
         """Translate announced messages to those of the group's transport."""
         return [replace(message, buffer=message.buffer + self._part) for message in self._translated(outgoing)]
 

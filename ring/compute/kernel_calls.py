@@ -55,6 +55,9 @@ def _portion(tile: Tile, first: int, count: int) -> Tile:
         return x._replace(groups=count, start=x.start + first * x.step)
 
     return replace(
-        tile, query_rows=rows(tile.query_rows), key_rows=rows(tile.key_rows), query_heads=heads(tile.query_heads),
+        tile,
+        query_rows=rows(tile.query_rows),
+        key_rows=rows(tile.key_rows),
+        query_heads=heads(tile.query_heads),
         key_heads=heads(tile.key_heads),
-    )  # fmt: skip
+    )

@@ -12,7 +12,9 @@ from ring.compute.kernels.kernel import Kernel, KernelSetting, Scores
 from ring.plan.tile import Tile
 
 
-def setting_of(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scores) -> KernelSetting:
+def make_kernel_setting(
+    kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scores
+) -> KernelSetting:
     """Return the setting of a call. q (B, N, H, D), k (B, N, Hk, D), v (B, N, Hk, Dv)."""
     batch, _, heads, dim = q.shape
     capability = _capability(q.device) if q.is_cuda else (0, 0)
@@ -40,7 +42,7 @@ def choose(
     """
     kernels = tuple(x for x in usable(setting, repeatable) if x.takes_tile(tile, dlse, repeatable))
     passed = "forward" if not backward else "repeatable backward" if repeatable else "backward"
-    work = work_of(tile, passed, setting.dims, setting.batch)
+    work = _tile_work(tile, passed, setting.dims, setting.batch)
     return fastest(kernels, setting.capability, work) if kernels else MATH
 
 
@@ -63,7 +65,7 @@ def max_window(setting: KernelSetting) -> int:
     return max((kernel.max_window for kernel in usable(setting)), default=0)
 
 
-def work_of(tile: Tile, passed: str, dims: tuple[int, int], batch: int) -> Work:
+def _tile_work(tile: Tile, passed: str, dims: tuple[int, int], batch: int) -> Work:
     """Return the sizes of a tile's call. passed, dims: as in `Work`, of keys and of values."""
     count = 1 if tile.sequences is None else len(tile.sequences.query) - 1
     heads = tile.query_rows.folds * batch * tile.query_heads.groups * tile.query_heads.per_group * count

@@ -54,9 +54,11 @@ def integer(text: str) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     top = argparse.ArgumentParser(
-        prog="python -m ring.estimate", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EPILOG,
+        prog="python -m ring.estimate",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EPILOG,
         description="Predicts memory, messages, work and time of ring_attention, on the rank with most of each.",
-    )  # fmt: skip
+    )
     add = top.add_argument
     add("--tokens", type=integer, nargs="+", required=True, metavar="N", help="of the whole sequence, such as 1Mi")
     add("--ranks", type=integer, nargs="+", required=True, metavar="P")

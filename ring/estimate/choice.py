@@ -18,7 +18,7 @@ import torch
 from reference import validators
 from reference.pattern import Pattern
 from ring import validation
-from ring.estimate.estimates import DEVICES, Call, Estimate, Estimates, check_rates, layouts_of, row_of
+from ring.estimate.estimates import DEVICES, Estimate, EstimatedCall, Estimates, check_rates, layouts_of, row_of
 from ring.estimate.rates import Rates
 from ring.estimate.tile_seconds import GPU
 from ring.layout import Layout
@@ -68,7 +68,7 @@ def choose(
         ValueError: an argument is invalid, or cannot be counted exactly.
     """
     kv_heads, value_dim = heads if kv_heads is None else kv_heads, head_dim if value_dim is None else value_dim
-    call = Call(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, DIRECT.name, bucket, device)
+    call = EstimatedCall(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, DIRECT.name, bucket, device)
     validators.flag("backward", backward)
     for name, given in (("tokens", tokens), ("ranks", ranks)):
         validators.optional(validators.integer, name, given, 1)
@@ -83,7 +83,7 @@ def chosen(call: validation.Call, hosts: tuple[int, ...]) -> str:
     """Return the exchange of a valid call with `exchange="auto"`. The logger "ring" shows the times, at level INFO.
 
     Args:
-        call: of this rank; only what is equal on all ranks matters.
+        call: of this rank. Only what is equal on all ranks is used, so that every rank chooses the same.
         hosts: number of each rank's host.
 
     Returns:
@@ -104,7 +104,7 @@ def chosen(call: validation.Call, hosts: tuple[int, ...]) -> str:
             "'direct'"
         )
     try:
-        estimated = Call(call.pattern, *sizes, DIRECT.name, call.settings.bucket, device)
+        estimated = EstimatedCall(call.pattern, *sizes, DIRECT.name, call.settings.bucket, device)
         rows = _ordered(estimated, "given", call.layout, call.key_layout, default_rates(device), call.differentiated)
     except ValueError as error:
         raise ValueError(f"exchange 'auto' cannot predict this call: {error}; name one, as 'direct'") from error
@@ -113,7 +113,7 @@ def chosen(call: validation.Call, hosts: tuple[int, ...]) -> str:
     return rows[0].exchange
 
 
-def _ordered(call: Call, order: str, layout: Layout, keys: Layout, rates: Rates, backward: bool) -> Estimates:
+def _ordered(call: EstimatedCall, order: str, layout: Layout, keys: Layout, rates: Rates, backward: bool) -> Estimates:
     problem = call.problem(layout, keys)
     rows = [
         row_of(replace(call, exchange=name), order, layout, keys, rates, problem=problem)

@@ -140,7 +140,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Call:
+class EstimatedCall:
     """The arguments of `estimate` that do not depend on tokens and ranks."""
 
     pattern: Pattern
@@ -260,7 +260,7 @@ def estimate(
         ValueError: an argument is invalid, or cannot be counted exactly.
     """
     kv_heads, value_dim = heads if kv_heads is None else kv_heads, head_dim if value_dim is None else value_dim
-    call = Call(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, exchange, bucket, device)
+    call = EstimatedCall(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, exchange, bucket, device)
     if rates is not None:
         check_rates(rates)
     check_call(call, rates)
@@ -324,7 +324,7 @@ def check_rates(rates: object) -> None:
         )
 
 
-def check_call(call: Call, rates: Rates | None) -> None:
+def check_call(call: EstimatedCall, rates: Rates | None) -> None:
     """Raise ValueError if rates have measured kernels and none of them takes the call, or do not tell its hosts."""
     if is_by_host(call.exchange) and (rates is None or rates.ranks_per_host is None):
         raise ValueError(f"exchange is {call.exchange!r}; it must have a number, or rates ranks_per_host")
@@ -357,7 +357,7 @@ def checked_layouts(layout: Layout, key_layout: Layout | None, pattern: Pattern)
 
 
 def row_of(
-    call: Call, order: str, layout: Layout, keys: Layout, rates: Rates | None, memory: int | None = None,
+    call: EstimatedCall, order: str, layout: Layout, keys: Layout, rates: Rates | None, memory: int | None = None,
     problem: Problem | None = None,
 ) -> Estimate:  # fmt: skip
     """Return the estimate of checked arguments. problem: counted before, to order exchanges; None: counted here."""
@@ -392,7 +392,7 @@ def row_of(
     )  # fmt: skip
 
 
-def longest(call: Call, ranks: int, order: str, memory: int, one_sided: bool) -> int:
+def longest(call: EstimatedCall, ranks: int, order: str, memory: int, one_sided: bool) -> int:
     """Return tokens that fit the memory of a rank, 0 if none do, such that 128 more a rank do not.
 
     Found by bisection. Memory grows with the tokens, but for buffers that shrink where fewer messages of `direct` share

@@ -1,4 +1,4 @@
-"""Prices what a rank's GPU does in a call besides messages: kernels of the plan's tiles, copies, starts of kernels.
+"""Predicts the GPU time of one rank in a call, without messages: kernels of tiles, copies, starts of kernels.
 
 Only one rank's plan is made, that of the rank with most pairs. The seconds that its pairs take, of own keys and of the
 others', are those of all ranks.
@@ -78,10 +78,8 @@ def rank_work(
             sum(tile_seconds(tile, passed, problem.dims, problem.batch, kernels) for tile in some) / max(1, pairs)
             for passed in PASSES[:2]
         ]
-        for some, pairs in (
-            (plan.local, own_pairs), (tiles[len(plan.local) :], int(problem.pairs[rank]) - own_pairs)
-        )
-    )  # fmt: skip
+        for some, pairs in ((plan.local, own_pairs), (tiles[len(plan.local) :], int(problem.pairs[rank]) - own_pairs))
+    )
     besides = [
         packed / (rates.packing or inf) + merged / (rates.kernels.merging or inf) + starts * rates.kernels.launch
         for packed, merged, starts in zip(

@@ -18,8 +18,8 @@ with the block's own messages, which take M_b = sum_i K_i + G_i. T_b includes th
 
     T = Q_1 + sum_b max(T_b, M_b + Q_{b+1} + R_{b-1}) + R_B
 
-A timeline puts Q_{b+1} and R_{b-1} where the link is free first, and what is left after T_b. The time is that of the
-rank that takes longest.
+In a timeline Q_{b+1} and R_{b-1} fill the idle time of the link first; the rest follows T_b. The time is that of the
+slowest rank.
 
 Ranks do not wait for each other, and links do not share a wire. The rates are either one for all calls, with which
 merging and starting kernels take the seconds of a stage, and packing the rows of a block two such times; or those of
@@ -170,9 +170,8 @@ def stages_of(
 
 
 def _rows(
-    problem: Problem, dividing: Sequence[int], own: int, stage: Sequence[HeadBlock], sizes: Ints,
-    far: Sequence[bool],
-) -> tuple[Messages, ...]:  # fmt: skip
+    problem: Problem, dividing: Sequence[int], own: int, stage: Sequence[HeadBlock], sizes: Ints, far: Sequence[bool]
+) -> tuple[Messages, ...]:
     """Count the messages with rows of a stage, as `ring.comm.head_exchange` sends them."""
     rows, heads = problem.rows[list(dividing)], np.array([(len(block.queries), len(block.keys)) for block in stage])
     found = []
@@ -181,10 +180,11 @@ def _rows(
         ends = [
             [
                 (rank, int(x @ size), int((x > 0) @ np.array(tensors)))
-                for place, (rank, x) in enumerate(zip(dividing, slots, strict=True)) if place != own
+                for place, (rank, x) in enumerate(zip(dividing, slots, strict=True))
+                if place != own
             ]
             for slots in (of_owner, of_head)
-        ]  # fmt: skip
+        ]
         sends, receives = reversed(ends) if back else ends
         found.append(Messages.of([sends], [receives], far))
     return tuple(found)

@@ -60,7 +60,7 @@ def taking(kernels: tuple[Kernel, ...], tile: Tile) -> tuple[Kernel, ...]:
 def tile_seconds(
     tile: Tile, passed: str, dims: tuple[int, int], batch: int, kernels: tuple[Kernel, ...] = MEASURED
 ) -> float:
-    """Return the seconds of a tile's kernel, by the fastest of those that take it; of all of some if none does.
+    """Return the seconds of a tile, by the fastest kernel that takes it, else by the fastest of all.
 
     Args:
         tile: rows, keys, heads and mask.
@@ -119,9 +119,11 @@ def _curves(passed: str, dims: tuple[int, int], causal: bool, kernels: tuple[Ker
     """Return the curves of the table's nearest head dims, scaled to these."""
     names = {kernel.name for kernel in kernels}
     calls = [
-        row for row in _rows() if (row["passed"], row["causal"], row["varied"]) == (passed, causal, False)
+        row
+        for row in _rows()
+        if (row["passed"], row["causal"], row["varied"]) == (passed, causal, False)
         and not row["ms"].keys().isdisjoint(names)
-    ]  # fmt: skip
+    ]
     near = min(
         ((row["dim"], row["value_dim"]) for row in calls),
         key=lambda given: float(np.abs(np.log(np.array(given) / dims)).sum()),

@@ -10,7 +10,7 @@ import torch
 from reference import validators
 from reference.pattern import Pattern
 from reference.svg import Picture
-from ring.estimate.estimates import Call, check_call, check_rates, checked_layouts
+from ring.estimate.estimates import EstimatedCall, check_call, check_rates, checked_layouts
 from ring.estimate.rates import Rates
 from ring.estimate.stages import stage_seconds, stages_of
 from ring.layout import Layout
@@ -44,7 +44,7 @@ def timeline(
         ValueError: an argument is invalid, or cannot be counted exactly.
     """
     kv_heads, value_dim = heads if kv_heads is None else kv_heads, head_dim if value_dim is None else value_dim
-    call = Call(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, exchange, bucket, device)
+    call = EstimatedCall(pattern, heads, kv_heads, head_dim, value_dim, batch, dtype, exchange, bucket, device)
     check_rates(rates)
     check_call(call, rates)
     validators.flag("backward", backward)

@@ -80,9 +80,9 @@ class RingParallel(ParallelStyle):
     def _local(self, name: str, x: DTensor) -> torch.Tensor:
         """Return the local shard of a DTensor that is sharded by the layout. ValueError for any other."""
         layout, ranks = self.context.layout, _ranks(x.device_mesh)
-        if ranks != _ranks_of(self.context):
+        if ranks != _world_ranks(self.context):
             raise ValueError(
-                f"{name} must be a DTensor over the handle's ranks in their order, {_ranks_of(self.context)}, "
+                f"{name} must be a DTensor over the handle's ranks in their order, {_world_ranks(self.context)}, "
                 f"got {ranks}"
             )
         if x.placements != (Shard(self.token_dim % x.ndim),):
@@ -116,17 +116,16 @@ def dtensor_layout(n: int, p: int) -> Layout:
 
 
 def _check_mesh(mesh: DeviceMesh, context: ContextParallel) -> None:
-    if mesh.ndim != 1 or _ranks(mesh) != _ranks_of(context):
-        raise ValueError(
-            f"device_mesh must have the handle's ranks in their order, {_ranks_of(context)}, got {mesh.mesh.tolist()}"
-        )
+    ranks = _world_ranks(context)
+    if mesh.ndim != 1 or _ranks(mesh) != ranks:
+        raise ValueError(f"device_mesh must have the handle's ranks in their order, {ranks}, got {mesh.mesh.tolist()}")
 
 
 def _ranks(mesh: DeviceMesh) -> list[int]:
     return [int(rank) for rank in mesh.mesh.flatten()]
 
 
-def _ranks_of(context: ContextParallel) -> list[int]:
+def _world_ranks(context: ContextParallel) -> list[int]:
     """World ranks of the handle, in the order of the group, which torch sorts. The order of a mesh, which places the
     shards of a DTensor, may differ.
     """

@@ -127,7 +127,7 @@ def shard_batch(
 
     def check() -> tuple[dict[str, object], ContextParallel]:
         integers = {"tokens": tokens} | ({} if labels is None else {"labels": labels})
-        packed = context if documents is None else context.with_documents(_of_each_row(documents, tokens))
+        packed = context if documents is None else context.with_documents(_row_lengths(documents, tokens))
         _check_batch(packed, integers, positions, others)
         listed = isinstance(unshifted, Collection) and not isinstance(unshifted, str)
         if not listed or not set(unshifted) <= set(others):
@@ -149,7 +149,7 @@ def shard_batch(
     )
 
 
-def _of_each_row(documents: object, tokens: object) -> Documents:
+def _row_lengths(documents: object, tokens: object) -> Documents:
     """Return the lengths. ValueError for those of all rows, one after the other."""
     lengths = _one_list(documents)
     if isinstance(tokens, Tensor) and tokens.dim() == 2 and len(tokens) > 1 and lengths.tokens == tokens.numel():

@@ -334,3 +334,12 @@ class ContextParallel:
             if self.check:
                 compare(call.forward, {}, error, self.transport)
         raise error
+
+
+def checked_context(
+    context: object, required: str = "a ContextParallel, an argument of the module or of its forward", instead: str = ""
+) -> ContextParallel:
+    """Return the handle; ValueError, on this rank alone, for anything else: without it no rank can be reached."""
+    if not isinstance(context, ContextParallel):
+        raise ValueError(f"context must be {required}, got {context!r}{instead}")
+    return context

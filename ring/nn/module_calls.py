@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class ModuleCall:
     """A module's call. Inputs, outputs and gradients of outputs are copies of its tensors, by name.
 
     kind: the module's class. forward: number of the model's forward. number: of the module's call within it.
@@ -41,7 +41,7 @@ class ModuleCalls:
     """
 
     def __init__(self, model: nn.Module, forwards: int = 1, plain_name: Callable[[str], str] = str) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[ModuleCall] = []
         self._model, self._forwards, self._forward = model, forwards, -1
         self._running: list[tuple[nn.Module, str, dict[str, Tensor]]] = []  # from the outside in
         self._numbers: dict[str, int] = {}
@@ -77,7 +77,7 @@ class ModuleCalls:
             running, name, inputs = self._running.pop()
         number = self._numbers[name] = self._numbers.get(name, -1) + 1
         named = output if isinstance(output, Tensor | dict | list | tuple) else getattr(output, "__dict__", None)
-        call = Call(name, type(module).__name__, self._forward, number, inputs, _copies(named))
+        call = ModuleCall(name, type(module).__name__, self._forward, number, inputs, _copies(named))
         self.calls.append(call)
         for at, x in _tensors(named):
             if x.requires_grad:

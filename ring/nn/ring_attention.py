@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from reference.pattern import Pattern, check_pattern
-from ring.nn.context import ContextParallel
+from ring.nn.context import ContextParallel, checked_context
 
 SHAPE = ("batch", "heads", "local tokens", "head dim")
 
@@ -96,15 +96,6 @@ def tokens_first(x: Tensor) -> Tensor:
     """Return x (B, H, N, D) as (B, N, H, D): a copy where N is H, whose strides would give a warning."""
     x = x.transpose(1, 2)
     return x.contiguous() if not torch.compiler.is_compiling() and x.shape[1] == x.shape[2] else x
-
-
-def checked_context(context: object) -> ContextParallel:
-    """Return the handle; ValueError, on this rank alone, for anything else: without it no rank can be reached."""
-    if not isinstance(context, ContextParallel):
-        raise ValueError(
-            f"context must be a ContextParallel, an argument of the module or of its forward, got {context!r}"
-        )
-    return context
 
 
 def _check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:

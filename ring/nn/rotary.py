@@ -41,8 +41,9 @@ def rotary(x: Tensor, positions: Tensor, theta: float = THETA) -> Tensor:
         raise ValueError(f"positions must be an int64 or int32 tensor, got {got}")
     if not has_token_shape(positions, x):
         allowed = f"{tuple(x.shape[1:2])} or {tuple(x.shape[:2])}"
-        raise ValueError(f"positions must have the shape {allowed}, a position for each token of x, "
-                         f"got {tuple(positions.shape)}")  # fmt: skip
+        raise ValueError(
+            f"positions must have the shape {allowed}, a position for each token of x, got {tuple(positions.shape)}"
+        )
     if positions.device != x.device:
         raise ValueError(f"positions must be on x's device {x.device}, got {positions.device}")
     return rotate(x, *_angles(positions, x.shape[3], theta, accumulator_dtype(x.dtype)))

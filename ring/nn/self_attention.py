@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from reference.pattern import Pattern, check_pattern
-from ring.nn.context import ContextParallel
-from ring.nn.ring_attention import checked_context
+from ring.nn.context import ContextParallel, checked_context
 from ring.nn.rotary import THETA, cached_angles, check_rotation, has_token_shape, rotate
 from ring.settings import check_softcap
 

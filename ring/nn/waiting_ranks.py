@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from ring.comm.missing_ranks import timeout_of
+from ring.comm.missing_ranks import read_timeout
 from ring.comm.process_group import ProcessGroupTransport
 from ring.consensus import compare
 
@@ -38,7 +38,7 @@ def raise_where_ranks_wait(where: str, error: Exception) -> NoReturn:
         raise error
     world = ProcessGroupTransport(None)
     store = dist.PrefixStore("ring/refused", world.group.get_group_store())
-    own, end = str(world.rank), time.monotonic() + timeout_of(world.group).total_seconds()
+    own, end = str(world.rank), time.monotonic() + read_timeout(world.group).total_seconds()
     store.set(own, "")
     try:
         while time.monotonic() < end:

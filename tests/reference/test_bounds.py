@@ -371,7 +371,7 @@ PARTS = {
     "first tokens": (Pattern.first_tokens(2, 3), (6, 6, True, 4)),
     "a tree": (Pattern.tree([None, 0, 0], [4, 3, 3]), (2, 2, True, 8)),
     "cut keys": (Pattern.slices([((0, 24), (0, 9), (None, 0)), ((0, 24), (9, 24), (None, 0))]), (6, 3, False, 4)),
-    "a grid": (Pattern((Branch(None, 4, slices=((0, 24, 0, 24, -3, 2),)),)), (1, 1, True, 0)),
+    "a grid": (Pattern((Branch(None, 4, slices=(Slice(0, 24, 0, 24, -3, 2),)),)), (1, 1, True, 0)),
     "crossed": (Pattern.slices([((0, 9), (4, 20), "both")]), (5, 5, False, 2)),
     "causal": (Pattern.dense(causal=True, window=5), (3, 3, True, 1)),
     "nothing": (Pattern.slices([]), (1, 1, False, 0)),

@@ -66,7 +66,7 @@ PATTERNS = {
     "documents": Pattern.dense(documents=(9, 0, 14, 1)),
     "mixed": Pattern(MIXED, causal=True),
     "nothing": Pattern((Branch(2, 3, 2),)),
-    "slices": Pattern((Branch(slices=((0, 9, 4, 24, 1, 8), (3, 24, 0, None, -9, 0))), MIXED[2]), causal=True),
+    "slices": Pattern((Branch(slices=(Slice(0, 9, 4, 24, 1, 8), Slice(3, 24, 0, None, -9, 0))), MIXED[2]), causal=True),
 }
 
 

@@ -103,7 +103,7 @@ LONGNET = Pattern.longnet([2048, 8192, 32768], [1, 4, 12], heads=12, causal=True
         (Pattern((Branch(heads=range(1, 3)),)), {}, ["3 heads, mean", "head 0", "heads 1, 2"]),
         (Pattern.tree([None, 0, 0], [6, 4, 4]), {}, ["32 tokens, causal"]),
         (Pattern.spans([(3, 6)]), {}, ["32 tokens"]),
-        (Pattern((Branch(slices=((0, 9, 0, 9, 1, None),)),), causal=True), {"tokens": 20}, ["20 tokens"]),
+        (Pattern((Branch(slices=(Slice(0, 9, 0, 9, 1),)),), causal=True), {"tokens": 20}, ["20 tokens"]),
         (Pattern.frames([1560] * 60), {}, ["93,600 tokens; a cell has 1 Ki rows and keys, counted at 64 rows"]),
     ],
 )

@@ -83,8 +83,10 @@ def test_an_unknown_order_is_refused(order: str) -> None:
 
 @pytest.mark.parametrize(("n", "p"), ((1, 1), (2, 3), (5, 2), (40, 3)))
 def test_seeded_orders_repeat_with_the_seed(n: int, p: int) -> None:
-    made = {order: [np.concatenate(shards(order, n, p, None, seed).positions) for seed in range(20)] for order in
-            ("shuffled", "permuted", "swapped")}  # fmt: skip
+    made = {
+        order: [np.concatenate(shards(order, n, p, None, seed).positions) for seed in range(20)]
+        for order in ("shuffled", "permuted", "swapped")
+    }
     for order, listings in made.items():
         shards.cache_clear()
         assert all(sorted(laid) == list(range(n)) for laid in listings)

@@ -288,7 +288,7 @@ def test_gpu_kernels_without_a_tile_are_refused(
     call: Any = SimpleNamespace(settings=Settings(kernel=kernel), q=q, k=q, v=v, scoring=Scores(1.0))
     monkeypatch.setattr(fa4, "installed_version", lambda: fa4.VERSION)
     setting = KernelSetting(candidates(kernel), "cuda", HOPPER, dtype, dims, 1, 1, call.scoring)
-    monkeypatch.setattr(validation, "setting_of", lambda *_: setting)
+    monkeypatch.setattr(validation, "make_kernel_setting", lambda *_: setting)
     with nullcontext() if refused is None else pytest.raises(NotImplementedError, match=refused):
         validation._validate_kernel(call)
 

@@ -28,7 +28,7 @@ from ring import execute, validation
 from ring.default_bucket import default_bucket
 from ring.estimate import Estimate, Rates, choose, counting, estimate, stages, timeline
 from ring.estimate.__main__ import main
-from ring.estimate.estimates import DEVICES, ORDERS, Call, layout_of, longest
+from ring.estimate.estimates import DEVICES, ORDERS, EstimatedCall, layout_of, longest
 from ring.estimate.memory import memory_of
 from ring.layout import Layout
 from ring.plan.exchange import parse
@@ -70,9 +70,9 @@ def of_keys(p: int) -> tuple[str, ...]:
 
 
 @st.composite
-def calls(draw: st.DrawFn, heads_alone: bool | None = None) -> tuple[Call, Layout, Layout]:
-    """Exchanges by heads, of keys, or (None) both. With documents, windows, slices, grouped heads, other value dims, and
-    keys of another sequence.
+def calls(draw: st.DrawFn, heads_alone: bool | None = None) -> tuple[EstimatedCall, Layout, Layout]:
+    """Exchanges by heads, of keys, or (None) both. With documents, windows, slices, grouped heads, other value dims,
+    and keys of another sequence.
     """
     documents, kv_heads = draw(st.none() | drawn_patterns.documents()), draw(st.integers(1, 3))
     tokens, p, heads = (
@@ -90,16 +90,17 @@ def calls(draw: st.DrawFn, heads_alone: bool | None = None) -> tuple[Call, Layou
     sizes = heads, kv_heads, draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
     exchanges = (of_keys(p) if heads_alone is not True else ()) + (by_heads(p) if heads_alone is not False else ())
     exchange, bucket = draw(st.sampled_from(exchanges)), draw(st.none() | st.integers(1, 12))
-    call = Call(pattern, *sizes, draw(st.sampled_from(DTYPES)), exchange, bucket, draw(st.sampled_from(DEVICES)))
+    dtype, device = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DEVICES))
+    call = EstimatedCall(pattern, *sizes, dtype, exchange, bucket, device)
     return call, layout, keys
 
 
-def row_of(call: Call, layout: Layout, keys: Layout, **rest: Any) -> Estimate:
+def row_of(call: EstimatedCall, layout: Layout, keys: Layout, **rest: Any) -> Estimate:
     (row,) = estimate(layout=layout, key_layout=keys, **vars(call), **rest)
     return row
 
 
-def listed(call: Call, layout: Layout, keys: Layout) -> cost.Setting:
+def listed(call: EstimatedCall, layout: Layout, keys: Layout) -> cost.Setting:
     """The problem for `reference.cost`, position by position."""
     held = [[x.positions(rank).numpy() for rank in range(x.world_size)] for x in (layout, keys)]
     sizes = call.batch, call.heads, call.kv_heads, call.head_dim, call.dtype.itemsize, call.value_dim
@@ -108,7 +109,7 @@ def listed(call: Call, layout: Layout, keys: Layout) -> cost.Setting:
 
 @budget
 @given(calls())
-def test_bytes_buffers_and_operations_are_those_of_the_reference(drawn: tuple[Call, Layout, Layout]) -> None:
+def test_bytes_buffers_and_operations_are_those_of_the_reference(drawn: tuple[EstimatedCall, Layout, Layout]) -> None:
     call, layout, keys = drawn
     exact, counted, p = listed(*drawn), call.problem(layout, keys), layout.world_size
     incoming = call.batch * exact.counts * call.heads * call.value_dim * call.dtype.itemsize
@@ -161,7 +162,7 @@ class Announcing:
         raise Announced(outgoing())
 
 
-def programs_of(call: Call, layout: Layout, keys: Layout, rank: int) -> tuple[Programs, list[Any]]:
+def programs_of(call: EstimatedCall, layout: Layout, keys: Layout, rank: int) -> tuple[Programs, list[Any]]:
     """The programs of `ring_attention` on a rank, and its q, k, v, out, lse and dout. On a CPU."""
 
     def rows(of: Layout, *sizes: int) -> torch.Tensor:
@@ -176,7 +177,7 @@ def programs_of(call: Call, layout: Layout, keys: Layout, rank: int) -> tuple[Pr
     return make_programs(arguments, parse(call.exchange, layout.world_size), rank), [q, k, v, out, lse, out]
 
 
-def announced(call: Call, layout: Layout, keys: Layout, rank: int) -> list[list[Any]]:
+def announced(call: EstimatedCall, layout: Layout, keys: Layout, rank: int) -> list[list[Any]]:
     """Messages that `ring_attention` sends on a rank, forward and backward."""
     programs, tensors = programs_of(call, layout, keys, rank)
     transport: Any = Announcing(rank)
@@ -196,7 +197,7 @@ def announced(call: Call, layout: Layout, keys: Layout, rank: int) -> list[list[
 
 @budget
 @given(calls())
-def test_messages_are_those_that_ranks_announce(drawn: tuple[Call, Layout, Layout]) -> None:
+def test_messages_are_those_that_ranks_announce(drawn: tuple[EstimatedCall, Layout, Layout]) -> None:
     """Bytes and messages of both ends, to ranks of the own host and to others."""
     call, layout, keys = replace(drawn[0], device="cpu"), *drawn[1:]
     p, spec = layout.world_size, parse(call.exchange, layout.world_size)
@@ -221,7 +222,7 @@ def test_messages_are_those_that_ranks_announce(drawn: tuple[Call, Layout, Layou
 
 @budget
 @given(calls())
-def test_pairs_are_those_of_the_mask(drawn: tuple[Call, Layout, Layout]) -> None:
+def test_pairs_are_those_of_the_mask(drawn: tuple[EstimatedCall, Layout, Layout]) -> None:
     """Count them on each rank; where it divides no heads, also those of its own keys and of keys that arrive."""
     call, layout, keys = drawn
     p, spec = layout.world_size, parse(call.exchange, layout.world_size)
@@ -245,7 +246,7 @@ def test_pairs_are_those_of_the_mask(drawn: tuple[Call, Layout, Layout]) -> None
 def test_a_million_tokens_have_the_closed_form(order: str, exchange: str) -> None:
     n, p = 2**20, 32
     layout = getattr(Layout, order)(n, p)
-    call = Call(Pattern.dense(True), 2, 1, 1, 1, 1, torch.float64, exchange, 999, "cpu")
+    call = EstimatedCall(Pattern.dense(True), 2, 1, 1, 1, 1, torch.float64, exchange, 999, "cpu")
     problem, spec = call.problem(layout, layout), parse(exchange, p)
     blocks = [block for rank in range(p) for block in stages.stages_of(problem, spec, 999, rank, [0] * p)]
     assert sum(x.sent(False, (16, 16)) for x in blocks) == dense_slots(n, p, 1, True, order, exchange) * 16
@@ -271,7 +272,7 @@ def test_times_by_hand() -> None:
 
     A pair takes 4 operations in forward and 10 in backward; a shard of keys and values 8 numbers of 8 bytes.
     """
-    call = Call(Pattern.dense(), 1, 1, 1, 1, 1, torch.float64, "direct", 4, "cpu")
+    call = EstimatedCall(Pattern.dense(), 1, 1, 1, 1, 1, torch.float64, "direct", 4, "cpu")
     layout = Layout.contiguous(8, 2)
     for link, latency in ((1.0, 0.0), (1.0, 5.0), (0.5, 0.0)):
         row = row_of(call, layout, layout, rates=replace(HAND, link=link, latency=latency))
@@ -294,7 +295,7 @@ def test_times_by_heads_by_hand() -> None:
 
     A row goes as 24 bytes of q, k, v and comes back as 16 of out and lse; backward as 48 (out, lse, dout too) and 24.
     """
-    call = Call(Pattern.dense(), 4, 4, 1, 1, 1, torch.float64, "all-to-all", 1, "cpu")
+    call = EstimatedCall(Pattern.dense(), 4, 4, 1, 1, 1, torch.float64, "all-to-all", 1, "cpu")
     layout = Layout.contiguous(8, 2)
     for link, latency, seconds, back in (
         (1.0, 0.0, 96 + 256 + 256 + 64, 192 + 640 + 640 + 96),
@@ -317,7 +318,8 @@ def test_times_by_heads_by_hand() -> None:
 
 def test_times_between_hosts_by_hand() -> None:
     """Four ranks, two a host. A shard of keys and values is 4 tokens of 16 bytes; within a host it takes 64 seconds."""
-    call, layout = Call(Pattern.dense(), 1, 1, 1, 1, 1, torch.float64, "gather", 4, "cpu"), Layout.contiguous(16, 4)
+    call = EstimatedCall(Pattern.dense(), 1, 1, 1, 1, 1, torch.float64, "gather", 4, "cpu")
+    layout = Layout.contiguous(16, 4)
     far = replace(HAND, latency=1.0, ranks_per_host=2)
     for rates, message in (
         (replace(HAND, latency=1.0), 3 * 65),  # to all three others
@@ -355,7 +357,7 @@ def test_exchanges_by_hosts_are_estimated_as_their_number() -> None:
 
 @pytest.mark.parametrize("exchange", [*KEY_EXCHANGES, "all-to-all", "ring+all-to-all:2"])
 def test_the_longest_sequence_fits_and_the_next_does_not(exchange: str) -> None:
-    call = Call(Pattern.dense(True, window=1000), 4, 2, 64, 64, 1, torch.bfloat16, exchange, None, "cuda")
+    call = EstimatedCall(Pattern.dense(True, window=1000), 4, 2, 64, 64, 1, torch.bfloat16, exchange, None, "cuda")
     found = longest(call, 4, "zigzag", 2**28, True)
     least, more = (call.peak(Layout.zigzag(n, 4), True) for n in (found, found + 512))
     assert least <= 2**28 < more and longest(call, 4, "zigzag", 1000, True) == 0
@@ -459,7 +461,7 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
         ({"memory": 0}, "memory is 0; it must be an integer of at least 1"),
         ({"pattern": Pattern.dense(documents=(1024,)), "memory": 1}, "memory must be None"),
     ],
-)  # fmt: skip
+)
 def test_refuses(change: dict[str, Any], named: str) -> None:
     given: dict[str, Any] = {"pattern": Pattern.dense(), "tokens": 1024, "ranks": 2, **SIZES}
     with pytest.raises(ValueError, match=f"^{named}"):

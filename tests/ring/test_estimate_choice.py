@@ -43,7 +43,7 @@ def test_rows_are_those_of_estimates_in_order_of_time() -> None:
     assert len(empty) == len(choice.candidates(4))
 
 
-def test_what_decides() -> None:
+def test_balance_windows_and_slow_links_decide_the_exchange() -> None:
     def first(layout: Layout, pattern: Pattern = CAUSAL, **options: Any) -> str:
         return choose(pattern, layout, **(SIZES | options))[0].exchange
 

@@ -15,7 +15,7 @@ from reference.pattern import Pattern
 from ring.compute.gpu.kernel_times import FILE
 from ring.compute.kernels import CUDNN, FA4, FLASH
 from ring.estimate import Kernels, Rates, estimate, rank_work, timeline
-from ring.estimate.estimates import Call
+from ring.estimate.estimates import EstimatedCall
 from ring.estimate.tile_seconds import GPU, call_seconds, tile_seconds
 from ring.layout import Layout
 from ring.plan.blocks import Heads
@@ -41,7 +41,7 @@ def test_the_table_is_of_the_gpu_that_rates_are_of() -> None:
 
 @pytest.mark.parametrize("passed", ("forward", "backward"))
 @pytest.mark.parametrize("causal", (True, False))
-def test_calls_of_the_table_take_its_times_or_what_a_throttled_gpu_adds(passed: str, causal: bool) -> None:
+def test_calls_of_the_table_take_its_times_plus_throttling(passed: str, causal: bool) -> None:
     for row in rows_of(passed, 128, causal, False):
         seconds = call_seconds(np.array([row["length"] ** 2]), row["heads"], causal, passed, (128, 128))
         ratio = seconds / (1e-3 * min(row["ms"].values()))
@@ -51,7 +51,7 @@ def test_calls_of_the_table_take_its_times_or_what_a_throttled_gpu_adds(passed: 
 
 
 @pytest.mark.parametrize("passed", ("forward", "backward"))
-def test_calls_on_several_lengths_take_the_time_of_their_sequences(passed: str) -> None:
+def test_varlen_calls_take_the_time_of_their_sequences(passed: str) -> None:
     """Each as one of many of its length, which the table times in other calls: within 20 % of its times."""
     for mean, row in zip((128, 512, 2048, 8192), rows_of(passed, 128, True, True), strict=True):
         lengths = np.array(document_lengths(2**15, mean))
@@ -78,7 +78,7 @@ def test_copies_merges_and_starts_by_hand() -> None:
     own and one of all its rows with rows 0 and 1. It packs the rows 2 to 5, which rank 0's last two see.
     """
     layout = Layout.zigzag(8, 2)
-    call = Call(Pattern.dense(True), 1, 1, 1, 1, 1, torch.bfloat16, "direct", 8, "cuda")
+    call = EstimatedCall(Pattern.dense(True), 1, 1, 1, 1, 1, torch.bfloat16, "direct", 8, "cuda")
     problem = call.problem(layout, layout)
     plan = plan_of(call.pattern, layout, 1, 1, 1, DIRECT, 8)
     slot = 4
@@ -101,9 +101,10 @@ def test_every_part_takes_time(exchange: str) -> None:
     kernels, whole = MEASURED.kernels, seconds(MEASURED)
     assert kernels is not None
     without = [
-        replace(MEASURED, packing=None), replace(MEASURED, kernels=replace(kernels, launch=0.0)),
+        replace(MEASURED, packing=None),
+        replace(MEASURED, kernels=replace(kernels, launch=0.0)),
         replace(MEASURED, latency=0.0),
-    ]  # fmt: skip
+    ]
     if exchange != "all-to-all":  # a block of heads in one kernel call: nothing to merge
         without.append(replace(MEASURED, kernels=replace(kernels, merging=None)))
     assert all((seconds(rates) <= whole).all() and (seconds(rates) < whole).any() for rates in without)
@@ -120,11 +121,11 @@ def test_many_runs_take_the_time_of_large_calls() -> None:
     assert rows[0] is not None and rows[1] is not None and 0.3 < rows[1] / rows[0] < 0.7
 
 
-def test_plans_have_windows_that_the_kernels_for_the_head_dims_take() -> None:
+def test_plans_have_windows_that_kernels_of_their_head_dims_take() -> None:
     """FlashAttention-4 does not take head dims of 80, and FlashAttention-2 no window of 4096 tokens."""
     pattern, layout = Pattern.dense(True, window=4095), Layout.contiguous(2**15, 2)
     for head_dim, windows in ((80, {None}), (128, {None, 4095})):
-        call = Call(pattern, 32, 8, head_dim, head_dim, 1, torch.bfloat16, "ring", None, "cuda")
+        call = EstimatedCall(pattern, 32, 8, head_dim, head_dim, 1, torch.bfloat16, "ring", None, "cuda")
         plan = rank_work.rank_plan(call.problem(layout, layout), RING, 2**16, True, Kernels(), 1)
         assert {tile.window for tile in plan.tiles} == windows
 
@@ -200,7 +201,7 @@ def test_a_window_takes_no_longer_than_none_and_sequences_add_up(causal: bool) -
         ),
     ],
 )
-def test_what_no_measured_kernel_takes_is_refused(change: dict[str, Any], said: str) -> None:
+def test_refuses_calls_that_no_measured_kernel_takes(change: dict[str, Any], said: str) -> None:
     given: dict[str, Any] = {"tokens": 512, "ranks": 2, "heads": 4, "head_dim": 64, "exchange": "direct"} | change
     with pytest.raises(ValueError, match=said):
         estimate(Pattern.dense(causal=True), rates=Rates.of("NVIDIA H200"), **given)

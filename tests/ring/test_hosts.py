@@ -107,9 +107,7 @@ def _refused(hosts: str, exchange: str, other: str) -> list[str]:
         ("aaa", "ring+ring", "ring+ring", "exchange must be one of 'ring'"),
     ],
 )
-def test_every_rank_refuses_in_the_same_words(
-    ranks: Ranks, hosts: str, exchange: str, other: str, said: str
-) -> None:  # fmt: skip
+def test_every_rank_refuses_in_the_same_words(ranks: Ranks, hosts: str, exchange: str, other: str, said: str) -> None:
     first, *others = ranks(len(hosts)).run(_refused, hosts, exchange, other)
     assert said in first[0] and all(errors == first for errors in others) and first[0] == first[1]
 

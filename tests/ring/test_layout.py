@@ -26,8 +26,10 @@ from tests.support.plan_settings import listed
 
 Drawn = tuple[list[int], tuple[int, ...]]  # an order and cuts into it
 RUNS: dict[str, Callable[[int, int], Layout]] = {
-    "contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": Layout.striped
-}  # fmt: skip
+    "contiguous": Layout.contiguous,
+    "zigzag": Layout.zigzag,
+    "striped": Layout.striped,
+}
 NAMED = RUNS | {"hilbert": Layout.hilbert}
 
 

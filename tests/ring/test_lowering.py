@@ -18,7 +18,7 @@ import ring.lowering
 import ring.programs
 from ring import Layout, Pattern, ring_attention
 from ring.caching.bounded_cache import BoundedCache
-from ring.compute.kernel_choice import setting_of
+from ring.compute.kernel_choice import make_kernel_setting
 from ring.compute.kernels.kernel import Scores
 from ring.lowering import BlockPrograms, Program
 from ring.plan.exchanges import DIRECT
@@ -35,7 +35,7 @@ def test_the_page_shows_the_program_of_the_example() -> None:
     pattern = Pattern.longnet(segment_lengths=(8,), dilation_rates=(2,), heads=2, causal=True)
     plan = plan_of(pattern, Layout.zigzag(16, 2), 0, heads=2, kv_heads=2, exchange=DIRECT, bucket=8)
     q = torch.empty(1, 8, 2, 4)
-    shown = str(BlockPrograms(plan, q, setting_of("auto", q, q, q, Scores(0.5))).forward)
+    shown = str(BlockPrograms(plan, q, make_kernel_setting("auto", q, q, q, Scores(0.5))).forward)
     assert textwrap.indent(shown, "    ") in str(ring.lowering.__doc__)
 
 

@@ -248,6 +248,6 @@ def test_a_graph_refuses_what_a_call_refuses() -> None:
         ({"softcap": -1.0}, "softcap must be None or a number from 1e-30 to 1e30, got -1.0"),
         ({"sinks": SINKS[:3]}, r"sinks must be None or a dense \(4,\) tensor"),
         ({"sinks": SINKS * -INF}, "sinks must be finite, or -inf for no sink, got inf for query head 1"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=said):
             compiled(q, k, v, Pattern.dense(), Layout.contiguous(TOKENS, 1), **options)

@@ -129,7 +129,7 @@ def elsewhere(folder: Path) -> bytes:
         ("progress.json", lambda folder: b'{"progress": {}, "groups": []}', "'optimizer.group 0' is missing there"),
         ("progress.json", lambda folder: b'{"progress": {}, "groups": [{"params": "\\u001b"}]}', r"of '\x1b' there"),
     ],
-)  # fmt: skip
+)
 def test_a_forged_file_runs_nothing(saved: Path, name: str, content: Callable[[Path], bytes], said: str) -> None:
     (saved / name).write_bytes(content(saved))
     (saved / "SHA256SUMS").write_text(checkpoint._sums(saved, os.listdir(saved)))

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from verification.search.search import RUN
 
-QUIET = settings(
-    database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=(HealthCheck.too_slow,)
-)  # fmt: skip
+QUIET = settings(database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=(HealthCheck.too_slow,))
 Item = TypeVar("Item")
 
 

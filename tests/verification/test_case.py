@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,17 +35,6 @@ def test_json_round_trips_cases() -> None:
     del data["keys"], data["hosts"]
     assert data["pattern"].pop("documents") is None
     assert Case.from_json(json.dumps(data)) == case()
-
-
-def test_json_is_strict() -> None:
-    data = json.loads(case().to_json())
-    for text, said in (
-        (json.dumps({name: x for name, x in data.items() if name != "kernel"}), "Case: missing field kernel$"),
-        (json.dumps(data | {"speed": 3}), "Case: unknown field speed$"), ("[1, 2]", "JSON object"),
-        ("{", "property name"), (json.dumps(data | {"dtype": ["float32"]}), "dtype"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=said):
-            Case.from_json(text)
 
 
 @pytest.mark.parametrize(
@@ -103,22 +88,6 @@ def test_keys_may_have_a_sequence_of_their_own(keys: Keys | None) -> None:
         assert layout.positions(rank).tolist() == positions.tolist()
     assert given.for_any_ranks().keys == (keys and keys._replace(cuts=None))
     assert given.shards() is case().shards()
-
-
-def digest(given: Case) -> str:
-    return hashlib.sha256(b"".join(x.view(torch.uint8).numpy().tobytes() for x in given.tensors())).hexdigest()
-
-
-def test_another_process_makes_the_same_tensors() -> None:
-    given = [case(values=values, dtype=dtype) for values in VALUES for dtype in DTYPES]
-    script = (
-        "import sys; from tests.verification.test_case import digest; from verification.case import Case\n"
-        "for line in sys.stdin: print(digest(Case.from_json(line)))"
-    )
-    lines, root = "\n".join(x.to_json() for x in given), Path(__file__).parents[2]
-    answer = subprocess.check_output([sys.executable, "-c", script], input=lines, text=True, cwd=root)
-    assert answer.split() == [digest(x) for x in given]
-    assert digest(case(seed=8)) != digest(case())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

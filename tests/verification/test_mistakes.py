@@ -39,7 +39,7 @@ KERNELS = {
     "twice": _kernel("forward", "out, lse", "out * 2, lse"),
     "later key": by_name("causal-diagonal-one-too-many").edits[0],
     "dk of another head": _kernel("backward", "dq, dk, dv", "dq, dk.roll(1, 2), dv"),
-}  # fmt: skip
+}
 OTHERS = {
     "rotary": Edit("ring/nn/rotary.py", "positions[...", "(positions - 1).clamp(min=0)[...", "_angles"),
     "positions": Edit(
@@ -47,7 +47,7 @@ OTHERS = {
     ),
     "mean": Edit("ring/nn/sequence.py", "context.layout.n)", "context.tokens)", "sequence_mean"),
     "loss": Edit("ring/nn/loss.py", "ignored).view_as", "ignored).mul(2).view_as", "cross_entropy"),
-}  # fmt: skip
+}
 SOURCES = {name: Defect(name, "", (edit,)).sources() for name, edit in (KERNELS | OTHERS).items()}
 FOUND = {  # by each command
     "run": (*KERNELS,), "peers": (*KERNELS,), "training": (*KERNELS, "rotary", "positions", "loss"),

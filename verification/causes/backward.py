@@ -47,8 +47,10 @@ def saved_results(x: Example) -> Iterator[Candidate]:
 
     if x.weights.sinks is not None:
         weights = (x.weights.sinks - lse).exp().nan_to_num()
-        for name, clause, delta in (("no dlse to sinks", "no gradient came through lse", x.delta(out, 0.0)),
-                                    ("no delta to sinks", "rowsum(dout * out) were left out", -x.dlse)):  # fmt: skip
+        for name, clause, delta in (
+            ("no dlse to sinks", "no gradient came through lse", x.delta(out, 0.0)),
+            ("no delta to sinks", "rowsum(dout * out) were left out", -x.dlse),
+        ):
             predicted: Results = {"dsinks": -(weights * delta).sum((0, 2))}
             yield Candidate(name, f"dsinks is, to rounding, as if {clause}", backward=partial(dict, predicted))
     yield wrong("no delta", "rowsum(dout * out) were left out", lse, -x.dlse)

@@ -44,7 +44,7 @@ def find_cause(run: Run, backend: Backend, minimal: Case, first: Case, claim: Cl
 
     try:
         causes = agreed(explain(minimal, *run(backend, minimal)), larger_cases(minimal, claim), 0)
-        causes = causes or _of_earlier_calls(run, backend, larger_cases(minimal, claim))
+        causes = causes or _explain_by_earlier_calls(run, backend, larger_cases(minimal, claim))
     except (WrongResult, RankFailure):  # a wrong shape, a crash
         return None
     with suppress(WrongResult, RankFailure, Unavailable):  # go on with what is known
@@ -62,7 +62,7 @@ def sentences(causes: Iterable[Cause]) -> list[str]:
     return list(dict.fromkeys(cause.sentence for cause in causes))
 
 
-def _of_earlier_calls(run: Run, backend: Backend, cases: Sequence[Case]) -> list[Cause]:
+def _explain_by_earlier_calls(run: Run, backend: Backend, cases: Sequence[Case]) -> list[Cause]:
     """Return the mistakes that explain every Case, also by a call of the same sizes that ran before it."""
     causes: list[Cause] | None = None
     for case in cases:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verification.causes.example import Candidate, Example, Results, Weights, attention
-from verification.causes.weights import of_forward
+from verification.causes.weights import wrong_forwards
 
 Edit = Callable[[Tensor], Tensor]
 WAYS = ("to next", "to previous", "by rank")
@@ -67,14 +67,14 @@ def merges(x: Example) -> Iterator[Candidate]:
     for name, (factor, how) in BASES.items():
         for lse, power in ((", and lse", 1), (", and the sum of lse", 0), ("", None)):
             clause = f"the outputs of {each} were merged by {how}{lse and ', and lse too'}"
-            yield from of_forward(x, f"merge by {name}{lse}", clause, partial(merged_in_base, x, factor, power))
+            yield from wrong_forwards(x, f"merge by {name}{lse}", clause, partial(merged_in_base, x, factor, power))
     for rule, clause in {
         "swapped": "each merge swapped the weights of its two outputs",
         "not rescaled": "a merge added its output without multiplying the earlier ones by their weight",
         "halves": "each merge averaged its two outputs, without their weights",
     }.items():
         for way in WAYS:
-            yield from of_forward(x, f"merge, {rule}, {way}", clause, partial(merged_by_hops, x, way, rule, {}))
+            yield from wrong_forwards(x, f"merge, {rule}, {way}", clause, partial(merged_by_hops, x, way, rule, {}))
     for rule, clause in {
         "mean": f"the outputs of {each} were {averaged}",
         "mean of seen": f"the outputs of {each} that a query sees were {averaged}",
@@ -83,7 +83,7 @@ def merges(x: Example) -> Iterator[Candidate]:
         "maxima": f"the outputs of {each} were merged by the maximum of the scores in place of lse",
         "powers of 2 / all": f"the outputs of {each} had the weights 2 ** (their lse - lse of all)",
     }.items():
-        yield from of_forward(x, f"merge by {rule}", clause, partial(merged, x, rule))
+        yield from wrong_forwards(x, f"merge by {rule}", clause, partial(merged, x, rule))
 
 
 def merged_in_base(
@@ -142,9 +142,9 @@ def axes(x: Example) -> Iterator[Candidate]:
     for name, clause, count in (("", "", every), (", causal", ", and the mask goes by heads", every.tril())):
         weights = Weights(count, x.weights.scale, torch.zeros(1).long())
         forward = partial(over_heads, weights)
-        yield from of_forward(x, f"attention over heads{name}", swapped + clause, forward)
+        yield from wrong_forwards(x, f"attention over heads{name}", swapped + clause, forward)
     clause = "out (B, H, L, D) were reshaped to (B, L, H, D) without a transpose"
-    yield from of_forward(x, "reshaped", clause, partial(reshaped, x))
+    yield from wrong_forwards(x, "reshaped", clause, partial(reshaped, x))
 
 
 def over_heads(weights: Weights, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,8 +181,10 @@ def rows_that_see_nothing(x: Example) -> Iterator[Candidate]:
         return {"out": seen["out"].where(unseen[..., None], x.exact["out"]), "lse": lse}
 
     each = "queries that see nothing"
-    yield from of_forward(x, "unseen rows: mean", f"{each} had the mean of all v", partial(result, 0.0), False)
-    yield from of_forward(x, "unseen rows: all keys", f"{each} saw all keys", partial(result, x.weights.scale), False)
+    yield from wrong_forwards(x, "unseen rows: mean", f"{each} had the mean of all v", partial(result, 0.0), False)
+    yield from wrong_forwards(
+        x, "unseen rows: all keys", f"{each} saw all keys", partial(result, x.weights.scale), False
+    )
     if seen["out"][:, unseen].isnan().all():
         gradients = {name: seen[name].where(seen[name].isnan(), x.exact[name]) for name in ("dq", "dk", "dv")}
         yield Candidate("unseen rows: NaN", f"out of {each} is NaN; it must be 0", accepted, lambda: gradients)

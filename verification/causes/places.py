@@ -46,7 +46,7 @@ def moved(x: Example, where: str, source: Tensor, step: int) -> Iterator[Candida
     def taken(names: tuple[str, ...]) -> Results:
         return {name: x.exact[name][:, :, source] for name in names}
 
-    def forward_of(names: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def misplaced_forward(names: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = attention(q, k, v, x.weights)
         return out[:, :, source], lse[:, :, source] if "lse" in names else lse
 
@@ -58,7 +58,7 @@ def moved(x: Example, where: str, source: Tensor, step: int) -> Iterator[Candida
         title, sentence = f"{', '.join(names)} of {where}", _sentence(x, wrong, where, step)
         yield Candidate(title, sentence, partial(taken, forward), partial(taken, backward))
         if "out" in forward and not backward:
-            follow, gradients = ", and the gradients follow", partial(x.autograd, partial(forward_of, names))
+            follow, gradients = ", and the gradients follow", partial(x.autograd, partial(misplaced_forward, names))
             yield Candidate(title + follow, f"{sentence}{follow} from that", partial(taken, forward), gradients)
 
 

@@ -17,9 +17,10 @@ from verification.causes.example import Candidate, Example, Forward, Results, We
 
 # Masks that differ in few places, with the regions between which they distinguish.
 REGIONS: dict[str, tuple[str, ...]] = {
-    "strict diagonal": ("", ", queries of first half", ", queries of second half"), "local window": ("",),
+    "strict diagonal": ("", ", queries of first half", ", queries of second half"),
+    "local window": ("",),
     "local window, keys before": ("",),
-}  # fmt: skip
+}
 
 
 class Mistake(NamedTuple):
@@ -39,7 +40,7 @@ def wrong_weights(x: Example) -> Iterator[Candidate]:
             if weights.bank is None and (weights.scale, weights.softcap, weights.slope) == settings:
                 continue
         if x.forward_may_be_wrong:
-            yield from of_forward(x, name, clause, partial(attention, weights=weights))
+            yield from wrong_forwards(x, name, clause, partial(attention, weights=weights))
             if weights.bank is not None or weights.scale != right.scale:  # a backward by hand is not that of autograd
                 sentence, computed = f"{x.these} as if {clause}", partial(_forward, x, weights)
                 yield Candidate(f"{name} / by hand", sentence, computed, partial(_by_hand, x, weights))
@@ -66,7 +67,7 @@ def _by_hand(x: Example, weights: Weights) -> Results:
     return grads | {name: share * grads[name] for name in ("dq", "dk")}
 
 
-def of_forward(x: Example, name: str, clause: str, forward: Forward, exact: bool = True) -> Iterator[Candidate]:
+def wrong_forwards(x: Example, name: str, clause: str, forward: Forward, exact: bool = True) -> Iterator[Candidate]:
     """Yield a wrong forward: with its own gradients, those of a right backward from its out and lse, or exact ones."""
     results: Results = {}
 
@@ -236,7 +237,7 @@ def wrong_sinks(x: Example) -> Iterator[Candidate]:
         others["sinks per rank"] = every, right + math.log(x.size)
         others["sinks per rank seen"] = f"{every} that has keys for it", right + seen.log()
     for name, (clause, sinks) in others.items():
-        yield next(of_forward(x, name, clause, partial(attention, weights=x.weighted(sinks=sinks))))
+        yield next(wrong_forwards(x, name, clause, partial(attention, weights=x.weighted(sinks=sinks))))
 
 
 def groups(x: Example) -> Iterator[Mistake]:

@@ -75,7 +75,7 @@ def check_answers(case: Case, expectation: Expectation, observations: Observatio
                 if result is not None:
                     raise WrongResult(f"answers: {_rank(case, index)} returned {name}, which was not asked for")
                 continue
-            expected = dtype_of(case, name)
+            expected = expected_dtype(case, name)
             _check_shape(case, index, name, result)
             if dtype != expected:
                 raise WrongResult(f"answers: {name} of {_rank(case, index)} is {dtype}, not {expected}")
@@ -339,7 +339,7 @@ def compared(case: Case) -> list[str]:
     return [name for name in RESULTS if name not in left_out]
 
 
-def dtype_of(case: Case, name: str) -> str:
+def expected_dtype(case: Case, name: str) -> str:
     """Return the name of a result's dtype."""
     dtype = {"lse": case.accumulator_dtype, "dsinks": case.sinks_dtype}.get(name, case.torch_dtype)
     return str(dtype).removeprefix("torch.")
@@ -347,7 +347,7 @@ def dtype_of(case: Case, name: str) -> str:
 
 def _overflow(case: Case, expectation: Expectation, name: str, actual: Array) -> NDArray[np.bool_]:
     """Mask of infinities that a result within its bound may round to, and of entries whose bound is infinite."""
-    dtype = dtype_of(case, name)
+    dtype = expected_dtype(case, name)
     exact, bound = expectation.exact[name], expectation.bound[name]
     beyond = np.where(actual > 0, exact, -exact) + bound > LARGEST[dtype]
     return np.isinf(actual) & beyond & np.isfinite(exact) | np.isposinf(bound)

@@ -37,18 +37,18 @@ def inputs_of(case: Case, tensors: tuple[Tensor, ...]) -> Inputs:
 def arithmetic_of(case: Case) -> Arithmetic:
     """Return the arithmetic that a Case allows. "auto" may use either kernel, so it has the bounds of "flash"."""
     case = with_number(case)
-    kernel = kernel_of(case)
-    arithmetic = of_case(case, kernel, counts_of(case, kernel))
+    kernel = bounding_kernel(case)
+    arithmetic = make_arithmetic(case, kernel, sum_lengths(case, kernel))
     return replace(arithmetic, u_returned=arithmetic.u_out) if case.narrow else arithmetic
 
 
-def of_case(case: Case, kernel: str, counts: Counts) -> Arithmetic:
+def make_arithmetic(case: Case, kernel: str, counts: Counts) -> Arithmetic:
     """Return the arithmetic of that kernel of `roundoff.KERNELS`."""
     sinks = str(case.sinks_dtype).removeprefix("torch.")
     return Arithmetic.of(case.dtype, kernel, case.head_dim, case.softmax_scale, counts, sinks=sinks)
 
 
-def counts_of(case: Case, kernel: str) -> Counts:
+def sum_lengths(case: Case, kernel: str) -> Counts:
     """Return the lengths of the sums, for calls of that kernel of `roundoff.KERNELS`."""
     tokens, ranks = max(case.tokens, case.key_tokens), len(case.ranks)
     keys, rows = roundoff.max_pairs(case.pattern, tokens, case.heads, case.kv_heads)
@@ -68,7 +68,7 @@ def counts_of(case: Case, kernel: str) -> Counts:
     return Counts(keys, rows, merges, row_merges, key_blocks, row_blocks)
 
 
-def kernel_of(case: Case) -> str:
+def bounding_kernel(case: Case) -> str:
     """Return the kernel whose bounds apply to a Case."""
     if case.kernel == "math":
         return "math"

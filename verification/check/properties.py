@@ -59,7 +59,7 @@ PROPERTIES = (
 OF_NUMBERS = {"unseen", "finite", "values", "gradients"}
 
 
-def checks_of(titles: Collection[str]) -> tuple[str, ...]:
+def select_checks(titles: Collection[str]) -> tuple[str, ...]:
     """Return the checks of these properties, in the order in which they run."""
     names = {name for item in PROPERTIES if item.title in titles for name in item.checks}
     return tuple(name for name in CHECKS if name in names or (name == "answers" and names & OF_NUMBERS))

@@ -87,9 +87,11 @@ def add_examples(parser: argparse.ArgumentParser, about: str, default: int | Non
 def add_only(parser: argparse.ArgumentParser, about: str = "property or law") -> None:
     """Add --only. about: what its titles are of."""
     parser.add_argument(
-        "--only", action="append", metavar="TITLE",
+        "--only",
+        action="append",
+        metavar="TITLE",
         help=f"check only this {about}, on as many examples: its title or a unique part of it; may be repeated",
-    )  # fmt: skip
+    )
 
 
 def add_profile(parser: argparse.ArgumentParser, profiles: Mapping[str, Any]) -> None:
@@ -102,9 +104,11 @@ def add_profile(parser: argparse.ArgumentParser, profiles: Mapping[str, Any]) ->
 
 def add_seed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--seed", type=int, metavar="N",
+        "--seed",
+        type=int,
+        metavar="N",
         help="repeat the examples of the run that printed this seed (default: a new seed)",
-    )  # fmt: skip
+    )
 
 
 def seed_of(options: argparse.Namespace) -> int:
@@ -112,7 +116,7 @@ def seed_of(options: argparse.Namespace) -> int:
     return random.SystemRandom().getrandbits(32) if options.seed is None else int(options.seed)
 
 
-def plan_of(
+def make_run_plan(
     options: argparse.Namespace, worlds: tuple[int, ...], profiles: Mapping[str, Profile], only: tuple[str, ...] = ()
 ) -> RunPlan:
     """Return the plan of the command line. worlds: the default. profiles: by name; the only one without --profile.
@@ -142,10 +146,10 @@ def add_backend(parser: argparse.ArgumentParser, backends: Mapping[str, str]) ->
 
 def only_of(options: argparse.Namespace, among: Collection[str]) -> tuple[str, ...]:
     """Return the titles of --only, each once. Raises Unavailable."""
-    return tuple(dict.fromkeys(title_of(name, among) for name in options.only or ()))
+    return tuple(dict.fromkeys(find_title(name, among) for name in options.only or ()))
 
 
-def title_of(name: str, among: Collection[str]) -> str:
+def find_title(name: str, among: Collection[str]) -> str:
     """Return the only one of the titles with this text in it. Raises Unavailable for none or several."""
     from verification.run.backends import Unavailable
 

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """Return 0 if all held, 1 for a counter-example. Raises Unavailable if the model cannot be run."""
-    plan = cli.plan_of(options, MODEL_WORLDS, {"": PROFILE}, cli.only_of(options, TITLES))
+    plan = cli.make_run_plan(options, MODEL_WORLDS, {"": PROFILE}, cli.only_of(options, TITLES))
     extras: dict[str, Any] = command_run("model", plan.backend, max(plan.worlds))
     extras |= {"not_looked_at": NOT_LOOKED_AT, "backend": plan.backend, "model": options.name, "seed": plan.seed}
     extras |= {"only": list(plan.only)} if plan.only else {}

@@ -39,10 +39,12 @@ def add_arguments(mutants: argparse.ArgumentParser) -> None:
     mutants.add_argument("names", nargs="*", metavar="NAME", help="defects to plant (default: all)")
     mutants.add_argument("--list", action="store_true", help="list the defects with a description of each, and exit")
     mutants.add_argument(
-        "--limit", type=count, metavar="N",
+        "--limit",
+        type=count,
+        metavar="N",
         help=f"examples per defect (default: {LIMITS['attention']}; in training steps {LIMITS['training']}, in fault "
         f"handling {LIMITS['faults']})",
-    )  # fmt: skip
+    )
     mutants.add_argument(
         "--jobs", type=count, default=PROCESSES, metavar="N",
         help=f"defects in parallel, each on up to 4 ranks of its own (default: {PROCESSES})",

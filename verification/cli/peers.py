@@ -65,13 +65,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cli.add_examples(parser, "number of examples per world size (default: %(default)s)", PROFILE.examples)
     cli.add_only(parser)
     parser.add_argument(
-        "--case", type=case_line, metavar="LINE",
+        "--case",
+        type=case_line,
+        metavar="LINE",
         help='check this Case alone, such as "world=2 tokens=64 heads=4 kv_heads=2 head_dim=32 causal=true"',
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--xfails", type=Path, metavar="FILE",
+        "--xfails",
+        type=Path,
+        metavar="FILE",
         help="expected failures, one in a line: the title of a property or law, after `NAME: ` for one peer alone",
-    )  # fmt: skip
+    )
     cli.add_world(parser, "those that the adapter names")
     parser.add_argument(
         "--backend", choices=("gloo", "nccl"), default="gloo", help="what joins the ranks (default: gloo)"
@@ -107,7 +111,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
         if only or options.world or options.examples != PROFILE.examples:
             raise Unavailable("argument --case: it is one example; leave out --only, --world and --examples")
         options.world = (options.case.world,)
-    return run_peers(ATTENTIONS, options.names, cli.plan_of(options, (), {"": PROFILE}, only), console, options)
+    return run_peers(ATTENTIONS, options.names, cli.make_run_plan(options, (), {"": PROFILE}, only), console, options)
 
 
 def case_line(text: str) -> Case:

@@ -37,18 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeat with the next seed until H hours have passed or a run fails",
     )  # fmt: skip
     parser.add_argument(
-        "--jobs", type=cli.count, metavar="N",
+        "--jobs",
+        type=cli.count,
+        metavar="N",
         help="world sizes in parallel; does not change the examples (default: number of cores; on nccl 1)",
-    )  # fmt: skip
+    )
     cli.add_seed(parser)
     cli.add_backend(parser, BACKENDS)
     least, most = real_size.MIN_TOKENS, real_size.MAX_TOKENS
     parser.add_argument(
-        "--real-size", metavar="N",
+        "--real-size",
+        metavar="N",
         type=cli.number(int, lambda x: x == 0 or least <= x <= most, f"0 or an integer from {least} to {most}"),
-        help="tokens of the final problem of real size; 0 skips it "
-        f"(default: {real_size.TOKENS}, with --only 0)",
-    )  # fmt: skip
+        help=f"tokens of the final problem of real size; 0 skips it (default: {real_size.TOKENS}, with --only 0)",
+    )
     cli.add_outputs(parser, "a row per property and world size, the full coverage, each counter-example")
 
 
@@ -66,7 +68,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
         raise Unavailable(f"argument --jobs: on nccl one world size at a time, since ranks share the GPUs; got {jobs}")
     if options.real_size is None:
         options.real_size = 0 if only else real_size.TOKENS
-    plan = cli.plan_of(options, runner.WORLDS, runner.PROFILES, only)
+    plan = cli.make_run_plan(options, runner.WORLDS, runner.PROFILES, only)
     plan = replace(plan, real_size=options.real_size, jobs=jobs)
     if not any((*runner.plain_on(plan, world), *runner.laws_on(plan, world)) for world in plan.worlds):
         where = f"{backend}, --world {','.join(map(str, plan.worlds))}"

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """Return 0 if all held, 1 for a counter-example, 2 if a peer could not run. Raises Unavailable if none can."""
-    plan = cli.plan_of(options, TRAINING_WORLDS, TRAINING_PROFILES)
+    plan = cli.make_run_plan(options, TRAINING_WORLDS, TRAINING_PROFILES)
     if options.peer is not None:
         if plan.backend == "nccl":
             raise Unavailable("argument --peer: peers run on gloo, got --backend nccl")

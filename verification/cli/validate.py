@@ -82,9 +82,10 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--backend", choices=("nccl", "gloo"), default="nccl", help="transport of ranks (default: nccl)")
     cli.add_examples(
-        top, f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); laws and the search for larger "
+        top,
+        f"Cases to draw (default: {EXAMPLES['nccl']}, gloo {EXAMPLES['gloo']}); laws and the search for larger "
         "errors add up to as many again",
-    )  # fmt: skip
+    )
     cli.add_seed(top)
     seconds = cli.number(float, lambda x: 0 < x < 86_400, "a number of seconds > 0 and less than a day")
     top.add_argument(
@@ -93,27 +94,31 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     least, kinds = long_problems.MIN_TOKENS, tuple(long_problems.KINDS)
     top.add_argument(
-        "--long", type=cli.number(int, lambda x: x == 0 or x >= least, f"0 or an integer >= {least}"), metavar="N",
+        "--long",
+        type=cli.number(int, lambda x: x == 0 or x >= least, f"0 or an integer >= {least}"),
+        metavar="N",
         help=f"tokens of the long problems (default: {LONG['nccl']}, gloo {LONG['gloo']}); 0 skips them",
-    )  # fmt: skip
+    )
     top.add_argument(
         "--long-kinds", nargs="+", metavar="KIND", choices=kinds, default=kinds,
         help=f"of {', '.join(map(repr, kinds))} (default: all)",
     )  # fmt: skip
     top.add_argument(
-        "--long-case", metavar="LINE",
-        help="in place of these a long problem of your own, such as \"tokens=32768 heads=32 kv_heads=8 head_dim=128 "
+        "--long-case",
+        metavar="LINE",
+        help='in place of these a long problem of your own, such as "tokens=32768 heads=32 kv_heads=8 head_dim=128 '
         'dtype=bfloat16 causal=true order=zigzag"; rows are sampled',
-    )  # fmt: skip
+    )
     top.add_argument(
         "--budget", type=seconds, default=BUDGET, metavar="S",
         help="seconds for shrinking a failure, and for finding others after the first (default: %(default)g)",
     )  # fmt: skip
     top.add_argument(
-        "--attention", metavar="NAME",
+        "--attention",
+        metavar="NAME",
         help="check this peer, or your own package.module:adapter, in place of ring_attention: the same links, drawn "
         "Cases and laws that its claim supports, and long dense problems",
-    )  # fmt: skip
+    )
     top.add_argument("--replay", type=Path, metavar="CASE.json", help="run only this saved counter-example")
     cli.add_outputs(top, "the rates of all links, each long problem, the full coverage, each counter-example")
     return top

@@ -92,7 +92,7 @@ def validate_fault(case: Case, how: Any) -> None:
         raise ValueError("the ranks of case send no messages; a fault needs a Case whose ranks do")
 
 
-def fault_of(how: How, posts: Sequence[Sequence[int]]) -> Fault:
+def choose_fault(how: How, posts: Sequence[Sequence[int]]) -> Fault:
     """Return the fault that these numbers choose. posts: number of sends of each post, by index of the group."""
     senders = [index for index, sends in enumerate(posts) if any(sends)]
     index = senders[how["rank"] % len(senders)]
@@ -112,9 +112,9 @@ def check_fault(backend: Backend, case: Case, how: How) -> dict[str, float]:
         raise Unavailable(f"argument --backend: faults need ranks on gloo; got {type(backend).__name__}")
     kind = BY_NAME[how["kind"]]
     backend.submit(observe_with_fault, case, None)
-    fault = fault_of(how, [posts for _, posts in backend.collect()])
+    fault = choose_fault(how, [posts for _, posts in backend.collect()])
     old, before = set(backend.prepared().pids), descendants(os.getpid())
-    judge(kind, fault, case, failure_of(backend, case, fault))
+    judge(kind, fault, case, find_failure(backend, case, fault))
     check_whole(backend, old, before, replaced=kind.name != "short")
     check_case(backend, case)
     return {kind.title: 0.0}
@@ -132,7 +132,7 @@ def check_whole(backend: PoolBackend, old: set[int], before: set[int], replaced:
         raise MishandledFault(f"{WHOLE}: the processes {sorted(leftover)} were left over")
 
 
-def failure_of(backend: Backend, case: Case, fault: Fault) -> VerificationFailure | None:
+def find_failure(backend: Backend, case: Case, fault: Fault) -> VerificationFailure | None:
     """Return the failure that the fault causes; its note is the simulation's diagnosis, if only that can tell."""
     try:
         strike_on(backend, case, fault)

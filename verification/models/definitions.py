@@ -20,7 +20,7 @@ import ring.nn
 from reference.pattern import Pattern
 from ring import Layout
 from ring.nn import IGNORED, ContextParallel, LongNetBlock, RingAttention, SelfAttention
-from ring.nn.ring_attention import checked_context
+from ring.nn.context import checked_context
 from verification.models.formulas import oracle_attention, rotated
 
 

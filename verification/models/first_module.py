@@ -117,7 +117,7 @@ def describe_first_difference(
     comparison = _Comparison(case, expectation, observations)
     path = first_difference(expectation.entries, comparison.changed_output, comparison.changed_inputs)
     if path:
-        return _of_output(comparison, path)
+        return _describe_output(comparison, path)
     entries = [entry for entry in expectation.entries if entry.gradient is not None]
     if not entries:
         return "in step one the outputs of all modules agree"
@@ -133,18 +133,19 @@ def describe_first_difference(
     for entry in reversed(entries):
         if comparison.other_gradient(entry, factor):
             right = (
-                outer for outer in calls_around(entry, expectation.entries)
+                outer
+                for outer in calls_around(entry, expectation.entries)
                 if outer.gradient is not None and not comparison.other_gradient(outer, factor)
-            )  # fmt: skip
+            )
             return (
                 f"in step one the outputs of all modules agree; the first module, in the order of the backward, whose "
                 f"output has another gradient is {named(entry.name)}: the cause is in the backward of "
                 f"{named(next(right, loss).name)}"
             )
-    return _of_parameters(case, expectation, observations)
+    return _describe_parameters(case, expectation, observations)
 
 
-def _of_output(comparison: _Comparison, path: list[Entry]) -> str:
+def _describe_output(comparison: _Comparison, path: list[Entry]) -> str:
     """Return a sentence on the first output that differs. path: from `first_difference` of `ring.nn`."""
     ranks = comparison.changed_output(path[0])
     where = "all ranks" if len(ranks) == len(comparison.observations) > 1 else f"rank {', '.join(map(str, ranks))}"
@@ -162,7 +163,9 @@ def _of_output(comparison: _Comparison, path: list[Entry]) -> str:
     )
 
 
-def _of_parameters(case: ModelCase, expectation: ModelExpectation, observations: Sequence[ModelObservation]) -> str:
+def _describe_parameters(
+    case: ModelCase, expectation: ModelExpectation, observations: Sequence[ModelObservation]
+) -> str:
     """Return a sentence on the gradients of parameters, where those of all outputs agree."""
     exact, allowed = expectation.exact["gradients"], expectation.allowed["gradients"]
     agree = "in step one the outputs of all modules and their gradients agree"

@@ -88,7 +88,7 @@ def _setup(name: str, value: Any) -> Setup:
     return BuildOnly(value)
 
 
-def name_of(setup: object) -> str:
+def import_name(setup: object) -> str:
     """Return the name under which other processes import the Setup. Raises Refused if there is none."""
     if isinstance(setup, str):
         return setup

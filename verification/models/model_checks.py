@@ -19,7 +19,7 @@ from verification.models.quantities import (
     Ratios,
     check_quantity,
     check_results,
-    label_of,
+    label_rank,
     quantity_properties,
 )
 from verification.models.results import Array, Named
@@ -32,7 +32,7 @@ def check_buffers(case: ModelCase, expectation: ModelExpectation, observations: 
     for rank, seen in enumerate(observations):
         for name in sorted(set(seen.buffers) ^ set(expectation.exact["buffers"])):
             words = ("changed", "did not") if name in seen.buffers else ("did not change", "did")
-            message = f"buffers: {name} on {label_of(case, rank)} {words[0]}; in one process it {words[1]}"
+            message = f"buffers: {name} on {label_rank(case, rank)} {words[0]}; in one process it {words[1]}"
             raise WrongResult(message, "buffers", np.inf)
     return check_quantity("buffers", case, expectation, observations)
 
@@ -89,11 +89,13 @@ def _gathered(
     logits = [_without_padding(padding[d], named) for d, named in enumerate(whole)]
     return replace(expectation, exact={**expectation.exact, **exact}), [
         replace(
-            seen, logits=logits[seen.data_rank], norms=seen.norms if norms else {},
+            seen,
+            logits=logits[seen.data_rank],
+            norms=seen.norms if norms else {},
             buffers={name: x for name, x in seen.buffers.items() if name in same},
         )
         for seen in observations
-    ]  # fmt: skip
+    ]
 
 
 def _without_padding(padding: Array, logits: Named) -> Named:

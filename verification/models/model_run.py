@@ -18,7 +18,7 @@ from verification import runner
 from verification.experiments import on_gpus
 from verification.failures import RankFailure, Refused, WrongResult
 from verification.models.first_module import describe_first_difference
-from verification.models.loading import import_from_here, load, name_of, told, with_users_frames
+from verification.models.loading import import_from_here, import_name, load, told, with_users_frames
 from verification.models.model_case import ModelCase
 from verification.models.model_checks import MODEL_GROUPS, check_model_step
 from verification.models.observation import ModelObservation
@@ -69,7 +69,7 @@ class ModelExperiment:
         load(name)
         self.name, self.facts, self.only = name, facts, only
         self.alone = AloneBackend(TIMEOUT, partial(begin_alone, name), STEP_PRELOAD)
-        self._before = GlooBackend(TIMEOUT, preload=preload_of(name))  # ranks that save checkpoints
+        self._before = GlooBackend(TIMEOUT, preload=list_preload(name))  # ranks that save checkpoints
         self._ranks_before = 0
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class ModelExperiment:
     def experiment(self) -> Experiment:
         return Experiment(
             f"model {self.name}", self.draw, self.check,
-            moved=on_device, kind="model", names={"model": self.name}, timeout=TIMEOUT, preload=preload_of(self.name),
+            moved=on_device, kind="model", names={"model": self.name}, timeout=TIMEOUT, preload=list_preload(self.name),
             on_fewer=True, validate=self.validate,
             explain=lambda failure, backend, case, first: self.cause(backend, case),
         )  # fmt: skip
@@ -186,7 +186,7 @@ def begin_alone(name: str) -> None:
     load(name)
 
 
-def preload_of(name: str) -> tuple[str, ...]:
+def list_preload(name: str) -> tuple[str, ...]:
     """Modules that ranks preload: the user's own, whose import may take longer than an example."""
     import_from_here()
     return (*STEP_PRELOAD, "verification.models.steps", name.partition(":")[0])
@@ -246,5 +246,5 @@ def check_model(
     """
     printed = io.StringIO()
     plan = RunPlan(tuple(worlds), PROFILE, examples, seed, "gloo", failures, only=tuple(only))
-    if run_model(name_of(setup), plan, Report(Console(file=printed, width=80, emoji=False))).failures:
+    if run_model(import_name(setup), plan, Report(Console(file=printed, width=80, emoji=False))).failures:
         raise AssertionError(printed.getvalue())

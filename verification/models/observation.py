@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ring.nn.module_calls import Call, ModuleCalls
+from ring.nn.module_calls import ModuleCall, ModuleCalls
 from verification.models.recording import without_wrappers
 from verification.models.results import Array, Expectation, Named, Results
 from verification.models.tolerance import THRESHOLD
@@ -30,7 +30,7 @@ class Entry:
     gradient: Array | None = None
 
     @classmethod
-    def of(cls, call: Call) -> Entry:
+    def of(cls, call: ModuleCall) -> Entry:
         """Return the first tensor of each argument, and the logits, or else the first tensor, of the output."""
         entry = cls(call.name, call.forward, call.number)
         for path, x in call.inputs.items():
@@ -82,7 +82,7 @@ def trace(model: nn.Module, forwards: int) -> ModuleCalls:
     return ModuleCalls(model, forwards, lambda name: without_wrappers(f"{name}.").removesuffix("."))
 
 
-def entries_of(recorded: ModuleCalls | None) -> list[Entry]:
+def read_entries(recorded: ModuleCalls | None) -> list[Entry]:
     return [Entry.of(call) for call in (recorded.calls if recorded is not None else ())]
 
 

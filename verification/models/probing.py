@@ -53,7 +53,7 @@ def probe(name: str, timeout: float = TIMEOUT) -> Facts:
     Unavailable if no process starts."""
     try:
         with Pool(1, timeout=timeout, preload=PRELOAD) as pool:
-            (facts,) = pool.run(facts_of, name)
+            (facts,) = pool.run(read_facts, name)
     except PoolError as error:
         raise Unavailable(f"no process to import {name} in could be started: {error}") from error
     except RankFailure as failure:
@@ -74,7 +74,7 @@ SMALLEST = ModelCase(
 )  # fmt: skip
 
 
-def facts_of(name: str) -> Facts | str:
+def read_facts(name: str) -> Facts | str:
     """Task: return the model's Facts, or the reason why it cannot be run."""
     replace_ring()
     try:

@@ -32,7 +32,7 @@ def check_quantity(
         for name, actual, exact, allowed in _pairs(quantity, expectation, observation):
             if later is not None and later == (name == FIRST):
                 continue
-            where = f"{quantity}: {name} on {label_of(case, rank)}"
+            where = f"{quantity}: {name} on {label_rank(case, rank)}"
             if actual is None or exact is None:
                 raise WrongResult(f"{where} is {'missing' if actual is None else 'not expected'}", quantity, np.inf)
             if actual.shape != exact.shape:
@@ -125,6 +125,6 @@ def _worst(actual: Array, exact: Array, allowed: float) -> str:
     )
 
 
-def label_of(case: StepCase, rank: int) -> str:
+def label_rank(case: StepCase, rank: int) -> str:
     data, index = case.coordinates(rank)
     return f"rank {rank} (data {data}, context {index})"

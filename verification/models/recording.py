@@ -44,7 +44,7 @@ def unsharded(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
 
-def gradients_of(named: Mapping[str, Tensor]) -> Named:
+def copy_gradients(named: Mapping[str, Tensor]) -> Named:
     """Return copies of the gradients, zeros for None."""
     return arrays({name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in named.items()})
 
@@ -77,18 +77,20 @@ def record_gradients(
     optimizer.register_step_pre_hook(before)
 
 
-def steps_of(case: StepCase, traced: bool) -> int:
+def count_steps(case: StepCase, traced: bool) -> int:
     """Return the number of steps of a run: at most two if it is traced."""
     return min(2, case.steps) if traced else case.steps
 
 
-def buffers_of(model: nn.Module) -> Named:
+def copy_buffers(model: nn.Module) -> Named:
     """Return copies of the buffers of numbers, in fp64."""
-    return arrays({
-        plain_name(name): x.to(torch.float64)
-        for name, x in model.named_buffers()
-        if x.is_floating_point() or not (x.is_complex() or x.dtype is torch.bool)
-    })  # fmt: skip
+    return arrays(
+        {
+            plain_name(name): x.to(torch.float64)
+            for name, x in model.named_buffers()
+            if x.is_floating_point() or not (x.is_complex() or x.dtype is torch.bool)
+        }
+    )
 
 
 def note_step(seen: Results, step: int, loss: object, norm: object) -> None:
@@ -103,8 +105,8 @@ def train_in_one_process(
 ) -> None:  # fmt: skip
     """Take the steps of a Case. loss_of: of a step, from 0, over its whole batch. stored: applied to parameters after
     each step. traced: at most two steps, and the gradients of both."""
-    record_gradients(optimizer, seen, lambda: gradients_of(parameters), traced)
-    for step in range(steps_of(case, traced)):
+    record_gradients(optimizer, seen, lambda: copy_gradients(parameters), traced)
+    for step in range(count_steps(case, traced)):
         loss = loss_of(step)
         loss.backward()
         norm = _norm(parameters)

@@ -61,6 +61,9 @@ class WholeBatch:
     ignored: Tensor
 
 
+Steps = Sequence[Sequence[Sequence[WholeBatch]]]  # for each step and data rank its micro-batches
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """Tokens of this rank in a micro-batch. In one process: all sequences, a document in each row, padded at the end.
@@ -337,9 +340,8 @@ class Setup:
         return total, norm
 
     def train(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer,
-        steps: Sequence[Sequence[Sequence[WholeBatch]]], run: Run,
-    ) -> Iterable[tuple[Loss, Loss | None]]:  # fmt: skip
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: Steps, run: Run
+    ) -> Iterable[tuple[Loss, Loss | None]]:
         """Take all steps. Default: `step` with the micro-batches of this data rank, between checkpoints of
         `torch.distributed.checkpoint`. One of your own calls `run.see` for each micro-batch, at least in the first
         step. It fills `run.evaluation` if the Setup `evaluates`, and heeds `run.saves_after` and `run.resumes_after`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,27 +18,25 @@ from verification.models.loading import built, calling, load
 from verification.models.meshes import mesh_of
 from verification.models.model_case import ModelCase
 from verification.models.noise import Rounded, exact
-from verification.models.observation import TRACED, ModelExpectation, ModelObservation, entries_of, trace
+from verification.models.observation import TRACED, ModelExpectation, ModelObservation, read_entries, trace
 from verification.models.precision import computing_in
 from verification.models.recording import (
     arrays,
-    buffers_of,
-    gradients_of,
+    copy_buffers,
+    copy_gradients,
+    count_steps,
     named_parameters,
     note_step,
     record_gradients,
     round_parameters,
-    steps_of,
     train_in_one_process,
 )
 from verification.models.results import Named
-from verification.models.setup import Misuse, Run, Setup, WholeBatch, described, scalar
+from verification.models.setup import Misuse, Run, Setup, Steps, described, scalar
 from verification.models.tolerance import allowed_deviations, threshold_of
 from verification.models.whole_batch import Rows, held_batch, held_parts, whole_batches
 from verification.run.layouts import layout_of
 from verification.run.observation import to_numpy
-
-Steps = Sequence[Sequence[Sequence[WholeBatch]]]
 
 
 def save_on_rank(transport: Transport, before: ModelCase, name: str, case: ModelCase, folder: str) -> None:
@@ -53,7 +51,7 @@ def train_on_rank(
 ) -> ModelObservation:
     """Task: train on this rank. transport: over all ranks; only its rank is used. traced: at most two steps, the first
     with the calls of modules. folder: of the Case's checkpoint."""
-    whole = [whole_batches(case, step) for step in range(steps_of(case, traced))]
+    whole = [whole_batches(case, step) for step in range(count_steps(case, traced))]
     run = Run(case, held=held_batch(case), folder=folder, resumes_after=case.resumed_after)
     return _train(transport, case, name, whole, run, traced)
 
@@ -69,22 +67,22 @@ def _train(
         rank, world = str(transport.rank), str(case.world)  # trainers read these, which torchrun sets
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
         model = _started(setup, case, context, seen)
-        buffers = buffers_of(model)
+        buffers = copy_buffers(model)
         with calling("wrap"):
             wrapped: object = setup.wrap(model, run)
         if not isinstance(wrapped, nn.Module):
             raise Misuse(f"wrap returned {described(wrapped)}; it must return a torch.nn.Module")
         named = named_parameters(wrapped)
         optimizer = _optimizer(setup, named, run)
-        record_gradients(optimizer, seen, lambda: gradients_of(named), traced)
+        record_gradients(optimizer, seen, lambda: copy_gradients(named), traced)
         recorded = trace(model, case.accumulation) if traced else None
         with count_kernels() as kernels:
             _take_steps(setup, wrapped, optimizer, run, seen, steps)
         seen.rings = kernels.total()
         seen.evaluation = _evaluation(run.evaluation)
         seen.parameters = arrays(named)
-        seen.note_buffers(buffers, buffers_of(model))
-        seen.entries = entries_of(recorded)
+        seen.note_buffers(buffers, copy_buffers(model))
+        seen.entries = read_entries(recorded)
     return seen
 
 
@@ -152,7 +150,7 @@ def train_alone(
     shape = (case.data, case.accumulation, case.batch, case.tokens)
     with computing_in(case.dtype):
         model = _started(setup, case, None, seen)
-        run, named, buffers = Run(case), named_parameters(model), buffers_of(model)
+        run, named, buffers = Run(case), named_parameters(model), copy_buffers(model)
         recorded = trace(model, 1) if traced else None
         if rounded is not exact:
             round_parameters(named, rounded)
@@ -166,7 +164,7 @@ def train_alone(
         optimizer = _optimizer(setup, named, run)
         with calling("the step, in one process,"):
             train_in_one_process(case, named, optimizer, loss_of, seen, stored=stored, traced=traced)
-        seen.note_buffers(buffers, buffers_of(model))
+        seen.note_buffers(buffers, copy_buffers(model))
         if case.held:
             parts = held_parts(case)
             run.labelled = sum(int((part.labels != IGNORED).sum()) for part in parts)
@@ -176,7 +174,7 @@ def train_alone(
             raise Misuse("loss, in one process, recorded no logits; it must call self.logits, or run.see(logits)")
         logits = to_numpy(run.logits[0][0])[rows.row, rows.column].reshape(*shape, -1)
         seen.logits = {f"micro-batch {m + 1}": logits[:, m] for m in range(case.accumulation)}
-        seen.entries = entries_of(recorded)
+        seen.entries = read_entries(recorded)
     return seen
 
 

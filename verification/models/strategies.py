@@ -68,9 +68,11 @@ def model_cases(draw: Draw, world: int) -> ModelCase:
     if not all(global_batch(case, step).labelled for step in range(case.steps)):
         case = replace(case, packed=None, padding=False, labels="all")
     return replace(
-        case, held=draw(_held), resumed_after=draw(_resumed_after) % case.steps,
+        case,
+        held=draw(_held),
+        resumed_after=draw(_resumed_after) % case.steps,
         context_before=draw(st.sampled_from((1, 2))) if case.data == 1 else 1,
-    )  # fmt: skip
+    )
 
 
 def has_labels(case: ModelCase | None) -> bool:

@@ -34,7 +34,7 @@ def _entries(file: str, kind: str) -> list[dict[str, Any]]:
     return entries
 
 
-def of_topic(topic: str) -> tuple[Defect, ...]:
+def read_topic(topic: str) -> tuple[Defect, ...]:
     """Return the defects of one file. Raises TypeError for an entry with a missing or unknown field."""
     defects = []
     for entry in _entries(topic, "defect"):
@@ -43,7 +43,7 @@ def of_topic(topic: str) -> tuple[Defect, ...]:
     return tuple(defects)
 
 
-DEFECTS = tuple(defect for topic in TOPICS for defect in of_topic(topic))
+DEFECTS = tuple(defect for topic in TOPICS for defect in read_topic(topic))
 NO_PLACE = tuple(NoPlace(**entry) for entry in _entries("no_place", "no_place"))
 _BY_NAME = {defect.name: defect for defect in DEFECTS}
 

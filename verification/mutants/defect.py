@@ -46,7 +46,7 @@ class Edit:
     def applied(self, source: str) -> str:
         """Return the source with the replacement. Raises CannotPlant unless `was` occurs exactly once."""
         lines = source.splitlines(keepends=True)
-        first, last = _lines_of(ast.parse(source), self.function) if self.function else (1, len(lines))
+        first, last = _find_lines(ast.parse(source), self.function) if self.function else (1, len(lines))
         text = "".join(lines[first - 1 : last])
         times = text.count(self.was)
         if times != 1:
@@ -55,7 +55,7 @@ class Edit:
         return "".join(lines[: first - 1]) + text.replace(self.was, self.becomes) + "".join(lines[last:])
 
 
-def _lines_of(tree: ast.AST, name: str) -> tuple[int, int]:
+def _find_lines(tree: ast.AST, name: str) -> tuple[int, int]:
     """Return first and last line of a function or class, with decorators. Raises CannotPlant unless there is one."""
     nodes: list[ast.AST] = [tree]
     for part in name.split("."):

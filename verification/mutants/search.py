@@ -138,7 +138,7 @@ def try_defect(name: str, seed: int, limit: int | None = None) -> DefectOutcome:
 def _search_for(name: str, seed: int, limit: int | None) -> DefectOutcome:
     defect = by_name(name)
     limit = LIMITS[defect.subject] if limit is None else limit
-    return outcome_of(defect, *_find(defect.setting, preparation(defect), f"{seed}/{name}", limit))
+    return make_outcome(defect, *_find(defect.setting, preparation(defect), f"{seed}/{name}", limit))
 
 
 def _in_new_judge(name: str | None, function: str, *arguments: Any) -> Any:
@@ -168,7 +168,7 @@ def _search_with_oracle_defect(name: str, seed: int, limit: int | None) -> Defec
         return DefectOutcome(name, defect.provenance, True, "the oracle runs", "tool error", 1, seconds, None)
 
 
-def outcome_of(defect: Defect, counterexample: FoundFailure | None, examples: int, seconds: float) -> DefectOutcome:
+def make_outcome(defect: Defect, counterexample: FoundFailure | None, examples: int, seconds: float) -> DefectOutcome:
     """Return the outcome of a search. Raises ToolError if the edited code uses an unbound name."""
     if counterexample is None:
         return DefectOutcome(defect.name, defect.provenance, False, None, None, examples, seconds, None)

@@ -18,7 +18,7 @@ from verification.case import Case
 from verification.causes.find import find_cause
 from verification.check import properties
 from verification.check.attention_on_ranks import AttentionOnRanks, Implementation, claimed
-from verification.check.expectation import counts_of, of_case
+from verification.check.expectation import make_arithmetic, sum_lengths
 from verification.check.laws import LAWS, Law
 from verification.experiments import law_experiment
 from verification.failures import Refused, VerificationFailure, WrongResult
@@ -47,7 +47,7 @@ def implementation(name: str, device: str = "cpu") -> Implementation:
     """Return the attention of the peer of that name. Raises Refused if there is no such Peer."""
     peer = load(name)
     return Implementation(
-        observe_peer, (name,), partial(nearest_claimed, peer, device=device), partial(arithmetic_of, peer),
+        observe_peer, (name,), partial(nearest_claimed, peer, device=device), partial(peer_arithmetic, peer),
         partial(evaluate_for, peer),
     )  # fmt: skip
 
@@ -69,7 +69,7 @@ def experiments(
         only: titles of properties and laws, each on as many examples; none: all, laws on fewer.
         device: "cpu" or "cuda".
     """
-    checks = [check for check in properties.checks_of(only or TITLES) if check in APPLICABLE]
+    checks = [check for check in properties.select_checks(only or TITLES) if check in APPLICABLE]
     plain = [(experiment(name, device, checks), examples)] if not only or set(only) & set(TITLES) else []
     if plain and (large := min(len(LARGE), examples * len(LARGE) // 100)):
         own, nearest = plain[0][0], partial(claimed, implementation(name, device).claims)
@@ -77,7 +77,7 @@ def experiments(
         plain.append((drawn, large))
     laws = [law for law in LAWS_OF_ANY if law.fewest_ranks <= world and (not only or law.name in only)]
     count = examples if only else math.ceil(examples * LAW_SHARE)
-    return plain + [(law_of(name, law, device), min(count, law.most)) for law in laws]
+    return plain + [(peer_law(name, law, device), min(count, law.most)) for law in laws]
 
 
 def experiment(name: str, device: str = "cpu", checks: Sequence[str] = APPLICABLE) -> Experiment:
@@ -95,7 +95,7 @@ def experiment(name: str, device: str = "cpu", checks: Sequence[str] = APPLICABL
     )  # fmt: skip
 
 
-def law_of(name: str, law: Law, device: str = "cpu") -> Experiment:
+def peer_law(name: str, law: Law, device: str = "cpu") -> Experiment:
     """Return the Experiment of a law with the peer of that name, on subjects to which the law applies."""
     attention = implementation(name, device)
     own = law_experiment(law, attention)
@@ -214,17 +214,17 @@ def nearest_claimed(peer: Peer, case: Case, device: str = "cpu") -> Case | None:
 
 
 def arithmetic_named(name: str, case: Case) -> Arithmetic:
-    """Return the arithmetic of the peer of that name, as `arithmetic_of`."""
-    return arithmetic_of(load(name), case)
+    """Return the arithmetic of the peer of that name, as `peer_arithmetic`."""
+    return peer_arithmetic(load(name), case)
 
 
-def arithmetic_of(peer: Peer, case: Case) -> Arithmetic:
+def peer_arithmetic(peer: Peer, case: Case) -> Arithmetic:
     """Return the arithmetic of a correct implementation of the peer's class. The Case determines the counts (keys per
     row, partial results, blocks), the class the roundings."""
     narrow = case.dtype in ("bfloat16", "float16")
     kernel = "math" if peer.arithmetic in ("half", "gpu") and not narrow else peer.arithmetic
-    counts = counts_of(case, "gpu" if kernel == "gpu" else "math")
-    return of_case(case, kernel, counts)
+    counts = sum_lengths(case, "gpu" if kernel == "gpu" else "math")
+    return make_arithmetic(case, kernel, counts)
 
 
 def evaluate_for(peer: Peer, inputs: Inputs, arithmetic: Arithmetic) -> Expectation:

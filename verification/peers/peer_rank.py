@@ -120,7 +120,7 @@ class _TorchCall:
         if self.lse is not None and self.case.through_lse:
             alone = self.case.lse == "alone"
             outputs, incoming = ([self.lse], [self.dlse]) if alone else ([self.out, self.lse], [self.dout, self.dlse])
-        grads = gradients_of(outputs, self.leaves, incoming, self.case.lse == "alone")
+        grads = differentiate(outputs, self.leaves, incoming, self.case.lse == "alone")
         return tuple(map(grads.get, LEAVES))
 
 
@@ -136,7 +136,7 @@ def _run_numpy(attend: Attend, group: Any, case: Case, inputs: Tensors) -> Resul
 _RUN: dict[str, Callable[[Attend, Any, Case, Tensors], Results]] = {"numpy": _run_numpy, "jax": run_jax}
 
 
-def gradients_of(
+def differentiate(
     outputs: Sequence[Tensor], leaves: dict[str, Tensor], douts: Sequence[Tensor], only_lse: bool
 ) -> dict[str, Tensor]:
     """Return the gradients by the names of the leaves, out of LEAVES. only_lse: lse does not depend on v, so dv may be

@@ -27,7 +27,7 @@ from verification.case_line import read_case_line
 from verification.check.expectation import arithmetic_of
 from verification.failures import WrongResult
 from verification.problems.links import finish
-from verification.problems.longnet import case_of, longnet
+from verification.problems.longnet import longnet, make_case
 from verification.run.layouts import layout_of
 from verification.run.memory_meter import process_peak
 from verification.run.rank import CallResult, rank_device, repeats, run_attention, same_bits, shards
@@ -80,7 +80,7 @@ class LongProblem(SavedFields):
             return replace(read_case_line(f"world={self.world} {self.line}"), device=device)
         dtype, exchange, sparse = KINDS[self.kind]
         pattern = longnet(self.tokens, HEADS) if sparse else Pattern.dense(causal=True)
-        return case_of(
+        return make_case(
             self.world, self.tokens, pattern, heads=HEADS, kv_heads=KV_HEADS, dtype=dtype, exchange=exchange,
             seed=self.seed, device=device,
         )  # fmt: skip
@@ -117,9 +117,11 @@ Attend = Callable[[Transport, Case, tuple[Tensor, ...]], CallResult]
 
 
 def judge(
-    transport: Transport, case: Case, attend: Attend = run_attention,
+    transport: Transport,
+    case: Case,
+    attend: Attend = run_attention,
     arithmetic: Callable[[Case], Arithmetic] = arithmetic_of,
-) -> Judgement:  # fmt: skip
+) -> Judgement:
     """Task: run forward and backward on this rank's shards, and compare with exact results of its own device.
 
     Repeats with deterministic kernels, since at this length the fastest ones need not give the same bits again.

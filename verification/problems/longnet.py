@@ -21,7 +21,7 @@ def longnet(tokens: int, heads: int) -> Pattern:
     return Pattern.longnet([tokens // part for part in PARTS], DILATIONS, heads, causal=True)
 
 
-def case_of(world: int, tokens: int, pattern: Pattern, **fields: Any) -> Case:
+def make_case(world: int, tokens: int, pattern: Pattern, **fields: Any) -> Case:
     """Make a Case. fields: heads, kv_heads, dtype, exchange, seed, and those that override the defaults below."""
     defaults: dict[str, Any] = {
         "group": None, "order": "zigzag", "cuts": None, "batch": 1, "head_dim": HEAD_DIM, "scale": None,

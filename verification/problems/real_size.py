@@ -27,7 +27,7 @@ from verification.check import properties
 from verification.check.checks import costs
 from verification.check.expectation import arithmetic_of, inputs_of
 from verification.failures import VerificationFailure
-from verification.problems.longnet import HEAD_DIM, MIN_TOKENS, case_of, longnet
+from verification.problems.longnet import HEAD_DIM, MIN_TOKENS, longnet, make_case
 from verification.record_kinds import Record
 from verification.report.counter_example import save_record
 from verification.report.report import Report
@@ -54,7 +54,7 @@ class RealSizeProblem(SavedFields):
     seed: int = field(default=0, metadata=integer(0, 2**63 - 1))
 
     def case(self) -> Case:
-        return case_of(
+        return make_case(
             self.world, self.tokens, longnet(self.tokens, HEADS), heads=HEADS, kv_heads=HEADS, dtype="float32",
             exchange="ring", bucket=256, seed=self.seed, measured=True,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from verification.failures import Refused
 from verification.faults.fault_experiment import FAULTS, validate_fault
 from verification.models.model_case import ModelCase
 from verification.models.model_run import ModelExperiment
-from verification.peers.peer_experiment import LAWS_OF_ANY, law_of
+from verification.peers.peer_experiment import LAWS_OF_ANY, peer_law
 from verification.peers.peer_experiment import experiment as peer_experiment
 from verification.peers.training.step_peer_experiment import step_experiment
 from verification.problems.links import Links
@@ -44,7 +44,7 @@ REPLAYERS = {
     ),
     "peer": Replayer(read_case, peer_experiment),
     "peer law": Replayer(
-        read_case, lambda peer, law: law_of(peer, _law(law, LAWS_OF_ANY)),
+        read_case, lambda peer, law: peer_law(peer, _law(law, LAWS_OF_ANY)),
         lambda case, how, peer, law: _law(law, LAWS_OF_ANY).validate(case, how),
     ),
     "step peer": Replayer(TrainingCase.from_dict, step_experiment),

@@ -302,13 +302,13 @@ GROUPS: dict[str, dict[str, Has]] = {
 }
 
 
-def _of_one_sequence(has: Has) -> Has:
+def _on_one_sequence(has: Has) -> Has:
     """Return the predicate for Cases without keys of their own: masks of the others are no squares."""
     return lambda case: case.keys is None and has(case)
 
 
 GROUPS |= {
-    group: {name: _of_one_sequence(has) for name, has in GROUPS[group].items()}
+    group: {name: _on_one_sequence(has) for name, has in GROUPS[group].items()}
     for group in ("pattern", "documents", "windows", "heads and sizes", "scores and values", "buckets")
 }
 GROUPS["cross-attention"] = {

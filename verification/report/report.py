@@ -120,5 +120,5 @@ class Report(RunRecord):
 
     def summary(self, replayed: bool = False) -> None:
         """Print the table, the coverage, the verdict and the counter-examples; after a replay the example in full."""
-        for line in summary.of_replay(self) if replayed else summary.of_run(self, self.verbose):
+        for line in summary.summarize_replay(self) if replayed else summary.summarize_run(self, self.verbose):
             self.console.print(line, soft_wrap=True)

@@ -25,7 +25,7 @@ RATIO = 6  # columns of a ratio
 NAME = WIDTH - 2 * COUNTS - RATIO * len(DTYPES)  # columns of a property's title
 
 
-def of_run(record: RunRecord, everything: bool = False) -> list[Text]:
+def summarize_run(record: RunRecord, everything: bool = False) -> list[Text]:
     """Return the summary of a run."""
     covered: list[str] = []
     if record.coverage.cases and (everything or not record.failures):  # a failure cuts the run, and its coverage, short
@@ -35,7 +35,7 @@ def of_run(record: RunRecord, everything: bool = False) -> list[Text]:
     return [*_table(record, everything, LINES - len(rest)), *rest]
 
 
-def of_replay(record: RunRecord) -> list[Text]:
+def summarize_replay(record: RunRecord) -> list[Text]:
     """Return the summary of one replayed example, with the verdict last. Its message has been printed."""
     cases = [line for failure in record.failures for line in _case(failure)]
     return [*_table(record, False, LINES), *_notable(record), *cases, _verdict(record)]

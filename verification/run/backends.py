@@ -23,7 +23,7 @@ from verification.failures import RankFailure
 from verification.protocols import CaseLike
 from verification.run.cross_host import CrossHostTransport
 from verification.run.observation import Observation
-from verification.run.pretended_hosts import group_of
+from verification.run.pretended_hosts import make_group
 from verification.run.processes.pool import Pool, PoolError, Ticket
 from verification.run.rank import observe, rank_device
 from verification.run.simulation.eager_delivery import DeliveryPolicy
@@ -63,7 +63,7 @@ class Backend(Protocol):
     prepare: Preparation | None  # set before `start`
     preload: tuple[str, ...]  # modules imported before the ranks are forked; set before `start`
     calls: str | None  # what failures say that the ranks were in; None: the name of the function
-    earlier: list[Any]  # examples that these ranks ran (`verification.search.experiment.Call`); new ranks, a new list
+    earlier: list[Any]  # examples that these ranks ran (`PastExample` of `search.experiment`); new ranks, a new list
 
     def start(self, world: int) -> None:
         """Start so many ranks, in place of earlier ones. Raises Unavailable."""
@@ -253,7 +253,7 @@ def simulate(
 def _transport(case: CaseLike) -> Transport | None:
     if case.world == 1:
         return SoloTransport()
-    group = group_of(case)  # collective: all ranks call it
+    group = make_group(case)  # collective: all ranks call it
     if group is None:
         return None
     transport = transport_of(group)

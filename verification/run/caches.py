@@ -34,10 +34,10 @@ def _caches(packages: tuple[str, ...]) -> list[tuple[str, Any]]:
     # Filter by name first: this runs four times per rank in one example of eleven, among thousands of modules.
     names = [name for name in list(sys.modules) if name.startswith(inside) or name in packages]
     modules = [module for name in names if (module := sys.modules.get(name)) is not None]
-    return [(module.__name__, cache) for module in modules for cache in _caches_of(module)]
+    return [(module.__name__, cache) for module in modules for cache in _find_caches(module)]
 
 
-def _caches_of(module: types.ModuleType) -> list[Any]:
+def _find_caches(module: types.ModuleType) -> list[Any]:
     """Return the caches among the module's values and the members of its classes."""
     values = list(vars(module).values())
     classes = [value for value in values if isinstance(value, type) and value.__module__ == module.__name__]

@@ -22,7 +22,7 @@ from verification.run.processes.rendezvous import subgroup
 _NAME = "NCCL_HOSTID"
 
 
-def group_of(case: CaseLike) -> dist.ProcessGroup | None:
+def make_group(case: CaseLike) -> dist.ProcessGroup | None:
     """Return the group of the Case's ranks; None on ranks outside it.
 
     Collective: *all* ranks of the world call it, in the same order. An exchange that depends on hosts gets a group of
@@ -30,7 +30,7 @@ def group_of(case: CaseLike) -> dist.ProcessGroup | None:
     """
     if not _pretends(case):
         return subgroup(case.ranks)
-    pretended = hosts_of(case)
+    pretended = list_hosts(case)
     everywhere = ProcessGroupTransport().hosts  # known to the ranks outside the group too
     if _by_first_appearance([everywhere[rank] for rank in case.ranks]) == pretended:
         return subgroup(case.ranks)
@@ -49,7 +49,7 @@ def pretending(case: CaseLike, index: int) -> Iterator[None]:
         yield
         return
     before = os.environ.get(_NAME)
-    os.environ[_NAME] = f"host {hosts_of(case)[index]}"
+    os.environ[_NAME] = f"host {list_hosts(case)[index]}"
     try:
         yield
     finally:
@@ -63,7 +63,7 @@ def _pretends(case: CaseLike) -> TypeGuard[Case]:
     return isinstance(case, Case) and depends_on_hosts(case.exchange)
 
 
-def hosts_of(case: Case) -> tuple[int, ...]:
+def list_hosts(case: Case) -> tuple[int, ...]:
     """Return the host of each rank of the group."""
     ranks = len(case.ranks)
     return tuple(index * case.hosts // ranks for index in range(ranks))

@@ -33,8 +33,9 @@ class RecordingTransport(Transport):
     def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
         self.sent += [
             (peer, put.bytes_to(peer), put.label)
-            for put in puts for peer in sorted({target.peer for target in put.targets} - {self.rank})
-        ]  # fmt: skip
+            for put in puts
+            for peer in sorted({target.peer for target in put.targets} - {self.rank})
+        ]
         self.received += [(m.peer, m.bytes, m.label) for m in receives]
         assert one_sided(self.inner)
         return self.inner.put(puts, receives)

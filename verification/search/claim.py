@@ -26,7 +26,7 @@ def _answer(name: str, claims: Callable[[AnyCase], AnyCase | None], case: AnyCas
     try:
         nearest = claims(case)
     except (Exception, SystemExit) as error:
-        raised = f"{type(error).__name__}: {error} ({_place_of(error)})"
+        raised = f"{type(error).__name__}: {error} ({_find_place(error)})"
         raise ToolError(f"claims of {name} raised {raised}, given {case!r}") from None
     if nearest is not None and (not isinstance(nearest, type(case)) or nearest.world != case.world):
         must = f"it must be a {type(case).__name__} with world {case.world}, or None"
@@ -34,7 +34,7 @@ def _answer(name: str, claims: Callable[[AnyCase], AnyCase | None], case: AnyCas
     return nearest
 
 
-def _place_of(error: BaseException) -> str:
+def _find_place(error: BaseException) -> str:
     """Return where the innermost frame outside this package raised, or called what did."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = [f for f in frames if not f.filename.startswith(PACKAGE)][-1:] or frames[-1:]

@@ -102,7 +102,7 @@ class Experiment:
                 failure.add_note(cause)
 
 
-Call = tuple[Experiment, Any]  # a subject that ran, and its experiment
+PastExample = tuple[Experiment, Any]  # a subject that ran, and its experiment
 
 
 @dataclass(frozen=True)
@@ -116,5 +116,5 @@ class FoundFailure:
     failure: VerificationFailure
     subject: Any
     backend: str
-    earlier: tuple[Call, ...] = ()
-    before: tuple[Call, ...] | None = ()
+    earlier: tuple[PastExample, ...] = ()
+    before: tuple[PastExample, ...] | None = ()

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, fields, replace
 
 from verification.run.backends import Backend
-from verification.search.experiment import Call, Experiment, FoundFailure
+from verification.search.experiment import Experiment, FoundFailure, PastExample
 from verification.search.shrinking import check_subject, signature
 from verification.wording import counted
 
@@ -37,7 +37,7 @@ class EarlierCalls:
         self.found.failure.add_note(said if before is None else f"cause: earlier calls: {said}")
         return replace(self.found, before=before)
 
-    def _before(self) -> tuple[Call, ...] | None:
+    def _before(self) -> tuple[PastExample, ...] | None:
         """Return the calls that suffice, in their order, out of those most like the example; None if none do."""
         past, case = self.found.earlier, self.experiment.case_of(self.found.subject)
         if self._fails(twice := ((self.experiment, self.found.subject),)):
@@ -50,9 +50,9 @@ class EarlierCalls:
                 return self._needed(calls)
         return None
 
-    def _needed(self, rest: tuple[Call, ...]) -> tuple[Call, ...]:
+    def _needed(self, rest: tuple[PastExample, ...]) -> tuple[PastExample, ...]:
         """Return those of the calls that are needed, as far as there is time: `needed` and `rest` together suffice."""
-        needed: tuple[Call, ...] = ()
+        needed: tuple[PastExample, ...] = ()
         while rest and not self._fails(needed):
             holds, fails = 0, len(rest)  # calls at the end of `rest`: the fewest that suffice begin with a needed one
             while fails - holds > 1 and not self._ended:
@@ -67,7 +67,7 @@ class EarlierCalls:
     def _ended(self) -> bool:
         return self.runs >= MAX_RUNS or time.perf_counter() > self.deadline
 
-    def _fails(self, before: tuple[Call, ...]) -> bool:
+    def _fails(self, before: tuple[PastExample, ...]) -> bool:
         """Return True if the example fails in the same way after these calls on new ranks; False without time left."""
         if self.runs and self._ended:
             return False

@@ -15,7 +15,7 @@ The fixture `attention_ranks` comes with the plugin of this package, and so does
 
 from verification.peers import Peer, claims
 from verification.testing.assertion import assert_attention
-from verification.testing.drawing import cases
+from verification.testing.case_strategy import cases
 from verification.testing.ranks import Ranks
 
 __all__ = ["Peer", "Ranks", "assert_attention", "cases", "claims"]

@@ -15,8 +15,9 @@ from reference.roundoff import LARGEST, Arithmetic, Counts
 
 NARROW = ("float16", "bfloat16")
 AXES = dict.fromkeys(("out", "dq", "dk", "dv"), "(batch, tokens, heads, head_dim)") | {
-    "lse": "(batch, heads, tokens)", "dsinks": "(heads,)"
-}  # fmt: skip
+    "lse": "(batch, heads, tokens)",
+    "dsinks": "(heads,)",
+}
 
 
 def assert_attention(

@@ -12,7 +12,14 @@ import numpy as np
 
 from verification.check.properties import EVERY_RANK_ANSWERS, Property
 from verification.failures import WrongResult, name_ranks
-from verification.models.quantities import QUANTITY_CHECKS, Check, Ratios, check_results, label_of, quantity_properties
+from verification.models.quantities import (
+    QUANTITY_CHECKS,
+    Check,
+    Ratios,
+    check_results,
+    label_rank,
+    quantity_properties,
+)
 from verification.models.results import Array
 from verification.training.step_expectation import StepExpectation
 from verification.training.step_observation import PartObservation, StepObservations
@@ -27,9 +34,11 @@ def check_batches(case: TrainingCase, expectation: StepExpectation, observations
         for number in range(case.accumulation):
             for name in ("tokens", "labels"):
                 expected = getattr(expectation.first, name)[observation.data_rank, number].numpy()[:, shard]
-                label = f"batches: {name} of micro-batch {number + 1} on {label_of(case, rank)}"
+                label = f"batches: {name} of micro-batch {number + 1} on {label_rank(case, rank)}"
                 _check_equal(label, getattr(observation, name)[number], expected)
-            _check_equal(f"batches: positions on {label_of(case, rank)}", observation.positions[number], within[shard])
+            _check_equal(
+                f"batches: positions on {label_rank(case, rank)}", observation.positions[number], within[shard]
+            )
     return {}
 
 
@@ -46,7 +55,7 @@ def check_sharded(case: TrainingCase, expectation: StepExpectation, observations
             token_counts, expected = observation.parts[number].token_counts, counts[observation.parts[number].index]
             if token_counts != {expected}:
                 raise WrongResult(
-                    f"sharded: on {label_of(part, rank)} the model's modules had {sorted(token_counts)} tokens of a "
+                    f"sharded: on {label_rank(part, rank)} the model's modules had {sorted(token_counts)} tokens of a "
                     f"sequence of {case.tokens}; the layout gives the rank {expected}"
                 )
     return {}
@@ -83,7 +92,7 @@ def check_spoilt(case: TrainingCase, expectation: StepExpectation, observations:
     for rank, observation in enumerate(observations):
         if observation.wrongly_clipped:
             raise WrongResult(
-                f"spoilt: on {label_of(case, rank)}, with the gradients of a parameter all {case.spoilt}, the clip "
+                f"spoilt: on {label_rank(case, rank)}, with the gradients of a parameter all {case.spoilt}, the clip "
                 f"differs from torch's in {', '.join(observation.wrongly_clipped)}"
             )
     return {}
@@ -93,11 +102,11 @@ def check_bytes(case: TrainingCase, expectation: StepExpectation, observations: 
     """Check the bytes of recorded messages, from every rank to every other, against `reference.cost`."""
     for number, part in enumerate(case.parts):
         for rank, observation in enumerate(observations):
-            _check_bytes_of(part, expectation.sent[number], rank, observation.parts[number])
+            _check_part_bytes(part, expectation.sent[number], rank, observation.parts[number])
     return {}
 
 
-def _check_bytes_of(part: TrainingCase, sent: Array, rank: int, observation: PartObservation) -> None:
+def _check_part_bytes(part: TrainingCase, sent: Array, rank: int, observation: PartObservation) -> None:
     index = observation.index
     directions = (("sent", observation.sent, sent[index]), ("received", observation.received, sent[:, index]))
     for peer, (verb, recorded, expected_by_peer) in product(range(part.context), directions):
@@ -105,7 +114,7 @@ def _check_bytes_of(part: TrainingCase, sent: Array, rank: int, observation: Par
         actual = expected if recorded is None else recorded.get(peer, 0)
         if actual != expected:
             raise WrongResult(
-                f"bytes: {label_of(part, rank)} {verb} {actual} bytes to or from index {peer} of its group in "
+                f"bytes: {label_rank(part, rank)} {verb} {actual} bytes to or from index {peer} of its group in "
                 f"{part.steps} steps; with this pattern, layout, exchange and checkpointing it must be {expected}"
             )
 
@@ -118,8 +127,8 @@ def check_graphs(case: TrainingCase, expectation: StepExpectation, observations:
             actual = observation.parts[number].graph_runs
             if actual != expected:
                 raise WrongResult(
-                    f"graphs: {label_of(part, rank)} ran {actual} compiled graphs in {part.steps} steps; with compiled "
-                    f"{part.compiled!r}, wrapper and checkpointing it must run {expected}"
+                    f"graphs: {label_rank(part, rank)} ran {actual} compiled graphs in {part.steps} steps; with "
+                    f"compiled {part.compiled!r}, wrapper and checkpointing it must run {expected}"
                 )
     return {}
 

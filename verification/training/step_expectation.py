@@ -34,10 +34,12 @@ class StepExpectation(Expectation):
 def expect_training(case: TrainingCase) -> StepExpectation:
     exact = train_densely(case).quantities()
     return StepExpectation(
-        exact=exact, allowed=allowed_in_steps(case, exact), first=global_batch(case, 0),
+        exact=exact,
+        allowed=allowed_in_steps(case, exact),
+        first=global_batch(case, 0),
         sent=tuple(bytes_sent(part, gathered=number == 0) for number, part in enumerate(case.parts)),
         graph_runs=tuple(map(graph_runs, case.parts)),
-    )  # fmt: skip
+    )
 
 
 def allowed_in_steps(case: TrainingCase, exact: Mapping[str, Named]) -> Allowed:

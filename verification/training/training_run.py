@@ -73,7 +73,8 @@ def run_training(plan: RunPlan, report: Report, backend: Backend | None = None) 
 
     run_worlds(plan, report, backend, run)
     report.extras |= {
-        "tolerance": {"float64": THRESHOLD, "factor of lower precisions": FACTOR}, "deviations": deviations.to_list(),
-    }  # fmt: skip
+        "tolerance": {"float64": THRESHOLD, "factor of lower precisions": FACTOR},
+        "deviations": deviations.to_list(),
+    }
     report.summary()
     return report

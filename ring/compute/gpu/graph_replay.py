@@ -102,7 +102,7 @@ def replayed(setting: Hashable, inputs: Tensors, results: Sequence[Form], comput
 def _captured(
     compute: Callable[..., Tensors], inputs: Tensors, results: Sequence[Form], current: torch.cuda.Stream
 ) -> _Replay:
-    memory = _memory_of(current.device, current.cuda_stream)
+    memory = _stream_memory(current.device, current.cuda_stream)
     with memory.lock:
         return _captured_in(memory, compute, inputs, results, current)
 
@@ -127,5 +127,5 @@ def _captured_in(
 
 
 @lru_cache(maxsize=64)
-def _memory_of(device: torch.device, stream: int) -> _StreamMemory:
+def _stream_memory(device: torch.device, stream: int) -> _StreamMemory:
     return _StreamMemory(device)

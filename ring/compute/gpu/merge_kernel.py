@@ -24,7 +24,7 @@ import triton.language as tl
 from ring.caching.bounded_cache import BoundedCache
 from ring.caching.graph_keepalive import keep_alive
 from ring.caching.triton_launcher import Launcher
-from ring.compute.gpu.merge_table import Field, entries_of, places_of
+from ring.compute.gpu.merge_table import Field, list_places, make_entries
 from ring.compute.gpu.partial_results import Part, is_aligned
 from ring.plan.ranges import Ints
 
@@ -50,7 +50,7 @@ _FIELDS = tl.constexpr(len(Field))
 
 
 @triton.jit
-def _rows_of(entry, where, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_rows(entry, where, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Load numbers of a part in fp32; 0 where masked."""
     at = tl.load(entry + _OUT).to(tl.pointer_type(KIND)) + where
     if ALIGNED:
@@ -130,11 +130,11 @@ def _combine(  # type: ignore[no-untyped-def]
             mask = read[:, None] & inside[None, :] if DIM < BLOCK else read[:, None]
             if WIDE == 2:  # some parts are fp32, some are not
                 if tl.load(entry + _IS_FP32) != 0:
-                    part = _rows_of(entry, where, mask, tl.float32, ALIGNED)
+                    part = _load_rows(entry, where, mask, tl.float32, ALIGNED)
                 else:
-                    part = _rows_of(entry, where, mask, KIND, ALIGNED)
+                    part = _load_rows(entry, where, mask, KIND, ALIGNED)
             else:
-                part = _rows_of(entry, where, mask, tl.float32 if WIDE else KIND, ALIGNED)
+                part = _load_rows(entry, where, mask, tl.float32 if WIDE else KIND, ALIGNED)
             if WEIGHTED:
                 at = (
                     fold * tl.load(entry + _LSE_FOLD)
@@ -225,7 +225,7 @@ class _Launch:
         out, lse, parts = job.out, job.lse, job.parts
         batch, tokens, heads, dim = out.shape
         row_step = min(_MAX_ROW_STEP, max((part.rows.step for part in parts if part.rows.index is None), default=1))
-        self.places = [places_of(part.rows, out.device) for part in parts if part.rows.index is not None]
+        self.places = [list_places(part.rows, out.device) for part in parts if part.rows.index is not None]
         fp32 = sum(part.out.dtype == torch.float32 for part in parts)
         out_batch, out_row, out_head, _ = out.stride()
         lse_batch, lse_head, lse_row = (0, 0, 0) if lse is None else lse.stride()
@@ -256,7 +256,7 @@ class _Launch:
         if not parts:
             empty = np.zeros(0, np.int64)
             return np.zeros(heads + 1, np.int64), empty, empty
-        tables = [entries_of(part, row_step) for part in parts]
+        tables = [make_entries(part, row_step) for part in parts]
         which = np.repeat(np.arange(len(parts)), [len(table) for _, table in tables])
         head, table = (np.concatenate(column) for column in zip(*tables, strict=True))
         order = np.argsort(head, kind="stable")
@@ -294,14 +294,14 @@ class _Merge:
         self._tables: BoundedCache[tuple[int, ...], list[_Table]] = BoundedCache(_TABLES)
 
     def run(self, jobs: Sequence[Job], created: torch.cuda.Event | None) -> None:
-        tables = self._tables_of(jobs, created)
+        tables = self._find_tables(jobs, created)
         if self._twins:
             self._launches[0](jobs[0], tables[0], jobs[1].out)
             return
         for launch, job, table in zip(self._launches, jobs, tables, strict=True):
             launch(job, table, None)
 
-    def _tables_of(self, jobs: Sequence[Job], created: torch.cuda.Event | None) -> list[_Table]:
+    def _find_tables(self, jobs: Sequence[Job], created: torch.cuda.Event | None) -> list[_Table]:
         """Return the jobs' tables on the GPU. Allocators give tensors the addresses of the step before, so tables are
         cached by the addresses in them and by the stream of their copy.
         """
@@ -309,15 +309,15 @@ class _Merge:
         device = jobs[0].out.device
         if created is not None:
             keep_alive([launch.places for launch in self._launches])
-            return self._parts_of(_captured_copy(self._with_addresses(addresses), device, created))
+            return self._split_tables(_captured_copy(self._with_addresses(addresses), device, created))
         key = torch._C._cuda_getCurrentRawStream(device.index), *addresses
         tables = self._tables.get(key)
         if tables is None:
             host = torch.from_numpy(self._with_addresses(addresses)).pin_memory()
-            tables = self._tables.put(key, self._parts_of(host.to(device, non_blocking=True)))
+            tables = self._tables.put(key, self._split_tables(host.to(device, non_blocking=True)))
         return tables
 
-    def _parts_of(self, whole: torch.Tensor) -> list[_Table]:
+    def _split_tables(self, whole: torch.Tensor) -> list[_Table]:
         parts = whole.split([len(launch.table) for launch in self._launches])
         return [_Table(part, part[launch.begin :]) for launch, part in zip(self._launches, parts, strict=True)]
 

@@ -42,10 +42,10 @@ class Field(IntEnum):
     LSE_ROW = auto()
     IS_FP32 = auto()  # 1 if the numbers are fp32, 0 if they are of the 16-bit type
     DIVISOR = auto()  # divides STEP, FOLD_STEP and the distance of the rows of a kernel program
-    PLACES = auto()  # address of a table of listed rows, from START on (`places_of`); 0 if they are not listed
+    PLACES = auto()  # address of a table of listed rows, from START on (`list_places`); 0 if they are not listed
 
 
-def entries_of(part: Part, row_step: int) -> tuple[Ints, Ints]:
+def make_entries(part: Part, row_step: int) -> tuple[Ints, Ints]:
     """Return heads (h,) and their entries (h, fields), with addresses relative to the part's. row_step: distance
     of the rows of a kernel program.
     """
@@ -55,12 +55,12 @@ def entries_of(part: Part, row_step: int) -> tuple[Ints, Ints]:
     table = table.copy()
     table[:, Field.IS_FP32] = out.dtype == torch.float32
     if part.rows.index is not None:
-        table[:, Field.PLACES] = places_of(part.rows, out.device).data_ptr()
+        table[:, Field.PLACES] = list_places(part.rows, out.device).data_ptr()
     return heads, table
 
 
 @cached_on
-def places_of(rows: Rows, device: torch.device) -> torch.Tensor:
+def list_places(rows: Rows, device: torch.device) -> torch.Tensor:
     """Return the place in the tile, fold * length + place, of every row from the first listed one to the last; -1 for
     rows that are not listed. int32.
     """
@@ -74,7 +74,7 @@ def places_of(rows: Rows, device: torch.device) -> torch.Tensor:
 def _grid(
     rows: Rows, heads: Heads, out: tuple[int, ...], size: int, lse: tuple[tuple[int, ...], int] | None, row_step: int
 ) -> tuple[Ints, Ints]:
-    """Compute `entries_of` a plan's tile once. out, lse: strides; size: bytes of a number; lse also has its own."""
+    """Compute `make_entries` of a tile once. out, lse: strides; size: bytes of a number; lse also has its own."""
     group, member = np.divmod(np.arange(heads.groups * heads.per_group), heads.per_group)
     table = np.zeros((len(group), len(Field)), np.int64)
     first, last = _ends(rows)

@@ -23,13 +23,13 @@ from torch import Tensor
 from ring.compute.kernels.kernel import ANY_LENGTH, HOPPER, Kernel, SavedRows, Scores, Tensors3
 from ring.compute.kernels.operands import (
     by_row,
-    edges_of,
     heads_first_gradients,
     heads_first_results,
+    make_edges,
     rows_first,
     window,
     workspace,
-)  # fmt: skip
+)
 from ring.plan.tile import Mask, Tile
 
 VERSION = "4.0.0b36"
@@ -82,7 +82,7 @@ def backward(q: Tensor, k: Tensor, v: Tensor, saved: SavedRows, tile: Tile, scor
 
 def _lengths(tile: Tile, q: Tensor) -> dict[str, Any]:
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    return {} if tile.sequences is None else dict(zip(names, edges_of(tile.sequences, q), strict=True))
+    return {} if tile.sequences is None else dict(zip(names, make_edges(tile.sequences, q), strict=True))
 
 
 def _kind(tile: Tile, q: Tensor, k: Tensor, v: Tensor, scoring: Scores) -> tuple[Hashable, ...]:

@@ -11,16 +11,16 @@ from ring.compute.kernels.kernel import Kernel, SavedRows, Scores, Tensors3
 from ring.compute.kernels.operands import (
     aligned_saved,
     by_row,
-    edges_of,
     heads_first_gradients,
     heads_first_results,
+    make_edges,
     no_dropout,
     rows_first,
     shape_gradients,
     unpadded_results,
     window,
     workspace,
-)  # fmt: skip
+)
 from ring.plan.tile import Mask, Tile
 
 
@@ -56,7 +56,7 @@ def backward(q: Tensor, k: Tensor, v: Tensor, saved: SavedRows, tile: Tile, scor
 def _lengths(tile: Tile, q: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
     if tile.sequences is None:
         return None, None, tile.query_rows.length, tile.key_rows.length
-    return edges_of(tile.sequences, q)
+    return make_edges(tile.sequences, q)
 
 
 # Longer documents keep a GPU busy for longer than the host needs for their call, and cuDNN takes less time for them

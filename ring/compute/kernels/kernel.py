@@ -88,19 +88,26 @@ class Kernel:
     def takes(self, setting: KernelSetting) -> bool:
         """Return True if it takes some tiles of a call."""
         return (
-            self.device in (None, setting.device) and (self.dtypes is None or setting.dtype in self.dtypes)
-            and (self.softcap or setting.scoring.softcap is None) and (self.any_scale or setting.scoring.scale > 0)
-            and self.takes_dims(setting.capability, *setting.dims, setting.share) and self.missing() is None
-        )  # fmt: skip
+            self.device in (None, setting.device)
+            and (self.dtypes is None or setting.dtype in self.dtypes)
+            and (self.softcap or setting.scoring.softcap is None)
+            and (self.any_scale or setting.scoring.scale > 0)
+            and self.takes_dims(setting.capability, *setting.dims, setting.share)
+            and self.missing() is None
+        )
 
     def takes_tile(self, tile: Tile, dlse: bool = False, repeatable: bool = False) -> bool:
         """Return True if it takes a tile of a call that it takes. dlse, repeatable: see `kernel_choice.choose`."""
         keys, single = tile.key_rows.length, tile.query_rows.length == tile.key_rows.length == 1
         return (
-            (self.positions or tile.mask is not Mask.POSITION) and (self.max_window > 0 or not tile.needs_window)
-            and (self.max_varlen_tokens > 0 or tile.sequences is None) and (self.repeatable or not repeatable)
-            and (self.dlse or not dlse) and (self.single or not single) and keys >= self.least_keys
-        )  # fmt: skip
+            (self.positions or tile.mask is not Mask.POSITION)
+            and (self.max_window > 0 or not tile.needs_window)
+            and (self.max_varlen_tokens > 0 or tile.sequences is None)
+            and (self.repeatable or not repeatable)
+            and (self.dlse or not dlse)
+            and (self.single or not single)
+            and keys >= self.least_keys
+        )
 
     def writes_in_place(self, tile: Tile) -> bool:
         """Return True if its backward can write a tile's gradients into memory that it is given."""

@@ -35,7 +35,7 @@ def over_batch(edges: Ints, batch: int) -> np.ndarray:
     return np.append(begins, batch * edges[-1]).astype(np.int32)
 
 
-def edges_of(sequences: Sequences, q: Tensor) -> Edges:
+def make_edges(sequences: Sequences, q: Tensor) -> Edges:
     """Return the cumulative lengths of the batch, int32 (B S + 1,) on the GPU, of queries and of keys; the most tokens
     of a sequence, of both.
     """

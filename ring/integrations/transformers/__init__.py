@@ -43,10 +43,10 @@ from ring.integrations.transformers.call import (
     Checked,
     PreparedCall,
     check_calls,
-    checked_context,
     is_given,
     prepared_call,
     refuse_generate,
+    require_handle,
 )
 from ring.integrations.transformers.comparison import Comparison
 from ring.integrations.transformers.masks import ChunkMask, RefusedMask, WindowMask, layer_pattern, placeholder
@@ -213,7 +213,7 @@ def attention(
     Raises:
         ValueError, NotImplementedError: unsupported arguments, on every rank; on this rank alone without a context.
     """
-    context = checked_context(context)
+    context = require_handle(context)
     name = _name(module)
     try:
         _check_arguments(type(module).__name__, attention_mask, dropout, others)

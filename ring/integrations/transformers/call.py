@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -16,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ring.integrations.transformers.padding import check_mask, whole, without_padding
 from ring.integrations.transformers.positions import checked_positions, counted, has_axes, padding_token
 from ring.integrations.transformers.temperature import scale_by_position
-from ring.nn.context import ContextParallel
+from ring.nn.context import ContextParallel, checked_context
 
 NAME = "ring"
 FIRST = "layer 0"  # the attention call that an error of the model's call replaces
@@ -37,6 +38,12 @@ LEFT_OUT = {
 UNCOMPARED = (
     "attention_mask must have its zeros behind the tokens for a model that prepare did not compare, which may count "
     "positions from its mask: leave compare=False out, or pad on the right"
+)
+require_handle = partial(
+    checked_context,
+    required="given to the model's call, model(..., context=handle)",
+    instead=". Call it with whole sequences, or generate, within restored(model). In a trainer call the model of "
+    "compute_loss, and write class MyTrainer(ContextParallelTrainer, DPOTrainer), in this order",
 )
 CONFIGURED = ("output_attentions", "output_router_logits")  # a call takes these from the configuration
 
@@ -104,7 +111,7 @@ class PreparedCall:
 
     def _changes(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the model gets in place of the caller's."""
-        context, mask = checked_context(arguments.get("context")), arguments.get("attention_mask")
+        context, mask = require_handle(arguments.get("context")), arguments.get("attention_mask")
         try:
             for name, reason in LEFT_OUT.items():
                 if is_given(arguments.get(name)):
@@ -185,17 +192,6 @@ def _tree(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     for name in config.sub_configs:
         if getattr(config, name, None) is not None:
             yield from _tree(getattr(config, name))
-
-
-def checked_context(context: object) -> ContextParallel:
-    """Return the handle; ValueError, on this rank alone, for anything else."""
-    if not isinstance(context, ContextParallel):
-        raise ValueError(
-            f"context must be given to the model's call, model(..., context=handle), got {context!r}. Call it with "
-            "whole sequences, or generate, within restored(model). In a trainer call the model of compute_loss, and "
-            "write class MyTrainer(ContextParallelTrainer, DPOTrainer), in this order"
-        )
-    return context
 
 
 def refuse_generate(*_: Any, **__: Any) -> NoReturn:

@@ -40,7 +40,7 @@ from ring.integrations.transformers.lengths import LONGEST, reach
 from ring.integrations.transformers.undisturbed import record, settings
 from ring.layout import Layout
 from ring.nn.context import ContextParallel
-from ring.nn.module_calls import Call
+from ring.nn.module_calls import ModuleCall
 from ring.validation import is_dtensor
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Comparison:
         return refusal
 
     def _compare(self, passage: Passage) -> None:
-        calls: list[Call] = []
+        calls: list[ModuleCall] = []
         error: Exception | None = None
         try:
             calls = record(self._model, self._instead, passage.inputs)

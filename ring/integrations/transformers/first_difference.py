@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ring.nn.module_calls import Call, first_difference
+from ring.nn.module_calls import ModuleCall, first_difference
 
 LIMIT = torch.finfo(torch.float64).eps ** 0.5  # of the greatest magnitude: half of the digits
 MODEL = ("", 0)  # the key of the model's own call
@@ -27,10 +27,10 @@ class Part:
     tokens: int
     here: Tensor
     there: Tensor
-    calls: list[Call]
+    calls: list[ModuleCall]
 
 
-def differing_module(calls: list[Call], parts: list[Part]) -> tuple[int, str] | None:
+def differing_module(calls: list[ModuleCall], parts: list[Part]) -> tuple[int, str] | None:
     """Return the first module that differs: its place in the order of the forward, and a sentence.
 
     Args:
@@ -42,15 +42,15 @@ def differing_module(calls: list[Call], parts: list[Part]) -> tuple[int, str] | 
     """
     ours, *wholes = [{(x.name, x.number): x for x in some} for some in (calls, *(part.calls for part in parts))]
 
-    def difference(key: Key, tensors: Callable[[Call], dict[str, Tensor]]) -> tuple[str, bool] | None:
+    def difference(key: Key, tensors: Callable[[ModuleCall], dict[str, Tensor]]) -> tuple[str, bool] | None:
         if key not in ours or any(key not in whole for whole in wholes):
             return None
         return _difference(tensors(ours[key]), [tensors(whole[key]) for whole in wholes], parts, key == MODEL)
 
-    def output_difference(call: Call) -> tuple[str, bool] | None:
+    def output_difference(call: ModuleCall) -> tuple[str, bool] | None:
         return difference((call.name, call.number), lambda x: x.outputs)
 
-    def input_difference(call: Call) -> tuple[str, bool] | None:
+    def input_difference(call: ModuleCall) -> tuple[str, bool] | None:
         return difference((call.name, call.number), lambda x: x.inputs)
 
     order = parts[0].calls
@@ -105,7 +105,7 @@ def _is_near(x: Tensor, expected: Tensor, whole: Tensor) -> bool:
     return bool(((x == expected) | ((x - expected).abs() <= limit) | (x.isnan() & expected.isnan())).all())
 
 
-def _sentence(call: Call, name: str, is_along: bool, packed: bool) -> str:
+def _sentence(call: ModuleCall, name: str, is_along: bool, packed: bool) -> str:
     where = f"{call.name} ({call.kind})" if call.name else f"the model itself ({call.kind}), beside its submodules,"
     what = "" if name == "output" else f" {name}"
     if is_along:

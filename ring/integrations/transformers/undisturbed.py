@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ring.integrations.transformers.double import in_double
-from ring.nn.module_calls import Call, ModuleCalls
+from ring.nn.module_calls import ModuleCall, ModuleCalls
 
 
 @contextmanager
@@ -21,10 +21,12 @@ def _undisturbed(model: Any) -> Iterator[None]:
     devices = [x.device for x in [*model.parameters()][:1] if x.device.type == "cuda"]
     try:
         with (
-            torch.random.fork_rng(devices), torch.no_grad(), torch.compiler.set_stance("force_eager"),
+            torch.random.fork_rng(devices),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
             torch.autocast(model.device.type, enabled=False),
             settings(model, use_cache=False, _experts_implementation_internal="eager"),
-        ):  # fmt: skip
+        ):
             torch.default_generator.manual_seed(0)
             model.eval()
             yield
@@ -56,7 +58,7 @@ def settings(model: Any, **values: object) -> Iterator[None]:
             setattr(config, name, value)
 
 
-def record(model: nn.Module, instead: dict[int, Tensor], arguments: dict[str, Any]) -> list[Call]:
+def record(model: nn.Module, instead: dict[int, Tensor], arguments: dict[str, Any]) -> list[ModuleCall]:
     """Call a model in fp64, without gradients, and leave it as it was. Return the calls of its modules.
 
     Args:

@@ -37,7 +37,7 @@ from ring.integrations.wrappers import same_ranks
 from ring.integrations.wrappers.former_name import takes_former_name
 from ring.integrations.wrappers.mesh import averaging_mesh, replicating_mesh
 from ring.integrations.wrappers.missing_gradients import FilledUnits
-from ring.integrations.wrappers.modules import modules_of
+from ring.integrations.wrappers.modules import find_modules
 from ring.integrations.wrappers.unit_order import UnitOrder
 from ring.nn.batch_group import BatchRanks
 
@@ -84,7 +84,7 @@ def shard(
             "torch.float32, or 16 bits if that is meant; got None"
         )
     same_ranks.watch(model, mesh)
-    for layer in reversed(modules_of(model, layers)):  # torch requires nested layers first
+    for layer in reversed(find_modules(model, layers)):  # torch requires nested layers first
         fully_shard(layer, mesh=over, mp_policy=policy, **options)
     sharded = fully_shard(model, mesh=over, mp_policy=policy, **options)
     ranks = BatchRanks(over)

@@ -1,4 +1,4 @@
-"""Parameters that got no gradient on this rank take part in the average with zeros, as they must: others may have one.
+"""Fills missing gradients with zeros, so that all ranks reduce the same parameters.
 
 DDP and FSDP average the gradients that a rank has. If another rank has others, its messages are paired with the wrong
 ones. So before a wrapper averages, zeros are put in; and after the backward the ranks compare, once, so that the

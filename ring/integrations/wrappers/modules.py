@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 
-def modules_of(model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...]) -> list[nn.Module]:
+def find_modules(model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...]) -> list[nn.Module]:
     """Return all modules of these classes within the model. ValueError if there are none, or for other arguments."""
     classes = layers if isinstance(layers, tuple) else (layers,)
     if not classes or not all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):

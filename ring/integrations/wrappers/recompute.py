@@ -26,7 +26,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ring.integrations.wrappers.modules import modules_of
+from ring.integrations.wrappers.modules import find_modules
 
 
 def attention_kept() -> Any:
@@ -59,7 +59,7 @@ def wrap(
         raise NotImplementedError(
             "keep_attention=True needs reentrant=False: reentrant checkpointing saves only inputs"
         )
-    selected = set(modules_of(model, layers))
+    selected = set(find_modules(model, layers))
     implementation = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
     options: dict[str, Any] = {"context_fn": attention_kept} if keep_attention else {}
     wrapper = partial(checkpoint_wrapper, checkpoint_impl=implementation, **options)

@@ -1,4 +1,4 @@
-"""Losses and sharded sequences of a wrapped model lie within the ranks over which its gradients are averaged.
+"""Checks that a wrapped model's losses and sequences are over the ranks that average its gradients.
 
 A loss over other ranks has another scale; a sequence with parts on other ranks loses their gradients.
 """

@@ -275,9 +275,9 @@ def test_without_a_store_no_missing_rank_is_named(
 def test_numbers_of_other_groups_are_not_named(alone: dist.ProcessGroup) -> None:
     error, cause = RuntimeError("missed"), MissingRanks([1], "late")
     error.__cause__, cause.__cause__ = cause, MissingRanks([0], "late")
-    with patch("ring.comm.process_group.note_of") as note_of:
+    with patch("ring.comm.process_group.find_note") as find_note:
         _tell(ref(alone), "a call ended", error)
-    assert note_of.return_value.leave.call_args.args[0].ranks == ()
+    assert find_note.return_value.leave.call_args.args[0].ranks == ()
 
 
 OVER, FAILED = RuntimeError("Operation timed out!"), RuntimeError("connection reset")

@@ -115,7 +115,7 @@ def test_ranks_that_end_after_arriving_are_not_missing(monkeypatch: pytest.Monke
 
     def comes_and_ends(rank: int) -> bool:
         begin = other._begin(1, 1)
-        other._page[begin : begin + shared_page._SLOT] = shared_page._slot_of(1, answer(7))
+        other._page[begin : begin + shared_page._SLOT] = shared_page._pack_slot(1, answer(7))
         return True
 
     monkeypatch.setattr(own, "has_ended", comes_and_ends)

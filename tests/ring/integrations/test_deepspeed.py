@@ -70,5 +70,5 @@ def _refuse() -> None:
         deepspeed.initialize(model, optimizer_for(model), Example("short").device_mesh, RIGHT)
 
 
-def test_what_would_train_wrong_is_refused(ranks: Ranks) -> None:
+def test_wrong_engines_are_refused(ranks: Ranks) -> None:
     ranks(4).run(_refuse)

@@ -37,7 +37,9 @@ def _train(example: Example, zero_grad: dict[str, bool], recomputed: bool = Fals
         (Example("short", steps=3), True, {"set_to_none": False}),
     ],
 )
-def test_it_trains_as_one_process(ranks: Ranks, example: Example, recomputed: bool, zero_grad: dict[str, bool]) -> None:
+def test_fairscale_trains_as_one_process(
+    ranks: Ranks, example: Example, recomputed: bool, zero_grad: dict[str, bool]
+) -> None:
     assert_near(ranks(example.world).run(_train, example, zero_grad, recomputed), dense(example))
 
 

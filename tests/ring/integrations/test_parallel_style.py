@@ -127,5 +127,5 @@ def _refuse() -> None:
         planned(layout)(q, k, v, **{"mask": None} if rank == 1 else {})
 
 
-def test_dtensors_of_one_rank_and_plans_that_do_not_fit_are_refused(ranks: Ranks) -> None:
+def test_refuses_wrong_dtensors_and_misfit_plans(ranks: Ranks) -> None:
     ranks(WORLD).run(_refuse)

@@ -13,7 +13,7 @@ from tests.ring.nn.test_programs import ROOT, run, torchrun
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 
-def test_no_framework_is_imported_but_by_the_module_that_is_for_it() -> None:
+def test_frameworks_are_imported_by_their_own_module_only() -> None:
     modules = "ring.nn, ring.integrations.wrappers.ddp, ring.integrations.wrappers.fsdp"
     optional = "{'transformers', 'accelerate', 'trl', 'deepspeed', 'fairscale', 'lightning'}"
     assert run("-c", f"import sys, {modules}; print({optional} & {{*sys.modules}})") == "set()\n"

@@ -51,8 +51,10 @@ def _by_the_formula(name: str) -> None:
         assert count_labels([labels, labels[:, :0], labels], over, ignored) == 2 * count
         assert count_labels([], over) == 0
         given: dict[str, Any] = {
-            "labelled": None if more is None else count + more, "averaged_over": averaged_over, "ignored": ignored,
-        }  # fmt: skip
+            "labelled": None if more is None else count + more,
+            "averaged_over": averaged_over,
+            "ignored": ignored,
+        }
         loss = cross_entropy(mine, labels, over, **given)
         (grad,) = torch.autograd.grad(3.0 * loss, mine)
 

@@ -168,7 +168,8 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("context", _other_handle, "the context's layout must be the same on every rank: rank 0 has"),
         *(
             (name, change, f"{name} must be the same on every rank: rank 0 has .*, rank 2")
-            for name in ("tokens", "weights") for change in REORDERED
+            for name in ("tokens", "weights")
+            for change in REORDERED
         ),
     ],
     "gather": [
@@ -263,10 +264,7 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         OVER,
     ],
     "clip_grad_norm": [
-        *(
-            ("max_norm", _to(x), f"max_norm must be a positive finite number, got {x!r}")
-            for x in (INF, 0, "1", True)
-        ),
+        *(("max_norm", _to(x), f"max_norm must be a positive finite number, got {x!r}") for x in (INF, 0, "1", True)),
         ("max_norm", _to(2.0), "max_norm must be the same on every rank"),
         ("parameters", lambda x: x[:1], "number of gradients must be the same on every rank"),
         ("parameters", _to([None]), "parameters must be tensors, got .*None"),
@@ -276,7 +274,7 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("parameters", _partial_sum, "NotImplementedError: rank 2: gradients must be averaged before they are clipped"),
         OVER,
     ],
-}  # fmt: skip
+}
 NUMBERED = [(call, number) for call, rows in REFUSALS.items() for number in range(len(rows))]
 
 

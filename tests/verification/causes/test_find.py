@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from reference.pattern import Pattern
+from tests.support.backends import shared
 from tests.support.plain_case import plain
 from tests.support.printed import unbroken
-from tests.support.ring_with_mistakes import MISTAKES
 from verification.__main__ import main
 from verification.causes.find import drawn_cases, larger_cases
 from verification.failures import WrongResult
@@ -34,20 +32,18 @@ CAUSES = {
     "neighbours_gradients": "dk and dv on rank 0 are, to rounding, what rank 1 should hold",
     "partial_lse": "as if, in the backward, lse were each time that of one rank's keys, not of all",
     "bf16_gradients": "dk and dv are, to rounding, as if dk and dv were rounded to bfloat16 after each rank's part",
+    "shared_buffer": "is shared by calls",
 }
 
 
-@pytest.fixture(scope="module")
-def backend() -> Iterator[GlooBackend]:
-    with closing(GlooBackend()) as one:
-        one.start(2)
-        yield one
+backend = shared(GlooBackend, 2)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", CAUSES)
 def test_the_mistake_of_a_ring_is_named(backend: GlooBackend, mistake: str) -> None:
     spec = f"{RINGS}:{mistake}"
-    case, found = nearest_claimed(load(spec), SMALL), experiment(spec)
+    again = "between" if mistake == "shared_buffer" else "alike"
+    case, found = replace(nearest_claimed(load(spec), SMALL) or SMALL, again=again), experiment(spec)
     with pytest.raises(WrongResult) as caught:
         found.check(backend, case)
     found.add_cause(caught.value, backend, case, case)
@@ -64,15 +60,6 @@ def test_a_ring_without_a_usual_mistake_has_no_cause(backend: GlooBackend, ring:
     experiment(f"{RINGS}:{ring}").add_cause(failure, backend, case, case)
     for note, words in zip(getattr(failure, "__notes__", []), said, strict=True):
         assert re.match(words, note)
-
-
-def test_a_buffer_shared_by_calls_is_named(backend: GlooBackend) -> None:
-    found = experiment(f"{RINGS}:shared_buffer")
-    case = replace(nearest_claimed(load(f"{RINGS}:right"), SMALL) or SMALL, again="between")
-    with pytest.raises(WrongResult, match="repeat") as caught:
-        found.check(backend, case)
-    found.add_cause(caught.value, backend, case, case)
-    assert "is shared by calls" in caught.value.__notes__[0]
 
 
 def test_further_cases_are_claimed_and_differ() -> None:

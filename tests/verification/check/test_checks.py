@@ -23,7 +23,7 @@ from tests.support.plain_case import plain
 from verification.case import Case
 from verification.check import properties
 from verification.check.checks import CHECKS, assemble
-from verification.check.expectation import counts_of, expect
+from verification.check.expectation import expect, sum_lengths
 from verification.failures import MismatchedMessages, WrongResult
 from verification.run.backends import SimBackend, observe_on
 from verification.run.layouts import layout_of
@@ -241,7 +241,7 @@ def test_counts_bound_the_merges(case: Case) -> None:
     for exchange in (*KEY_EXCHANGES, *(f"ring:{size}+direct" for size in sizes)):
         for bucket in {case.bucket, None, 3}:
             other = replace(case, exchange=exchange, bucket=bucket)
-            counts = counts_of(other, "math")
+            counts = sum_lengths(other, "math")
             of_rows, of_keys = most_merged(other)
             assert of_rows <= counts.merges and of_keys <= counts.row_merges, other.to_json()
 

@@ -10,7 +10,7 @@ from ring.compute.kernels import FLASH_CPU, MEASURED, NAMES
 from ring.compute.kernels.kernel import HALF, HOPPER
 from tests.support.plain_case import plain
 from verification.case import GPU_KERNELS, KERNELS
-from verification.check.expectation import kernel_of
+from verification.check.expectation import bounding_kernel
 from verification.check.supported import FUSED, check_supported, fused
 from verification.search.experiment import on_device
 
@@ -26,7 +26,7 @@ def test_a_case_on_a_gpu_has_a_kernel_that_takes_it(changes: dict[str, Any], ker
     moved = on_device(plain(2, **{"head_dim": 8} | changes), "cuda")
     assert (moved.device, moved.kernel) == ("cuda", kernel)
     check_supported(moved)
-    assert kernel_of(moved) == ("gpu" if moved.dtype == "float16" and moved.head_dim == 8 else "math")
+    assert bounding_kernel(moved) == ("gpu" if moved.dtype == "float16" and moved.head_dim == 8 else "math")
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import ROOT, verification
 from tests.support.plain_case import plain
 from tests.support.planted import plant_wrong_result
 from tests.support.printed import printed, recording, unbroken
 from verification import whole_run
 from verification.__main__ import main
 from verification.cli import command_line, validate
-from verification.cli.arguments import TYPED, check_file, check_folder, title_of
+from verification.cli.arguments import TYPED, check_file, check_folder, find_title
 from verification.cli.command_line import COMMANDS
 from verification.replay.replay import replay
 from verification.report.report import Report
@@ -29,8 +30,6 @@ from verification.run.backends import GlooBackend
 from verification.runner import titles
 
 pytestmark = pytest.mark.ranks
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("command", ("", *COMMANDS, "validate"))
@@ -132,7 +131,7 @@ def test_a_gpu_that_is_not_there_is_refused(
 
 
 def test_a_part_of_a_title_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
-    found = [title_of(name, titles()) for name in ("gradients", "Permute", "BYTES")]
+    found = [find_title(name, titles()) for name in ("gradients", "Permute", "BYTES")]
     assert found == ["gradients", "batches and heads permute", "bytes sent"]
     assert main(("run", "--list")) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -175,10 +174,7 @@ def test_an_error_of_the_tool_is_no_counter_example(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_holds(tmp_path: Path) -> None:
     words = "run --world 2,1 --examples 12 --seed 7 --real-size 256 --json report.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "verification", *words.split()], cwd=tmp_path, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, timeout=280,
-    )  # fmt: skip
+    done = verification(tmp_path, *words.split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--seed 7" in done.stdout and "all held" in done.stdout and "MiB sent" in done.stdout
     data = json.loads((tmp_path / "report.json").read_text())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.support.backends import shared
 from tests.support.plain_case import plain
 from verification.__main__ import main
 from verification.failures import MismatchedMessages, RankCrash, RankError, RankOutcome, RankState, VerificationFailure
 from verification.faults import fault_run
-from verification.faults.fault_experiment import MishandledFault, check_fault, check_whole, fault_of, judge
+from verification.faults.fault_experiment import MishandledFault, check_fault, check_whole, choose_fault, judge
 from verification.faults.inject import BY_NAME, KINDS, WORDS_SEPARATOR, Fault, observe_with_fault
 from verification.report.report import Report
 from verification.run.backends import PRELOAD, GlooBackend, SimBackend, Unavailable
@@ -29,11 +28,7 @@ pytestmark = pytest.mark.ranks
 CASE = plain(3, tokens=9)
 
 
-@pytest.fixture(scope="module")
-def gloo() -> Iterator[GlooBackend]:
-    with closing(GlooBackend(preload=(*PRELOAD, observe_with_fault.__module__))) as backend:
-        backend.start(3)
-        yield backend
+gloo = shared(lambda: GlooBackend(preload=(*PRELOAD, observe_with_fault.__module__)), 3)
 
 
 def how(kind: str, rank: int = 1, post: int = 0, send: int = 0) -> dict[str, Any]:
@@ -124,9 +119,9 @@ def test_mishandled_faults_replay_until_mended(
 
 def test_numbers_choose_among_existing_posts() -> None:
     posts = [[1, 0, 2], [0, 0], [1]]  # the rank at index 1 sends nothing
-    assert fault_of(how("kill", 0, 4), posts) == Fault("kill", 0, 1)
-    assert fault_of(how("short", 0, 3, 5), posts) == Fault("short", 0, 2, 1)
-    assert fault_of(how("raise", 3, 7), posts) == Fault("raise", 2, 0)
+    assert choose_fault(how("kill", 0, 4), posts) == Fault("kill", 0, 1)
+    assert choose_fault(how("short", 0, 3, 5), posts) == Fault("short", 0, 2, 1)
+    assert choose_fault(how("raise", 3, 7), posts) == Fault("raise", 2, 0)
     with pytest.raises(Unavailable, match="faults need ranks on gloo; got SimBackend"):
         check_fault(SimBackend(), CASE, how("kill"))
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -20,12 +17,14 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from tests.support import model_defects, model_examples
+from tests.support.backends import shared
+from tests.support.commands import ROOT, verification
 from tests.support.model_defects import DEFECTS, Defect
 from verification.failures import WrongResult
 from verification.models import ModelCase, Setup, check_model
 from verification.models.batches import global_batch
 from verification.models.model_case import MODEL_DTYPES
-from verification.models.model_run import PROFILE, ModelExperiment, preload_of, run_model
+from verification.models.model_run import PROFILE, ModelExperiment, list_preload, run_model
 from verification.models.observation import ModelObservation
 from verification.models.probing import SMALLEST
 from verification.models.recording import train_in_one_process
@@ -35,7 +34,6 @@ from verification.report.report import Report
 from verification.run.backends import GlooBackend
 from verification.runner import RunPlan
 
-ROOT = Path(__file__).parents[3]
 EXAMPLES = "tests.support.model_examples"
 QUICK = ("AttentionNotSharded", "NormOverSequence", "AveragedTwice", "LabelsShiftedAfterSharding")
 CASES: list[dict[str, Any]] = [
@@ -47,14 +45,10 @@ CASES: list[dict[str, Any]] = [
     {"tokens": 12, "cuts": (0, 0, 12), "packed": (12,), "exchange": "gather"},
     {"tokens": 6, "wrapper": "fsdp2", "optimiser": "adamw", "steps": 3, "resumed_after": 2, "batch": 2},
     {"tokens": 11, "order": "permuted", "dtype": "float32", "labels": "shards", "exchange": "ring"},
-]  # fmt: skip
+]
 
 
-@pytest.fixture(scope="module")
-def backend() -> Iterator[GlooBackend]:
-    with closing(GlooBackend(30.0, preload=preload_of(f"{EXAMPLES}:build"))) as backend:
-        backend.start(2)
-        yield backend
+backend = shared(lambda: GlooBackend(30.0, preload=list_preload(f"{EXAMPLES}:build")), 2)
 
 
 @pytest.fixture(scope="module")
@@ -218,15 +212,6 @@ def test_the_function_for_tests(tmp_path: Path) -> None:
     check_model(model_examples.build, examples=5, worlds=(2,), failures=tmp_path)
     with pytest.raises(AssertionError, match=r"whose output differs is\s+layers\.0\.mixer\.pool"):
         check_model(model_defects.PooledOutput, examples=20, worlds=(2,), failures=tmp_path)
-
-
-def verification(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as scripts do it: with -P, so that the working directory is no place to import from."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "verification", *arguments],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
 
 
 def example_of_the_page(name: str) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.support.backends import shared
 from verification.failures import RankFailure, Refused
-from verification.models.loading import load, name_of
-from verification.models.model_run import ModelExperiment, preload_of
+from verification.models.loading import import_name, load
+from verification.models.model_run import ModelExperiment, list_preload
 from verification.models.probing import SMALLEST, probe
 from verification.run.backends import GlooBackend
 from verification.search.experiment import ToolError
@@ -91,11 +91,7 @@ def test_imports_that_exit_are_refused(modules: None) -> None:
         probe("model_exits:build")
 
 
-@pytest.fixture(scope="module")
-def backend() -> Iterator[GlooBackend]:
-    with closing(GlooBackend(3.0, preload=preload_of(f"{MISUSE}:build"))) as backend:
-        backend.start(2)
-        yield backend
+backend = shared(lambda: GlooBackend(3.0, preload=list_preload(f"{MISUSE}:build")), 2)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +137,6 @@ def test_a_setup_that_claims_nothing_is_refused() -> None:
 
 
 def test_a_setup_must_have_a_name_for_other_processes() -> None:
-    assert name_of(load(f"{MISUSE}:StepHangs").__class__) == f"{MISUSE}:StepHangs"
+    assert import_name(load(f"{MISUSE}:StepHangs").__class__) == f"{MISUSE}:StepHangs"
     with pytest.raises(Refused, match="must be an attribute of a module"):
-        name_of(lambda context: None)
+        import_name(lambda context: None)

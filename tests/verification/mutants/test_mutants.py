@@ -81,9 +81,9 @@ def test_defects_with_broken_code_are_no_kill() -> None:
     for error in ("UnboundLocalError: cannot access local variable 'top'", "NameError: name 'top' is not defined"):
         found = FoundFailure(RankError(f"rank 0 raised: {error}"), subject, "sim")
         with pytest.raises(ToolError, match="merge-by-sigmoid: the edited code does not run: rank 0 raised"):
-            search.outcome_of(defect, found, 1, 0.1)
+            search.make_outcome(defect, found, 1, 0.1)
     found = FoundFailure(RankError("rank 0 raised: ValueError: shapes"), subject, "sim")
-    assert search.outcome_of(defect, found, 1, 0.1).killed
+    assert search.make_outcome(defect, found, 1, 0.1).killed
 
 
 @pytest.mark.ranks

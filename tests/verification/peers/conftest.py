@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
-
-import pytest
-
+from tests.support.backends import shared
 from verification.run.backends import GlooBackend
 
-
-@pytest.fixture(scope="module")
-def backend() -> Iterator[GlooBackend]:
-    with closing(GlooBackend()) as one:
-        one.start(1)
-        yield one
+backend = shared(GlooBackend, 1)

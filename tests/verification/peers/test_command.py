@@ -7,13 +7,12 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import ROOT, verification
 from tests.support.peer_examples import EXAMPLES
 from tests.support.printed import unbroken
 from verification.__main__ import main
@@ -22,23 +21,12 @@ from verification.peers.known_peers import load
 
 pytestmark = pytest.mark.ranks
 
-ROOT = Path(__file__).parents[3]
 NOT_RUN = {
     "dies:adapter": "ended with exit code 3",
     "mine:needy": "the package no-such-distribution is not installed",
     "mine:claims_nothing": "returned None for all 20 Cases",
     "torchscale": "releases of torchscale up to 0.3.0 do not have it",
 }
-
-
-def verification(folder: Path, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command as scripts do it: with -P, so that the working directory is no place to import from."""
-    python_path = os.pathsep.join(map(str, (ROOT, path or folder / "shadows")))
-    environment = os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "verification", *arguments],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
 
 
 @pytest.mark.slow
@@ -53,7 +41,7 @@ def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "shadows").mkdir()
     (tmp_path / "shadows/torchscale.py").write_text("raise ModuleNotFoundError('as if not there', name='torchscale')")
     names, where = ("my_attention:adapter", "wrong:adapter", *NOT_RUN), ("--failures", "kept", "--json", "report.json")
-    done = verification(tmp_path, "peers", *names, "--examples", "10", "--seed", "5", *where)
+    done = verification(tmp_path, "peers", *names, "--examples", "10", "--seed", "5", *where, path=tmp_path / "shadows")
     assert done.returncode == 2, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["seed"] == 5 and report["command"].startswith("python -m verification peers ")

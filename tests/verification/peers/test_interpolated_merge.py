@@ -15,11 +15,11 @@ from verification.case import Case
 from verification.check.expectation import inputs_of
 from verification.peers import Peer
 from verification.peers.known_peers import load
-from verification.peers.peer_experiment import arithmetic_of, evaluate_for
+from verification.peers.peer_experiment import evaluate_for, peer_arithmetic
 
 
 def expect(peer: Peer, case: Case) -> Expectation:
-    return evaluate_for(peer, inputs_of(case, case.tensors()), arithmetic_of(peer, case))
+    return evaluate_for(peer, inputs_of(case, case.tensors()), peer_arithmetic(peer, case))
 
 
 def interpolated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

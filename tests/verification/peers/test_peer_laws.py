@@ -16,7 +16,7 @@ from tests.support.plain_case import PLAIN
 from verification.check.laws.law import changed
 from verification.failures import VerificationFailure
 from verification.peers.known_peers import load
-from verification.peers.peer_experiment import LAWS_OF_ANY, law_of, nearest_claimed
+from verification.peers.peer_experiment import LAWS_OF_ANY, nearest_claimed, peer_law
 from verification.replay import registry
 from verification.run.backends import GlooBackend
 
@@ -38,8 +38,8 @@ def test_a_peer_that_breaks_a_law_is_found(
     case = replace(PLAIN, lse="unused", kernel="math")
     law = next(law for law in LAWS_OF_ANY if law.name == title)
     law.validate(case, how)
-    assert law_of(f"{EXAMPLES}:sound", law).check(backend, (case, how))[title] <= 1.0
-    broken = law_of(f"{EXAMPLES}:{name}", law)
+    assert peer_law(f"{EXAMPLES}:sound", law).check(backend, (case, how))[title] <= 1.0
+    broken = peer_law(f"{EXAMPLES}:{name}", law)
     with pytest.raises(VerificationFailure, match=said):
         broken.check(backend, (case, how))
     record = json.loads(json.dumps(broken.record_of((case, how))))
@@ -53,7 +53,7 @@ def test_a_peer_that_breaks_a_law_is_found(
 @pytest.mark.parametrize("title", ("same on any ranks, layout, exchange", "scores of -inf have no weight"))
 def test_a_law_asks_only_what_is_claimed(name: str, title: str) -> None:
     (law,) = (law for law in LAWS_OF_ANY if law.name == title)
-    subjects = draw_many(law_of(name, law).draw(3), 30)
+    subjects = draw_many(peer_law(name, law).draw(3), 30)
     assert len(subjects) == 30
     for case, how in subjects:
         if law.name.startswith("same"):

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.backends import shared
 from tests.support.peer_examples import EXAMPLES
 from tests.support.training_cases import drawn_from, small_model, small_step
 from verification.__main__ import main
 from verification.failures import VerificationFailure, WrongResult
 from verification.peers.known_peers import KNOWN
 from verification.peers.training.known_step_peers import load_step_peer
-from verification.peers.training.step_peer import call_of
+from verification.peers.training.step_peer import attention_case
 from verification.peers.training.step_peer_experiment import draw_steps, step_experiment
 from verification.peers.training.wrapper_peers import WRAPPER_PEERS
 from verification.run.backends import GlooBackend
@@ -41,18 +40,14 @@ def test_drawn_attention_cases_fit_the_claim(name: str) -> None:
         assert len(found) >= 20, "a claim takes Cases to the nearest one, and leaves out few"
         for case in found:
             assert case.model.kind == "sdpa" and case.checkpointing != "selective"
-            calls = [call_of(part, data_rank) for part in case.parts for data_rank in range(part.data)]
+            calls = [attention_case(part, data_rank) for part in case.parts for data_rank in range(part.data)]
             assert all(peer.claims(call) == call for call in calls)
         varied = ("wrapper", "accumulation", "optimiser", "labels", "steps", "checkpointing")
         assert all(len({getattr(case, field) for case in found}) > 1 for field in varied)
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[GlooBackend]:
-    engines = {module for peer in WRAPPER_PEERS for module in peer.preload}
-    with closing(GlooBackend(60.0, preload=(*TRAINING_PRELOAD, *engines))) as ranks:
-        ranks.start(2)
-        yield ranks
+ENGINES = {module for peer in WRAPPER_PEERS for module in peer.preload}
+two = shared(lambda: GlooBackend(60.0, preload=(*TRAINING_PRELOAD, *ENGINES)), 2)
 
 
 LARGER = small_model(layers=2, dim=8, heads=4, kv_heads=4, head_dim=4, positions="rotary", tied=True)

@@ -19,7 +19,7 @@ from verification.check.laws import LAWS
 from verification.experiments import EXAMPLES, law_experiment
 from verification.faults.fault_experiment import FAULTS
 from verification.models.strategies import model_cases
-from verification.peers.peer_experiment import LAWS_OF_ANY, experiment, law_of
+from verification.peers.peer_experiment import LAWS_OF_ANY, experiment, peer_law
 from verification.peers.training.step_peer_experiment import step_experiment
 from verification.record_kinds import KINDS, Record, kind_of
 from verification.run.backends import GlooBackend
@@ -38,7 +38,7 @@ def stock() -> list[dict[str, Any]]:
     """Return a record of each kind that runs save, of each law too, on 2 ranks."""
     peer = "ring-attention-pytorch"
     experiments = [EXAMPLES, FAULTS, TRAINING, *map(law_experiment, LAWS), step_experiment("fairscale/guarded")]
-    experiments += [experiment(peer), law_of(peer, LAWS_OF_ANY[0])]
+    experiments += [experiment(peer), peer_law(peer, LAWS_OF_ANY[0])]
     return [
         *(x.record_of(next(filter(None, draw_many(x.draw(2), 10)))) for x in experiments),
         Record("model", draw_many(model_cases(2), 1)[0].to_dict(), names={"model": "trap:adapter"}).to_dict(),

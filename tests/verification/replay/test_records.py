@@ -152,7 +152,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize("record, said", REFUSED, ids=[said for _, said in REFUSED])
-def test_what_is_no_counter_example_is_refused(record: Any, said: str) -> None:
+def test_refuses_files_that_are_no_counter_examples(record: Any, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         registry.parse(record)
 
@@ -183,7 +183,7 @@ def test_a_refusal_is_one_short_line(content: str, tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 @given(data=st.data())
 @settings(max_examples=40, derandomize=True, deadline=None, database=None)
-def test_what_a_law_draws_is_read_again(law: Law, data: st.DataObject) -> None:
+def test_records_of_drawn_laws_are_read_again(law: Law, data: st.DataObject) -> None:
     subject = data.draw(law.draw(data.draw(st.sampled_from([p for p in (1, 2, 5) if p >= law.fewest_ranks]))))
     record = json.loads(json.dumps(law_experiment(law).record_of(subject)))
     saved = registry.parse(record)
@@ -193,7 +193,7 @@ def test_what_a_law_draws_is_read_again(law: Law, data: st.DataObject) -> None:
 
 @given(case=cases(3))
 @settings(max_examples=100, derandomize=True, deadline=None, database=None)
-def test_what_is_drawn_is_read_again(case: Case) -> None:
+def test_records_of_drawn_cases_are_read_again(case: Case) -> None:
     record = json.loads(json.dumps(Record("case", case.to_dict()).to_dict()))
     assert registry.parse(record).subject == case == Case.from_json(json.dumps(record))
     assert registry.parse(law(MISTAKEN, mistakes([COMMON, None]))).world == 2
@@ -228,7 +228,7 @@ def test_tells_the_kind_of_records_without_one(file: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ("example", "law", "wrong_calls", "after_another"))
-def test_what_an_earlier_layout_of_the_code_saved_is_replayed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_of_an_earlier_folder_layout_are_replayed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """These files were written before the modules were moved into folders: names of laws and mistakes last."""
     file = FOLDER / f"{name}.json"
     assert main(("replay", str(file), "--backend", "sim")) == 0

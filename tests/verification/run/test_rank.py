@@ -140,7 +140,7 @@ def test_law_of_streams_is_drawn_on_gpus_alone(kind: type[SimBackend | GlooBacke
 
 measured = partial(
     plain, 2, tokens=100, cuts=(0, 60, 100), batch=2, heads=6, kv_heads=3, dtype="bfloat16", bucket=20, measured=True
-)  # fmt: skip
+)
 
 
 def test_limits_on_paper() -> None:

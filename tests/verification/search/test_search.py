@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from reference.pattern import Pattern
+from tests.support.backends import shared
 from tests.support.plain_case import plain
 from tests.support.planted import plant_receive_first, plant_wrong_result
 from tests.support.printed import printed, recording, unbroken
@@ -37,11 +38,7 @@ from verification.strategies.cases import cases
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[GlooBackend]:
-    with closing(GlooBackend(10.0)) as backend:
-        backend.start(3)
-        yield backend
+ranks = shared(lambda: GlooBackend(10.0), 3)
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ FAULTS: list[tuple[Spoil, str, str]] = [
     (lambda seen: seen.parts[0].sent.update({0: 1}), "bytes of the steps", "rank 3 (data 1, context 1) sent "),  # type: ignore[union-attr]
     (lambda seen: seen.parts[1].sent.update({0: 1}), "bytes of the steps", "rank 3 (data 0, context 3) sent "),  # type: ignore[union-attr]
     (lambda seen: seen.parts[0].received.clear(), "bytes of the steps", "received 0 bytes"),  # type: ignore[union-attr]
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("spoil", "title", "said"), FAULTS)

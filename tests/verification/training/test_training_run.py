@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from rich.console import Console
 from torch import Tensor, hub
 
 from reference.pattern import Pattern
+from tests.support.backends import shared
 from tests.support.training_cases import small_model, small_step
 from verification.models.step_case import CHECKPOINTING, LABELS, WRAPPERS
 from verification.replay.replay import replay
@@ -64,11 +64,7 @@ def quiet() -> Report:
     return Report(Console(quiet=True))
 
 
-@pytest.fixture(scope="module")
-def backend() -> Iterator[GlooBackend]:
-    with closing(gloo()) as backend:
-        backend.start(4)
-        yield backend
+backend = shared(gloo, 4)
 
 
 @pytest.mark.ranks

@@ -48,7 +48,7 @@ def interrupt_calls(transport: Transport, case: Case, how: How) -> list[Interrup
     for direction in DIRECTIONS:
         for error in ERRORS:
             group = _FailingPost(transport)
-            texts, reference = _errors_of(group, case, direction, error, how["check"]), weakref.ref(group)
+            texts, reference = _interrupt(group, case, direction, error, how["check"]), weakref.ref(group)
             del group
             if reference() is not None:
                 gc.collect()
@@ -56,7 +56,7 @@ def interrupt_calls(transport: Transport, case: Case, how: How) -> list[Interrup
     return interrupted
 
 
-def _errors_of(group: _FailingPost, case: Case, direction: str, error: str, check: bool) -> tuple[str, str, str]:
+def _interrupt(group: _FailingPost, case: Case, direction: str, error: str, check: bool) -> tuple[str, str, str]:
     inputs = shards(case, group.rank, whole_tensors(case))
 
     def forward() -> RankCall:
@@ -64,12 +64,12 @@ def _errors_of(group: _FailingPost, case: Case, direction: str, error: str, chec
 
     call = forward() if direction == "backward" else None
     group.error = ERRORS[error]
-    text = _error_of(forward if call is None else lambda: call.backward(inputs[3:5], retain=True))
+    text = _catch(forward if call is None else lambda: call.backward(inputs[3:5], retain=True))
     group.error = None
-    return text, _error_of(forward), _error_of(lambda: in_second_thread(forward))
+    return text, _catch(forward), _catch(lambda: in_second_thread(forward))
 
 
-def _error_of(function: Any) -> str:
+def _catch(function: Any) -> str:
     try:
         function()
     except (Exception, KeyboardInterrupt) as error:  # the law checks its type

@@ -115,9 +115,10 @@ def _reordered(change: Callable[[Tensor], Tensor], name: str = "layout") -> Chan
 def _own_tokens_alone(a: Arguments, case: Case) -> Arguments:
     """Return the layout of a single rank; group=None if the group is all ranks."""
     return {
-        "layout": Layout.contiguous(a["q"].shape[1], 1), "key_layout": Layout.contiguous(a["k"].shape[1], 1),
+        "layout": Layout.contiguous(a["q"].shape[1], 1),
+        "key_layout": Layout.contiguous(a["k"].shape[1], 1),
         "group": user_group(a["group"]),
-    }  # fmt: skip
+    }
 
 
 # --- the cases --------------------------------------------------------------------------------------------------------

@@ -39,8 +39,9 @@ def _draw(draw: st.DrawFn, world: int) -> tuple[Case, How]:
     # Draw many (5 or 6 as a rule), since each costs little beside the right call at the end.
     mistakes = [pair for least in (1, 0, 0, 0) for pair in draw(st.lists(pairs, min_size=least, max_size=12))]
     how: How = {
-        "mistakes": [[name, _culprit(name, number)] for name, number in mistakes], "compiled": draw(st.booleans())
-    }  # fmt: skip
+        "mistakes": [[name, _culprit(name, number)] for name, number in mistakes],
+        "compiled": draw(st.booleans()),
+    }
     # The first agreement on a group takes another path than later ones.
     on_new = case.group is None and not draw(st.integers(0, 3))
     without_page = draw(st.integers(-1, len(case.ranks) - 1)) if on_new else -1

@@ -5,7 +5,7 @@ python -m verification model verification.models.trainers.accelerate_loop:Llama
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -14,8 +14,8 @@ from torch import nn
 
 from ring.integrations.transformers import prepare
 from ring.nn import ContextParallel
-from verification.models import ModelCase, Run, Setup, WholeBatch
-from verification.models.setup import recompute_layers
+from verification.models import ModelCase, Run, Setup
+from verification.models.setup import Steps, recompute_layers
 from verification.models.trainers.small_llama import small_llama
 
 
@@ -36,9 +36,8 @@ class Llama(Setup):
         return model
 
     def train(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer,
-        steps: Sequence[Sequence[Sequence[WholeBatch]]], run: Run,
-    ) -> Iterator[tuple[float, torch.Tensor | None]]:  # fmt: skip
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: Steps, run: Run
+    ) -> Iterator[tuple[float, torch.Tensor | None]]:
         """Take all steps."""
         assert run.mesh is not None
         number, data_rank = run.case.accumulation, run.mesh.get_local_rank("data")

@@ -23,7 +23,7 @@ from ring.integrations.trainers.lightning import ReplicatedStrategy, ShardedStra
 from ring.integrations.transformers import prepare
 from ring.nn import ContextParallel, count_labels, cross_entropy, shard_batch, token_mean
 from verification.models import ModelCase, Run, Setup, WholeBatch
-from verification.models.setup import distribute, probabilities, recompute_layers
+from verification.models.setup import Steps, distribute, probabilities, recompute_layers
 from verification.models.step_case import StepCase
 from verification.models.trainers.schedule import follow, linear
 from verification.models.trainers.small_llama import small_llama
@@ -104,9 +104,8 @@ class Llama(Setup):
         return follow(optimizer, run.case.steps) if run.mesh is None else optimizer
 
     def train(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer,
-        steps: Sequence[Sequence[Sequence[WholeBatch]]], run: Run,
-    ) -> list[tuple[float, None]]:  # fmt: skip
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: Steps, run: Run
+    ) -> list[tuple[float, None]]:
         """Take all steps. Lightning logs no norms: those after clipping show in the gradients."""
         case = run.case
         module = Module(model, optimizer, [epoch(ranks, number, case) for number, ranks in enumerate(steps)], run)
@@ -136,10 +135,12 @@ def epoch(step: Sequence[Sequence[WholeBatch]], number: int, case: StepCase) -> 
     sampler: Any = DistributedSampler(cast(Any, range(len(batches) * case.data * case.batch)), 1, 0)
     sampler.set_epoch(number)
     places = torch.tensor(list(sampler)).argsort()
-    return TensorDataset(*(
-        torch.cat([torch.stack([getattr(x, name) for x in batch], 1).flatten(0, 1) for batch in batches])[places]
-        for name in ("tokens", "labels")
-    ))  # fmt: skip
+    return TensorDataset(
+        *(
+            torch.cat([torch.stack([getattr(x, name) for x in batch], 1).flatten(0, 1) for batch in batches])[places]
+            for name in ("tokens", "labels")
+        )
+    )
 
 
 def mean(losses: Sequence[tuple[float, int]]) -> float:

@@ -26,7 +26,7 @@ from ring.nn import ContextParallel
 from ring.nn.sequence import gather
 from verification.models import ModelCase, Part, Run, Setup, WholeBatch
 from verification.models.batches import IGNORED
-from verification.models.setup import Loss, probabilities
+from verification.models.setup import Loss, Steps, probabilities
 from verification.models.trainers.schedule import follow
 from verification.models.trainers.small_llama import small_llama
 
@@ -59,9 +59,8 @@ class Llama(Setup):
         return follow(optimizer, run.case.steps) if run.mesh is None else optimizer
 
     def train(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer,
-        steps: Sequence[Sequence[Sequence[WholeBatch]]], run: Run,
-    ) -> list[tuple[float, float | None]]:  # fmt: skip
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: Steps, run: Run
+    ) -> list[tuple[float, float | None]]:
         """Take all steps."""
         # accelerate deals batches to data ranks in turn.
         batches = chain.from_iterable(chain.from_iterable(zip(*ranks, strict=True)) for ranks in steps)

@@ -99,13 +99,15 @@ flash_attention_4 = by_flash4(
     ),
 )
 flash_attention_4_any_head_dim = by_flash4(
-    "flash-attention-4 with any head dim", "dense, bf16, head dims 32, 40, 64, 72, 96, 128, scale > 0, lse",
+    "flash-attention-4 with any head dim",
+    "dense, bf16, head dims 32, 40, 64, 72, 96, 128, scale > 0, lse",
     partial(nearest, head_dims=(32, 40, 64, 72, 96, 128), lse=True),
-)  # fmt: skip
+)
 flash_attention_4_any_scale = by_flash4(
-    "flash-attention-4 with any scale", "dense, bf16, head dim 64, any scale, lse",
+    "flash-attention-4 with any scale",
+    "dense, bf16, head dim 64, any scale, lse",
     partial(nearest, head_dims=(64,), lse=True, positive=False),
-)  # fmt: skip
+)
 
 
 # --- torch's own ------------------------------------------------------------------------------------------------------
@@ -132,10 +134,12 @@ cudnn = one_rank(
     prepare=on_gpu,  # torch leaves cuDNN out where kernels are to be deterministic
 )  # fmt: skip
 flash_attention_2 = one_rank(
-    "flash-attention-2", "dense, bf16, head dims 8 to 256, scale > 0",
+    "flash-attention-2",
+    "dense, bf16, head dims 8 to 256, scale > 0",
     partial(nearest, head_dims=(8, 32, 64, 96, 128, 256), lse=False),
-    partial(by_backend, SDPBackend.FLASH_ATTENTION), package="torch",
-)  # fmt: skip
+    partial(by_backend, SDPBackend.FLASH_ATTENTION),
+    package="torch",
+)
 
 
 # --- flex_attention ---------------------------------------------------------------------------------------------------

@@ -153,6 +153,6 @@ WAYS = {
     "usp": Way("contiguous order, all ranks,", "usp"),
     "usp-varlen": Way("contiguous order, all ranks,", "usp", packed=True, windows=True, dtypes=WIDE),
 }
-(
-    p2p, allgather, distflash, ring_varlen, zigzag_varlen, distflash_varlen, ulysses, ulysses_varlen, usp, usp_varlen,
-) = (variant(*item) for item in WAYS.items())  # fmt: skip
+(p2p, allgather, distflash, ring_varlen, zigzag_varlen, distflash_varlen, ulysses, ulysses_varlen, usp, usp_varlen) = (
+    variant(*item) for item in WAYS.items()
+)

@@ -83,7 +83,7 @@ class PeerAttention(nn.Module):
         """(B, H, N, D), (B, Hk, N, D) -> (B, H, N, D). Inputs are cast to the Case's dtype, as by autocast."""
         q, k, v = (x.transpose(1, 2).to(self.dtype) for x in (query, key, value))  # (B, N, H, D)
         group = None if self.case.world == 1 else mesh_of(self.case)["context"].get_group()
-        case = call_of(self.case, self.case.coordinates(dist.get_rank())[0])
+        case = attention_case(self.case, self.case.coordinates(dist.get_rank())[0])
         heads_first = self.peer.heads_first
         if heads_first:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -92,7 +92,7 @@ class PeerAttention(nn.Module):
         return out if heads_first else out.transpose(1, 2)
 
 
-def call_of(case: TrainingCase, data_rank: int = 0) -> Case:
+def attention_case(case: TrainingCase, data_rank: int = 0) -> Case:
     """Return the Case of an attention call in the model, on the context group of that data rank."""
     model = case.model
     return Case(
@@ -116,13 +116,13 @@ def nearest(peer: Peer, case: TrainingCase) -> TrainingCase | None:
     case = replace(case, model=model, checkpointing=checkpointing, **changes)
     for dtype in dict.fromkeys((case.dtype, *STEP_DTYPES)):
         candidate = in_dtype(case, dtype)
-        call = call_of(candidate)
+        call = attention_case(candidate)
         claimed = peer.claims(call)
         if claimed is not None and claimed.backward and claimed.dtype == dtype and claimed.group in (None, call.group):
             candidate = with_call(candidate, claimed)
             variants = (replace(candidate, resumed=x) for x in (candidate.order if candidate.resumed else None, None))
             for variant in variants:
-                if all(peer.claims(call) == call for call in map(call_of, variant.parts)):
+                if all(peer.claims(call) == call for call in map(attention_case, variant.parts)):
                     return variant
             return None
     return None

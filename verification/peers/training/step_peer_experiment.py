@@ -27,7 +27,7 @@ APPLICABLE_TO_STEPS = tuple(name for name in STEP_CHECKS if name != "bytes")
 def step_experiment(name: str) -> Experiment:
     """Return the Experiment with the peer of that name. Raises Refused if there is no such peer."""
     peer = load_step_peer(name)
-    title, draw, check = f"training steps with {peer.name}", partial(draw_steps, peer), partial(check_step_of, name)
+    title, draw, check = f"training steps with {peer.name}", partial(draw_steps, peer), partial(check_peer_step, name)
     return Experiment(
         title, draw, check, kind="step peer", names={"step_peer": name}, timeout=TIMEOUT,
         preload=(*TRAINING_PRELOAD, *peer.preload), prepare_rank=partial(ready_step_peer, name),
@@ -44,7 +44,7 @@ def claimed_step(peer: StepPeer, case: TrainingCase) -> TrainingCase | None:
     return apply_claim(peer.name, peer.claims, case)
 
 
-def check_step_of(name: str, backend: Backend, case: TrainingCase) -> dict[str, float]:
+def check_peer_step(name: str, backend: Backend, case: TrainingCase) -> dict[str, float]:
     """Return the worst ratio (deviation / allowed) by property. Raises the first failure."""
     backend.submit(observe_step_peer, case, name)
     expectation = expect_training(case)

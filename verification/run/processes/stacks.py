@@ -15,15 +15,15 @@ from verification.run.processes import flight_record, worker
 _FRAME = re.compile(r'^  File "', re.MULTILINE)
 
 
-def _frame_of(function: Callable[..., Any]) -> re.Pattern[str]:
+def _frame_pattern(function: Callable[..., Any]) -> re.Pattern[str]:
     """Return a pattern for frames of that function, in any folder: the rank may be on another machine."""
     file = re.escape(Path(function.__code__.co_filename).name)
     return re.compile(rf'^  File ".*{file}", line \d+ in {function.__name__}$', re.MULTILINE)
 
 
-_WATCHERS = _frame_of(worker.exit_with_parent), _frame_of(flight_record.serve)
-_DESCRIBE = _frame_of(worker.describe)
-_MAIN, _CALL = _frame_of(worker.main), _frame_of(worker.run_request)
+_WATCHERS = _frame_pattern(worker.exit_with_parent), _frame_pattern(flight_record.serve)
+_DESCRIBE = _frame_pattern(worker.describe)
+_MAIN, _CALL = _frame_pattern(worker.main), _frame_pattern(worker.run_request)
 
 
 def is_answering(dump: str) -> bool:

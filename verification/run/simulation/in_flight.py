@@ -20,7 +20,7 @@ class InFlight:
 
     def __init__(self, message: Message, batch: Batch, scribble: bool) -> None:
         self.message, self.batch = message, batch
-        self.bits = bits_of(message.tensor)
+        self.bits = view_bits(message.tensor)
         if scribble:
             self.bits.fill_(-1)  # every bit set: a NaN in any floating-point type
         self.expected = self.bits.clone()  # contents that the buffer must have until the wait is over
@@ -68,7 +68,7 @@ def overlap(into: list[Span], out: list[Span]) -> tuple[str, str] | None:
     return None
 
 
-def bits_of(x: torch.Tensor) -> torch.Tensor:
+def view_bits(x: torch.Tensor) -> torch.Tensor:
     """View contiguous x as integers, so that NaN equals itself."""
     return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 

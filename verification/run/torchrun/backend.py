@@ -38,7 +38,7 @@ class AgentRanks:
         rendezvous = Rendezvous(host=address.host, port=address.port, prefix=prefix)
         orders = Orders(
             agents.generation, self.world_size, rendezvous, PRELOAD, self._joined_by, agents.one_machine, self._timeout
-        )  # fmt: skip
+        )
         started = agents.ask(self._all, "start", orders, START_TIMEOUT)
         for rank in self._all:
             _, error = started.get(rank, (0, f"its process gave no answer in {START_TIMEOUT:.0f} s"))

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ring.nn import ContextParallel, clip_grad_norm, next_tokens, shard_batch
 from verification.models.batches import IGNORED
 from verification.models.meshes import mesh_of
-from verification.models.recording import arrays, gradients_of, named_parameters, unsharded
+from verification.models.recording import arrays, copy_gradients, named_parameters, unsharded
 from verification.models.results import Named
 from verification.models.setup import Part, Run, Setup, WholeBatch, distribute, recompute_layers
 from verification.training.inputs import initial_parameters
@@ -95,7 +95,7 @@ class OwnSetup(Setup):
 
     def gradients(self, model: nn.Module) -> Named:
         """Return unsharded gradients by name. Collective."""
-        return gradients_of(named_parameters(model))
+        return copy_gradients(named_parameters(model))
 
     def parameters(self, model: nn.Module) -> Named:
         """Return unsharded parameters by name. Collective."""

@@ -36,7 +36,7 @@ def train_on_rank(
     before, first = None, 0
     for part in case.parts:
         data_rank, index = part.coordinates(transport.rank)
-        context = ContextParallel(layout_of(part), handle_of(part), exchange=case.exchange, bucket=case.bucket)
+        context = ContextParallel(layout_of(part), make_handle_group(part), exchange=case.exchange, bucket=case.bucket)
         setup, run = setup_of(part), Run(part, context, mesh_of(part))
         model = setup.build(context)
         counter = TokenCounts(watched_modules(model, part))
@@ -65,7 +65,7 @@ def batches_of_step(case: TrainingCase, part: TrainingCase, data_rank: int, step
     return whole[data_rank * part.accumulation : (data_rank + 1) * part.accumulation]
 
 
-def handle_of(case: TrainingCase) -> dist.ProcessGroup | DeviceMesh | Transport:
+def make_handle_group(case: TrainingCase) -> dist.ProcessGroup | DeviceMesh | Transport:
     """Return the group argument of the context handle."""
     mesh = mesh_of(case)["context"]
     if case.handle == "mesh":

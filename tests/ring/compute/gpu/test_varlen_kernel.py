@@ -96,9 +96,10 @@ def test_anticausal_rows(lengths: tuple[int, ...] | None, dim: int, share: int) 
 
 LENGTHS = (300, 7, 1, 0, 64, 64, 90, 2100, 64, 64, 33, 2, 150)
 PATTERNS = (
-    Pattern.dense(True, LENGTHS), Pattern.longnet((64, None), (1, 3), 8, True, documents=LENGTHS),
+    Pattern.dense(True, LENGTHS),
+    Pattern.longnet((64, None), (1, 3), 8, True, documents=LENGTHS),
     Pattern.dense(True, LENGTHS, window=50),
-)  # fmt: skip
+)
 
 
 def layout_of(order: str) -> Layout:

@@ -146,7 +146,7 @@ def alone(run: Run) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_epochs_whose_last_step_is_shorter_are_those_of_one_process(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+def test_epochs_with_a_short_last_step_train_as_one_process(ranks: Ranks, kind: str, tmp_path: Path) -> None:
     run = Run(4, 2, accumulation=3, clip=0.1)
     exact = alone(run)
     for found in ranks(run.world).run(_train, run, kind, str(tmp_path), timeout=300.0):
@@ -186,5 +186,5 @@ def _refuse(folder: str) -> None:
             assert words in str(caught.value)
 
 
-def test_what_would_train_wrong_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_wrong_lightning_runs_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(_refuse, str(tmp_path), timeout=300.0)

@@ -242,7 +242,7 @@ def _refused(name: str, folder: str) -> str:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_right_is_refused_by_name_on_every_rank(name: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused_by_name_on_every_rank(name: str, ranks: Ranks, tmp_path: Path) -> None:
     said = ranks(2).run(_refused, name, str(tmp_path))
     assert len(set(said)) == 1
     with pytest.raises(AssertionError, match=REFUSED[name][2]):

@@ -57,9 +57,10 @@ def _trained(run: Run, folder: str) -> dict[str, Any]:
         "max_grad_norm": 0.5, "save_strategy": "no", "max_length": 32,
     }  # fmt: skip
     options: dict[str, Any] = {
-        "train_dataset": _sequences(run.sequences, 1), "eval_dataset": _sequences(run.held, 2),
+        "train_dataset": _sequences(run.sequences, 1),
+        "eval_dataset": _sequences(run.held, 2),
         "processing_class": PreTrainedTokenizerFast(tokenizer_object=words, pad_token="word0", eos_token="word1"),
-    }  # fmt: skip
+    }
     if run.collator == "adapters":
         options["peft_config"] = LoraConfig(r=2, lora_alpha=8, init_lora_weights=False, target_modules="all-linear")
     if run.loss == "own":
@@ -112,9 +113,10 @@ def _preferred(trained: type[Any], settings: type[Any], adapters: bool, folder: 
         learning_rate=0.01, adam_epsilon=1e-3, save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     options: dict[str, Any] = {
-        "train_dataset": Dataset.from_list(rows), "ref_model": llama(),
+        "train_dataset": Dataset.from_list(rows),
+        "ref_model": llama(),
         "processing_class": PreTrainedTokenizerFast(tokenizer_object=words, pad_token="word0", eos_token="word1"),
-    }  # fmt: skip
+    }
     with torch.no_grad():
         options["ref_model"].lm_head.weight *= 2
     if adapters:

@@ -242,7 +242,7 @@ REFUSED: dict[str, Refused] = {
         "must have more than 1024 tokens, since the configuration has index_block_size=64 and index_topk_blocks=16",
     ),
     "meta": (on_meta, "model.embed_tokens.weight on the meta device"),
-}  # fmt: skip
+}
 
 
 def state(model: Any) -> list[Any]:
@@ -268,7 +268,7 @@ def _refuse(kind: str) -> str:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_model_that_differs_is_refused_on_every_rank_by_the_module(ranks: Ranks, kind: str) -> None:
+def test_refuses_a_differing_model_by_the_module_on_every_rank(ranks: Ranks, kind: str) -> None:
     messages = ranks(2).run(_refuse, kind)
     assert REFUSED[kind][1] in messages[0] and len(set(messages)) == 1
 
@@ -358,7 +358,7 @@ def test_an_example_of_the_caller(ranks: Ranks, example: dict[str, Tensor], word
         ({"example": {}, "compare": False}, "group and example are for the comparison"),
     ],
 )
-def test_what_cannot_be_compared(arguments: dict[str, Any], words: str) -> None:
+def test_refuses_a_comparison_without_ranks(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         prepare(llama(), **arguments)
 
@@ -391,7 +391,7 @@ def test_a_model_that_reads_its_mask_has_no_padding() -> None:
         (BloomForCausalLM, {"hidden_size": 8, "n_layer": 1, "n_head": 2}),
     ],
 )
-def test_an_attention_that_cannot_be_replaced_is_refused_uncompared(kind: Any, sizes: dict[str, int]) -> None:
+def test_refuses_irreplaceable_attention_before_comparing(kind: Any, sizes: dict[str, int]) -> None:
     model = kind(kind.config_class(vocab_size=19, **sizes))
     with pytest.raises(
         NotImplementedError, match=f"registry can replace, got a {kind.__name__}, which computes its own"

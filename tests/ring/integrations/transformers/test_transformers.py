@@ -92,10 +92,7 @@ def _train(example: Example, checkpointing: Any, wrapper: str, make: Callable[[]
         out: Tensor = model(tokens, position_ids=context.positions[None], context=context).logits
         return out
 
-    return trained(
-        example, inner, logits,
-        clip=lambda: clip_grad_norm(model.parameters(), example.clip or 1e300, mesh),
-    )  # fmt: skip
+    return trained(example, inner, logits, clip=lambda: clip_grad_norm(model.parameters(), example.clip or 1e300, mesh))
 
 
 AGAIN, REENTRANT = {"use_reentrant": False}, {"use_reentrant": True}
@@ -116,7 +113,9 @@ KEPT = {"use_reentrant": False, "context_fn": recompute.attention_kept}
         pytest.param("apart", REENTRANT, "fsdp", llama, marks=pytest.mark.slow),
     ],
 )
-def test_it_trains_as_one_process(ranks: Ranks, mesh: str, checkpointing: Any, wrapper: str, make: Any) -> None:
+def test_transformers_train_as_one_process(
+    ranks: Ranks, mesh: str, checkpointing: Any, wrapper: str, make: Any
+) -> None:
     example = Example(mesh, clip=0.5)
     exact = dense(example, make(), logits_of)
     assert_near(ranks(4).run(_train, example, checkpointing, wrapper, make), exact)
@@ -258,7 +257,7 @@ NOT_OF_A_LAYER: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("words", "wrong"), NOT_OF_A_LAYER)
-def test_what_a_layer_may_not_ask_for(words: str, wrong: dict[str, Any]) -> None:
+def test_refuses_arguments_that_a_layer_may_not_give(words: str, wrong: dict[str, Any]) -> None:
     _, (q, k, v), right = handle_and_inputs()
     arguments = {"layer": CallingLayer(), "attention_mask": None} | right | wrong
     with pytest.raises((ValueError, NotImplementedError), match=words):
@@ -372,7 +371,7 @@ def _refuse(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)), ids=[wrong[0] for wrong in WRONG])
-def test_what_one_rank_does_wrong_is_refused_on_every_rank(ranks: Ranks, number: int) -> None:
+def test_refuses_wrong_calls_of_one_rank_on_every_rank(ranks: Ranks, number: int) -> None:
     ranks(4).run(_refuse, number)
 
 

@@ -157,7 +157,7 @@ def test_sinks_have_gradients(name: str) -> None:
     assert sinks and all(float(x.abs().min()) > 1e-6 for x in sinks)
 
 
-def test_chunks_of_packed_documents_begin_in_each_as_in_the_masks_of_transformers() -> None:
+def test_chunks_begin_in_each_document_as_in_transformers() -> None:
     """The temperature alone counts on, which would make a document another one in a pack."""
     model, positions = (
         make("llama4_text", attn_temperature_tuning=False),

@@ -207,7 +207,7 @@ def _refuse(number: int, alone: bool) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(NOT_TAKEN)))
-def test_what_is_not_taken_is_refused_on_every_rank(ranks: Ranks, number: int) -> None:
+def test_refuses_unsupported_arguments_on_every_rank(ranks: Ranks, number: int) -> None:
     for alone in (False, True)[: 2 if set(NOT_TAKEN[number][3]) - {"pattern"} else 1]:
         ranks(4).run(_refuse, number, alone)
 
@@ -322,7 +322,7 @@ def test_a_copy_is_a_model_of_its_own(twin_of: Any, family: str) -> None:
     torch.testing.assert_close(outputs(base, x, **given), exact, rtol=EXACT, atol=EXACT)
 
 
-def test_a_model_with_the_configuration_of_a_prepared_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_a_model_that_shares_a_prepared_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "_registered_alone", set())
     x, context = tokens(1, 7), ContextParallel(Layout.contiguous(7, 1))
     given: dict[str, Any] = {"position_ids": context.positions[None], "context": context}

@@ -24,9 +24,11 @@ LAYERS = 3
 def llama() -> LlamaForCausalLM:
     with torch.random.fork_rng():
         torch.manual_seed(11)
-        return LlamaForCausalLM(LlamaConfig(
-            vocab_size=19, hidden_size=16, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=2,
-        )).double()  # fmt: skip
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=19, hidden_size=16, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=2
+            )
+        ).double()
 
 
 def tokens(n: int) -> Tensor:

@@ -123,5 +123,5 @@ def _refuse() -> None:
             fsdp.shard(Model(), mesh[given.pop("mesh")] if "mesh" in given else mesh, **given)
 
 
-def test_what_would_train_wrong_is_refused(ranks: Ranks) -> None:
+def test_wrong_shardings_are_refused(ranks: Ranks) -> None:
     ranks(2).run(_refuse)

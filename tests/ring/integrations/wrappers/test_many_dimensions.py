@@ -65,7 +65,7 @@ ONE = Example("short", clip=0.1)  # two of context
         (ONE, (((0, 1), (2, 3)),), TENSOR, "fsdp", {"same_tokens": "tensor", "replicate": "context"}, TENSOR[:2]),
     ],
 )
-def test_it_trains_as_one_process(
+def test_meshes_of_many_dimensions_train_as_one_process(
     ranks: Ranks, example: Example, dims: Any, names: Any, wrapper: str, options: dict[str, Any], loss_over: Any
 ) -> None:
     assert_near(ranks(4).run(_train, example, dims, names, wrapper, options, loss_over), dense(example))

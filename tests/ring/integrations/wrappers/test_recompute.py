@@ -49,7 +49,7 @@ def test_each_layer_runs_once_more_with_the_same_random_numbers(way: dict[str, A
         assert ours.grad is not None and theirs.grad is not None and torch.equal(ours.grad, theirs.grad)
 
 
-def test_a_checkpoint_that_keeps_attention_computes_all_else_again() -> None:
+def test_recomputes_all_but_attention_where_it_is_kept() -> None:
     layer = Counted()
     checkpoint(layer, torch.ones(1, 4), use_reentrant=False, context_fn=recompute.attention_kept).sum().backward()
     assert layer.runs == 2

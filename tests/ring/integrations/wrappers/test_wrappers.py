@@ -25,10 +25,12 @@ def _train(example: Example, wrapper: str, recomputed: dict[str, Any] | None) ->
     if wrapper == "ddp":
         model = ddp.wrap(inner, mesh)
         return trained(
-            example, inner, model,
+            example,
+            inner,
+            model,
             micro_batch=lambda last: nullcontext() if last else model.no_sync(),
             clip=lambda: nn.utils.clip_grad_norm_(model.parameters(), example.clip or torch.inf),
-        )  # fmt: skip
+        )
     sharded: Any = fsdp.shard(inner, mesh, LongNetBlock, replicate="data" if wrapper == "hsdp" else ())
 
     def micro_batch(last: bool) -> AbstractContextManager[None]:
@@ -63,7 +65,7 @@ CLIPPED = Example("apart", "striped", accumulation=2, clip=0.1)
         ),
     ],
 )
-def test_it_trains_as_one_process(
+def test_wrapped_models_train_as_one_process(
     ranks: Ranks, example: Example, wrapper: str, recomputed: dict[str, Any] | None
 ) -> None:
     assert_near(ranks(example.world).run(_train, example, wrapper, recomputed), dense(example))
@@ -80,7 +82,7 @@ def _begin_apart() -> None:
     assert model.weight.grad is not None and (model.weight.grad == 1.5).all()
 
 
-def test_ddp_begins_with_the_parameters_of_the_first_rank_and_averages_gradients(ranks: Ranks) -> None:
+def test_ddp_broadcasts_parameters_and_averages_gradients(ranks: Ranks) -> None:
     ranks(2).run(_begin_apart)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from reference.pattern import Pattern
 from ring.comm.transport import Message, Outgoing, Pending
+from tests.support.backends import shared
 from tests.support.plain_case import plain
 from tests.support.planted import plant, plant_receive_first
 from verification.experiments import check_case
@@ -68,35 +69,6 @@ def test_runs_repeat_with_their_seed() -> None:
     policies, buffered, orders = zip(*map(interleaving, SEEDS), strict=True)
     assert [*zip(policies, buffered, orders, strict=True)] == [*map(interleaving, SEEDS)]
     assert set(policies) == set(POLICIES) and set(buffered) == {True, False} and len(set(orders)) > len(SEEDS) // 2
-
-
-def test_messages_keep_their_order() -> None:
-    """Every rank receives into one buffer again and again, and sends from buffers that are waited for at the end."""
-
-    def step(transport: SimulatedTransport) -> list[float]:
-        into, seen, posted = torch.empty(2), [], []
-        for number in range(3):
-            posted.append(pass_on(transport, torch.full((2,), float(10 * transport.rank + number)), into))
-            posted[-1].arrive()
-            posted[-1].arrive()
-            seen.append(float(into[0]))
-            into.zero_()
-        for pending in reversed(posted):
-            pending.wait()
-        return seen
-
-    for seed in SEEDS:
-        assert Simulation(2, seed).run(step) == [[10.0, 11.0, 12.0], [0.0, 1.0, 2.0]]
-
-
-def test_all_ranks_meet() -> None:
-    def step(transport: SimulatedTransport) -> tuple[bool, bool, list[bytes]]:
-        same, other = transport.all_equal(b"8 bytes!"), transport.all_equal(bytes([transport.rank] * 8))
-        return same, other, transport.all_gather(bytes([transport.rank]))
-
-    for seed in SEEDS:
-        assert Simulation(3, seed).run(step) == [(True, False, [b"\0", b"\1", b"\2"])] * 3
-    assert Simulation(1, 0).run(step) == [(True, True, [b"\0"])]
 
 
 def one_batch(spoil: Callable[[torch.Tensor, torch.Tensor], object] | None, arrive: bool = False) -> Step:
@@ -274,11 +246,7 @@ def test_ranks_that_swallow_their_end_are_stuck(
         assert type(failure_of(2, seed, step)) is Deadlock
 
 
-@pytest.fixture(scope="module")
-def backend() -> Iterator[SimBackend]:
-    with closing(SimBackend()) as backend:
-        backend.start(1)
-        yield backend
+backend = shared(SimBackend, 1)
 
 
 @pytest.mark.parametrize("exchange", ("ring", "direct", "gather", "all-to-all"))

@@ -92,9 +92,10 @@ DEEDS: dict[str, Callable[[], object]] = {
     "has its process stopped": partial(signal_torchruns, signal.SIGSTOP),
 }
 DEFECTS: dict[str, Callable[[], None]] = {
-    "wrong result": plant_wrong_result, "a byte lost": a_byte_lost,
+    "wrong result": plant_wrong_result,
+    "a byte lost": a_byte_lost,
     **{f"{rank} {name}": partial(strike, rank, deed) for rank in (0, 1) for name, deed in DEEDS.items()},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
