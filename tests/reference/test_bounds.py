@@ -13,6 +13,7 @@ from torch import Tensor
 from reference import Branch, Pattern, attention, fast_oracle, gradients
 from reference.fast_oracle import QUANTITIES, Expectation, Inputs, evaluate, multiplicity
 from reference.roundoff import Arithmetic, Counts, MaskParts, mask_parts, max_pairs, max_partials
+from reference.slices import Slice
 from tests.support import drawn_patterns
 from tests.support.plain_case import plain
 from verification.case import DTYPES, Case

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from reference import Branch, Expectation, Inputs, Pattern, evaluate, fast_oracle
 from reference.oracle import attention_and_gradients
 from reference.roundoff import Arithmetic, Counts, max_pairs
+from reference.slices import Slice
 from tests.support import drawn_patterns
 
 SCALE = -0.7
