@@ -387,15 +387,18 @@ class Pattern:
         """Block-causal, as in video: a token sees its own frame and all frames before it.
 
         Args:
-            lengths: tokens of each frame, in order. Tokens beyond the last frame see all before them.
+            lengths: tokens of each frame, in order. They add up to the sequence, or its clean half.
             documents: lengths of the documents that the sequence is packed from; None: one document.
             noisy: True for a sequence of the clean frames and, after them, their noisy copies. A noisy frame sees
                 itself and the clean frames before its own.
 
         Raises:
-            ValueError: a length is no integer >= 0.
+            ValueError: a length is no integer >= 0, or frames and documents differ in tokens.
         """
-        return cls((Branch(slices=tuple(frame_slices(lengths, noisy))),), documents=documents)
+        slices, tokens = frame_slices(lengths, noisy), sum(lengths) * (1 + noisy)
+        if documents is not None and sum(documents) != tokens:
+            raise ValueError(f"frames must have the {sum(documents)} tokens of the documents, got {tokens}")
+        return cls((Branch(slices=tuple(slices)),), documents=(tokens,) if documents is None else documents)
 
     @classmethod
     def first_tokens(cls, count: int, window: int, documents: tuple[int, ...] | None = None) -> "Pattern":
@@ -418,12 +421,13 @@ class Pattern:
 
         Args:
             parents: of each node, the number of an earlier node; None or -1 for a root.
-            lengths: tokens of each node, which follow each other in the sequence.
+            lengths: tokens of each node, which follow each other and add up to the sequence.
 
         Raises:
             ValueError: the lists have unequal lengths, a parent is no earlier node, or a length is no integer >= 0.
         """
-        return cls((Branch(slices=tuple(tree_slices(parents, lengths))),), depths=True)
+        slices = tree_slices(parents, lengths)
+        return cls((Branch(slices=tuple(slices)),), documents=(sum(lengths),), depths=True)
 
     def positions(self, tokens: int) -> torch.Tensor:
         """Return the rotary position of each token, (tokens,) int64: its place in its document, in a tree its depth.

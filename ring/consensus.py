@@ -292,6 +292,10 @@ def _signature(call: Call, thread: str) -> Signature:
     """Return the signature of a validated call."""
     q, settings = call.q, call.settings.entries()
     exchange = settings.pop("exchange")
+    pattern, slices = replace(call.pattern, documents=None).to_dict(), []
+    for number, branch in enumerate(pattern["branches"]):  # of slices, which may be thousands, one is named
+        slices += [[f"branch {number}", *one] for one in branch.get("slices", ())]
+        branch["slices"] = len(branch["slices"]) if "slices" in branch else None
     entries = {
         "batch size": q.shape[0],
         "query heads": q.shape[2],
@@ -300,7 +304,8 @@ def _signature(call: Call, thread: str) -> Signature:
         "head dim of v": call.v.shape[3],
         "dtype": str(q.dtype),
         "device type": q.device.type,
-        "pattern": replace(call.pattern, documents=None).to_dict(),
+        "pattern": pattern,
+        "slices": slices,
         "documents": call.pattern.documents,
         "layout": _described(call.layout),
         "key_layout": _described(call.key_layout),

@@ -54,7 +54,7 @@ def test_a_command_for_gpus_holds(page: Path, command: str, tmp_path: Path) -> N
     words = shlex.split(command)
     start = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
     start |= {"pytest": [sys.executable, "-m", "pytest"]}
-    of_root = [str(ROOT / word) if (ROOT / word).exists() else word for word in words[1:]]
+    of_root = [str(ROOT / word) if "/" in word and (ROOT / word).exists() else word for word in words[1:]]
     arguments = start.get(words[0], [str(ROOT / words[0])]) + of_root
     paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
