@@ -7,6 +7,7 @@ The modules, in order; each imports only those before it:
     pieces        packed documents: runs cut at their ends
     ranges        the rows of a rank on a grid, segment by segment, as arithmetic progressions
     range_pairs   pairs of ranges with a visible key: the join of the table of ranges with itself
+    slice_pairs   pairs of ranges that see each other by a slice
     remote_rows   the elements of a range that other ranks need
     chunks        messages cut into chunks: the slots of every row
     schedule      the messages of every stage and their slots in the buffers
