@@ -31,7 +31,8 @@ import torch
 
 from reference.validators import is_integer
 
-_FAR = 2**41  # beyond every position, and every distance of two
+_FAR = 2**61  # in place of None: beyond every position and distance, and sums of two fit 64 bits
+_MOST = 2**41  # of ends and bounds
 
 Span = tuple[int, int]
 
@@ -51,7 +52,7 @@ class Slice(NamedTuple):
         """The six numbers, with ends and bounds beyond every sequence in place of None."""
         q0, q1, k0, k1, low, high = self
         ends = (q0, _FAR if q1 is None else q1, k0, _FAR if k1 is None else k1)
-        return (*ends, -_FAR if low is None else low, _FAR if high is None else high)
+        return (*ends, -_FAR if low is None else max(low, -_FAR), _FAR if high is None else min(high, _FAR))
 
     def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return True for each pair that the slice sees; positions broadcast against each other."""
@@ -130,14 +131,14 @@ def _checked_slice(value: object) -> Slice:
     for name, begin, end in (("queries", q0, q1), ("keys", k0, k1)):
         check_range(f"the {name} of a slice", begin, end)
     for name, bound in (("low", low), ("high", high)):
-        if bound is not None and (not is_integer(bound) or abs(bound) >= _FAR):
+        if bound is not None and (not is_integer(bound) or abs(bound) >= _MOST):
             raise ValueError(f"{name} of a slice must be an integer between -2**41 and 2**41, or None, got {bound!r}")
     return Slice(q0, q1, k0, k1, low, high)
 
 
 def check_range(name: str, begin: object, end: object) -> None:
     """Raise ValueError unless 0 <= begin <= end; an end of None is open."""
-    ends_well = end is None or (is_integer(end) and is_integer(begin) and begin <= end < _FAR)
+    ends_well = end is None or (is_integer(end) and is_integer(begin) and begin <= end < _MOST)
     if not is_integer(begin) or begin < 0 or not ends_well:
         raise ValueError(f"{name} must be a range (begin, end) with 0 <= begin <= end, got {(begin, end)!r}")
 
