@@ -358,12 +358,21 @@ def _checked_tree(parents: object, lengths: object) -> tuple[list[int | None], l
     return checked, edges
 
 
-def keys_seen(slices: Iterable[Slice], tokens: int) -> np.ndarray:
-    """Return the number of keys that each query of a sequence sees, (tokens,) int64."""
-    seen = np.zeros(tokens, np.int64)
-    for one in slices:
-        q0, q1, k0, k1, low, high = one.limits
-        query = np.arange(q0, min(q1, tokens))
-        last = np.minimum(min(k1, tokens) - 1, query + high)
-        seen[q0 : q0 + len(query)] += np.maximum(last - np.maximum(k0, query + low) + 1, 0)
+def keys_seen(slices: Iterable[Slice], begin: np.ndarray, end: np.ndarray, rate: int = 1) -> np.ndarray:
+    """Return the number of keys that each query of a sequence sees on its own grid, (tokens,) int64.
+
+    Args:
+        slices: disjoint ones.
+        begin, end: half-open range of the keys of each query's segment, (tokens,) int64.
+        rate: of the grid, which holds every key that is a multiple of it away from the query.
+    """
+    seen = np.zeros(len(begin), np.int64)
+    for q0, q1, k0, k1, low, high in (one.limits for one in slices):
+        query, some = np.arange(q0, min(q1, len(begin))), slice(q0, min(q1, len(begin)))
+        first, behind = begin[some], end[some]
+        first = np.maximum(first, k0) if k0 else first
+        first = np.maximum(first, query + low) if low > -_FAR else first
+        behind = np.minimum(behind, k1) if k1 < _FAR else behind
+        behind = np.minimum(behind, query + high + 1) if high < _FAR else behind
+        seen[some] += np.maximum((behind - 1 - query) // rate + (query - first) // rate + 1, 0)
     return seen
