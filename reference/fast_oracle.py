@@ -208,11 +208,12 @@ def _in_slices(branch: Branch, causal: bool, rows: Any, position: Any) -> Flags:
     """
     seen: Flags = _filled(position, (len(rows), len(position)), False)
     whole = ((0, None, 0, None, None, 0 if causal else None),)
+    reach = None if branch.window is None else min(branch.window, int(rows[-1]) + len(position) if len(rows) else 0)
     for q0, q1, k0, k1, low, high in whole if branch.slices is None else branch.slices:
         first, end = int((rows < q0).sum()), None if q1 is None else int((rows < q1).sum())
         row, key = rows[first:end, None], position[k0:k1]
         inside = _filled(position, (len(row), len(key)), True)
-        for before, behind in ((low, high), (branch.window and -branch.window, branch.window)):
+        for before, behind in ((low, high), (reach and -reach, reach)):
             if before is not None:
                 inside &= row + before <= key
             if behind is not None:

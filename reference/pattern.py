@@ -440,7 +440,8 @@ class Pattern:
         """
         self.validate_tokens(tokens)
         if self.depths:
-            seen = keys_seen(slices_seen(self.branches[0], self.causal), tokens)
+            ends = np.zeros(tokens, np.int64), np.full(tokens, tokens)
+            seen = keys_seen(slices_seen(self.branches[0], self.causal), *ends)
             return torch.from_numpy(np.maximum(seen - 1, 0))
         places = torch.arange(tokens)
         return places if self.packed is None else places - begins(self.packed, places)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reference.pattern import Branch, Pattern, slices_seen
-from reference.slices import Slice
+from reference.slices import Slice, keys_seen
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -84,7 +84,8 @@ def branch_need(setting: SettingView, index: int, branch: Branch) -> Need:
     n = max(queries.size, keys.size)
     length = max(1, min(branch.segment_length or n, n))  # a segment longer than the sequence changes nothing
     rate = min(branch.dilation_rate, length)  # nor does a rate beyond the segment: one row per phase
-    (query_begin, query_end), (key_begin, _) = (_segments(setting.pattern, rows, n, length) for rows in (queries, keys))
+    begin, end = _segments(setting.pattern, n, length)
+    query_begin, key_begin = begin[queries], begin[keys]
     # A block selects the rows whose phase is its offset, because 0 <= offset < rate.
     query_phase, key_phase = (queries - query_begin) % rate, (keys - key_begin) % rate
 
@@ -97,11 +98,11 @@ def branch_need(setting: SettingView, index: int, branch: Branch) -> Need:
 
     # (rows,): the first position of a grid names it
     asking, asked = _OnGrid(queries, query_begin + query_phase), _OnGrid(keys, key_begin + key_phase)
-    end = np.minimum(query_end, keys.size)
     slices = slices_seen(branch, setting.pattern.causal)
     needed = _needed(slices, asking, setting.query_owner, asked, p, n)
     needed &= (width > 0) & (setting.owner != np.arange(p)[:, None])
-    return Need(offset, width, needed, by_phase[1, query_phase] * _keys_seen(slices, asking, end, rate))
+    seen = keys_seen(slices, begin[: queries.size], np.minimum(end[: queries.size], keys.size), rate)
+    return Need(offset, width, needed, by_phase[1, query_phase] * seen[queries])
 
 
 class _OnGrid(NamedTuple):
@@ -126,24 +127,10 @@ def _needed(slices: Sequence[Slice], queries: _OnGrid, owner: Ints, keys: _OnGri
     return needed
 
 
-def _keys_seen(slices: Sequence[Slice], queries: _OnGrid, end: Ints, rate: int) -> Ints:
-    """Number of keys that each query sees on its grid, up to the end of its segment: (n_q,)."""
-    seen = np.zeros(queries.position.size, np.int64)
-    for q0, q1, k0, k1, low, high in (one.limits for one in slices):
-        at = np.flatnonzero((queries.position >= q0) & (queries.position < q1))
-        query, grid = queries.position[at], queries.grid[at]
-        first, behind = np.maximum(query + low, k0), np.minimum(np.minimum(query + high + 1, k1), end[at])
-        first, behind = ((np.maximum(x - grid, 0) + rate - 1) // rate for x in (first, behind))  # on the grid
-        seen[at] += np.maximum(behind - first, 0)
-    return seen
-
-
-def _segments(pattern: Pattern, rows: Ints, n: int, length: int) -> tuple[Ints, Ints]:
-    """Begin and end of the segment of each row, each (rows,), of n positions. Segments restart in each document."""
-    documents = pattern.documents
-    lengths = np.array((n,) if documents is None else documents, np.int64)
-    ends = np.cumsum(lengths)
-    document = np.searchsorted(ends, rows, side="right")  # skips empty documents
-    start, end = (ends - lengths)[document], ends[document]
-    begin = start + (rows - start) // length * length
-    return begin, np.minimum(begin + length, end)
+def _segments(pattern: Pattern, n: int, length: int) -> tuple[Ints, Ints]:
+    """Begin and end of the segment of each position, each (n,). Segments restart in each document."""
+    lengths = np.array((n,) if pattern.documents is None else pattern.documents, np.int64)
+    ends = np.repeat(np.cumsum(lengths), lengths)
+    start = ends - np.repeat(lengths, lengths)
+    begin = start + (np.arange(n) - start) // length * length
+    return begin, np.minimum(begin + length, ends)

@@ -31,7 +31,8 @@ import torch
 
 from reference.validators import is_integer
 
-_FAR = 2**41  # beyond every position, and every distance of two
+_FAR = 2**61  # in place of None: beyond every position and distance, and sums of two fit 64 bits
+_MOST = 2**41  # of ends and bounds
 
 Span = tuple[int, int]
 
@@ -51,7 +52,7 @@ class Slice(NamedTuple):
         """The six numbers, with ends and bounds beyond every sequence in place of None."""
         q0, q1, k0, k1, low, high = self
         ends = (q0, _FAR if q1 is None else q1, k0, _FAR if k1 is None else k1)
-        return (*ends, -_FAR if low is None else low, _FAR if high is None else high)
+        return (*ends, -_FAR if low is None else max(low, -_FAR), _FAR if high is None else min(high, _FAR))
 
     def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return True for each pair that the slice sees; positions broadcast against each other."""
@@ -130,14 +131,14 @@ def _checked_slice(value: object) -> Slice:
     for name, begin, end in (("queries", q0, q1), ("keys", k0, k1)):
         check_range(f"the {name} of a slice", begin, end)
     for name, bound in (("low", low), ("high", high)):
-        if bound is not None and (not is_integer(bound) or abs(bound) >= _FAR):
+        if bound is not None and (not is_integer(bound) or abs(bound) >= _MOST):
             raise ValueError(f"{name} of a slice must be an integer between -2**41 and 2**41, or None, got {bound!r}")
     return Slice(q0, q1, k0, k1, low, high)
 
 
 def check_range(name: str, begin: object, end: object) -> None:
     """Raise ValueError unless 0 <= begin <= end; an end of None is open."""
-    ends_well = end is None or (is_integer(end) and is_integer(begin) and begin <= end < _FAR)
+    ends_well = end is None or (is_integer(end) and is_integer(begin) and begin <= end < _MOST)
     if not is_integer(begin) or begin < 0 or not ends_well:
         raise ValueError(f"{name} must be a range (begin, end) with 0 <= begin <= end, got {(begin, end)!r}")
 
@@ -357,12 +358,21 @@ def _checked_tree(parents: object, lengths: object) -> tuple[list[int | None], l
     return checked, edges
 
 
-def keys_seen(slices: Iterable[Slice], tokens: int) -> np.ndarray:
-    """Return the number of keys that each query of a sequence sees, (tokens,) int64."""
-    seen = np.zeros(tokens, np.int64)
-    for one in slices:
-        q0, q1, k0, k1, low, high = one.limits
-        query = np.arange(q0, min(q1, tokens))
-        last = np.minimum(min(k1, tokens) - 1, query + high)
-        seen[q0 : q0 + len(query)] += np.maximum(last - np.maximum(k0, query + low) + 1, 0)
+def keys_seen(slices: Iterable[Slice], begin: np.ndarray, end: np.ndarray, rate: int = 1) -> np.ndarray:
+    """Return the number of keys that each query of a sequence sees on its own grid, (tokens,) int64.
+
+    Args:
+        slices: disjoint ones.
+        begin, end: half-open range of the keys of each query's segment, (tokens,) int64.
+        rate: of the grid, which holds every key that is a multiple of it away from the query.
+    """
+    seen = np.zeros(len(begin), np.int64)
+    for q0, q1, k0, k1, low, high in (one.limits for one in slices):
+        query, some = np.arange(q0, min(q1, len(begin))), slice(q0, min(q1, len(begin)))
+        first, behind = begin[some], end[some]
+        first = np.maximum(first, k0) if k0 else first
+        first = np.maximum(first, query + low) if low > -_FAR else first
+        behind = np.minimum(behind, k1) if k1 < _FAR else behind
+        behind = np.minimum(behind, query + high + 1) if high < _FAR else behind
+        seen[some] += np.maximum((behind - 1 - query) // rate + (query - first) // rate + 1, 0)
     return seen

@@ -10,11 +10,13 @@ the mean work and ENOUGH_TOKENS times the mean number of tokens:
 1. contiguous shards, of equal tokens or of equal work: only documents at a cut are divided;
 2. whole documents, each to the least loaded rank. A document longer than a part of a rank's share is divided among all
    ranks, head and tail; the parts tried are 1, 1/2, ... of a share;
-3. chunks of CHUNK tokens, in descending order of work, each to the least loaded rank; then exchanged between ranks.
+3. arcs, for patterns with slices: the sequence is closed to a circle. One rank after another takes an arc of the mean
+   tokens and the mean work, and the circle closes behind it. For causal work these are a head and a tail;
+4. chunks of CHUNK tokens, in descending order of work, each to the least loaded rank; then exchanged between ranks.
 
 If there is none, it takes the division with the smallest maximum work; among those balanced enough in work, the one
 with the smallest maximum of tokens. In step 2 the load of a rank is the larger of its work and its tokens, relative to
-the mean: memory, and all work but attention, depend on tokens. Step 3 considers work alone.
+the mean: memory, and all work but attention, depend on tokens. Step 4 considers work alone.
 
 With several hosts it divides the tokens among the hosts in this way, then those of each host among its ranks: a
 document that fits into a host sends nothing to another.
@@ -31,13 +33,15 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from reference.pattern import Branch, Pattern
+from reference.pattern import Pattern, slices_seen
+from reference.slices import keys_seen
 
 Ints = np.ndarray  # int64
-CHUNK = 64  # tokens of an indivisible chunk in step 3
+CHUNK = 64  # tokens of an indivisible chunk in step 4
+UNITS = 2**15  # in step 3: at most so many, or CHUNK a rank, are told apart
 ENOUGH, ENOUGH_TOKENS = 1.05, 1.2  # maximum over mean that is accepted, of work and of tokens
 PARTS = (1, 2, 4, 8, 16)  # step 2 divides documents longer than 1 / part of a rank's share
-MOST_SWAPS = 200  # in step 3
+MOST_SWAPS = 200  # in step 4
 
 
 def owners(pattern: Pattern, n: int, p: int, heads: int | None = None, hosts: int = 1) -> Ints:
@@ -47,13 +51,13 @@ def owners(pattern: Pattern, n: int, p: int, heads: int | None = None, hosts: in
     cost = _fitted(work(pattern, n, heads), p)
     documents = np.array((n,) if pattern.documents is None else pattern.documents, np.int64)
     if hosts == 1:
-        return _divided(documents, cost, p)
+        return _divided(documents, cost, p, pattern.has_slices)
     document, ranks = np.repeat(np.arange(len(documents)), documents), p // hosts
-    owner = _divided(documents, cost, hosts) * ranks
+    owner = _divided(documents, cost, hosts, pattern.has_slices) * ranks
     for first in range(0, p, ranks):
         own = np.flatnonzero(owner == first)
         pieces = np.bincount(document[own], minlength=len(documents))
-        owner[own] += _divided(pieces, cost[own], ranks)
+        owner[own] += _divided(pieces, cost[own], ranks, pattern.has_slices)
     return owner
 
 
@@ -63,11 +67,14 @@ def _fitted(cost: Ints, p: int) -> Ints:
     return cost >> excess if excess > 0 else cost
 
 
-def _divided(documents: Ints, cost: Ints, p: int) -> Ints:
-    """Return the rank of each token, (n,). documents: their tokens; cost: the work of each token, (n,)."""
+def _divided(documents: Ints, cost: Ints, p: int, by_arcs: bool) -> Ints:
+    """Return the rank of each token, (n,).
+
+    documents: their tokens; cost: the work of each token, (n,); by_arcs: True to try step 3.
+    """
     n = len(cost)
     best, owner = (np.inf, np.inf), np.zeros(n, np.int64)
-    for division in _divisions(documents, cost, p):
+    for division in _divisions(documents, cost, p, by_arcs):
         imbalances = _imbalance(division, cost, p), _imbalance(division, np.ones(n), p)
         penalty = max(imbalances[0], ENOUGH), max(imbalances[1], ENOUGH_TOKENS)
         if penalty < best:
@@ -89,10 +96,20 @@ def work(pattern: Pattern, n: int, heads: int | None = None) -> Ints:
 
     Raises ValueError if the pattern does not fit that number.
     """
-    within, length = _places_in_documents(pattern, n)
-    heads, total = pattern.fewest_heads if heads is None else heads, np.zeros(n, np.int64)
+    heads, total, at = pattern.fewest_heads if heads is None else heads, np.zeros(n, np.int64), np.arange(n)
+    lengths = np.array((n,) if pattern.documents is None else pattern.documents, np.int64)
+    ends = np.repeat(np.cumsum(lengths), lengths)
+    begins = ends - np.repeat(lengths, lengths)
     for branch in pattern.branches:
-        total += _keys_seen(branch, heads, pattern.causal, within, length)
+        segment, rate, begin, end = branch.segment_length, branch.dilation_rate, begins, ends
+        if segment is not None:
+            begin = begins + (at - begins) // segment * segment
+            end = np.minimum(ends, begin + segment)
+        served = np.zeros(min(rate, n), np.int64)  # query heads by offset
+        for offset in branch.offsets(heads):
+            if offset is not None and offset < len(served):
+                served[offset] += 1
+        total += keys_seen(slices_seen(branch, pattern.causal), begin, end, rate) * served[(at - begin) % rate]
     return total
 
 
@@ -122,37 +139,10 @@ def _zigzag(length: int, p: int) -> list[tuple[int, int]]:
     return [(rank, end - begin) for rank, (begin, end) in zip(ranks, pairwise(edges), strict=True)]
 
 
-# --- the work of a token ----------------------------------------------------------------------------------------------
-
-
-def _places_in_documents(pattern: Pattern, n: int) -> tuple[Ints, Ints]:
-    """Place of each position in its document, and the length of that document."""
-    if pattern.documents is None:
-        return np.arange(n), np.full(n, n)
-    lengths = np.array(pattern.documents, np.int64)
-    begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return np.arange(n) - begins, np.repeat(lengths, lengths)
-
-
-def _keys_seen(branch: Branch, heads: int, causal: bool, within: Ints, length: Ints) -> Ints:
-    rate, segment = branch.dilation_rate, branch.segment_length
-    if segment is not None:
-        begins = within // segment * segment
-        within, length = within - begins, np.minimum(length - begins, segment)
-    served = np.zeros(min(rate, len(within)), np.int64)  # query heads by offset
-    for offset in branch.offsets(heads):
-        if offset is not None and offset < len(served):
-            served[offset] += 1
-    before, behind = within // rate, (length - 1 - within) // rate
-    if branch.window is not None:
-        before, behind = (np.minimum(x, branch.window // rate) for x in (before, behind))
-    return (before + 1 if causal else before + 1 + behind) * served[within % rate]
-
-
 # --- divisions --------------------------------------------------------------------------------------------------------
 
 
-def _divisions(documents: Ints, cost: Ints, p: int) -> Iterator[Ints]:
+def _divisions(documents: Ints, cost: Ints, p: int, by_arcs: bool) -> Iterator[Ints]:
     """Yield the rank of each position, (n,), for one division after another."""
     n = len(cost)
     cuts = np.arange(1, p) * n // p
@@ -162,6 +152,8 @@ def _divisions(documents: Ints, cost: Ints, p: int) -> Iterator[Ints]:
     costs = np.diff(np.concatenate(([0], np.cumsum(cost)))[begins])
     for part in PARTS:
         yield _by_documents(documents.tolist(), costs, p, part)
+    if by_arcs:
+        yield _by_arcs(cost, p)
     yield _by_chunks(cost, p)
 
 
@@ -189,6 +181,27 @@ def _by_documents(documents: Sequence[int], costs: Ints, p: int, part: int) -> I
         pieces[number] = [(rank, length)]
     flat = np.array([piece for document in pieces for piece in document], np.int64).reshape(-1, 2)
     return np.repeat(flat[:, 0], flat[:, 1])
+
+
+def _by_arcs(cost: Ints, p: int) -> Ints:
+    """Take an arc of the circle of tokens for one rank after another, and close the circle behind it.
+
+    Arcs of the mean number of tokens have the mean work on average over where they begin, and neighbours differ by two
+    tokens. So one of them has the mean work, but for a token's. Each adds two ends, so there are at most 2 p - 1 runs.
+    """
+    unit = max(1, len(cost) // max(UNITS, CHUNK * p))
+    costs = np.add.reduceat(cost, np.arange(0, len(cost), unit))
+    left, owner = np.arange(len(costs)), np.zeros(len(costs), np.int64)
+    for rank in range(p - 1, 0, -1):
+        tokens = len(left) // (rank + 1)
+        before = np.cumsum(np.concatenate(([0], costs[left], costs[left[:tokens]])))  # of the circle, and on
+        arcs = before[tokens:][: len(left)] - before[: len(left)]
+        begin = int(np.argmin(np.abs(arcs - before[len(left)] // (rank + 1))))
+        arc = (begin + np.arange(tokens)) % len(left)
+        owner[left[arc]] = rank
+        left = np.delete(left, arc)
+    _, first, named = np.unique(owner, return_index=True, return_inverse=True)
+    return np.repeat(np.argsort(np.argsort(first))[named], unit)[: len(cost)]  # the first tokens to the first rank
 
 
 def _by_chunks(cost: Ints, p: int) -> Ints:

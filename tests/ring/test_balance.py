@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,9 @@ from hypothesis import strategies as st
 from reference.cost import Setting, flops, sent
 from reference.documents import documents_from_cu_seqlens
 from reference.pattern import Branch, Pattern, multiplicity
-from ring.balance import CHUNK, ENOUGH, ENOUGH_TOKENS, work
+from ring.balance import CHUNK, ENOUGH, ENOUGH_TOKENS, _by_arcs, work
 from ring.layout import Layout
+from tests.support.drawn_patterns import slices
 from tests.support.plan_settings import documents, patterns
 
 
@@ -23,7 +26,8 @@ from tests.support.plan_settings import documents, patterns
 @settings(max_examples=150)
 def test_work_is_what_the_oracle_counts(data: st.DataObject, heads: int, n: int) -> None:
     drawn = data.draw(patterns(heads))
-    pattern = Pattern(drawn.branches, drawn.causal, data.draw(documents(n)))
+    branches = tuple(replace(one, slices=data.draw(st.none() | slices(n))) for one in drawn.branches)
+    pattern = Pattern(branches, drawn.causal, data.draw(documents(n)))
     everywhere = torch.arange(n)
     seen = multiplicity(pattern, everywhere, everywhere, heads).sum((0, 2)).numpy()
     assert np.array_equal(seen, work(pattern, n, heads))
@@ -142,6 +146,39 @@ def test_packed_batches_are_balanced(first: tuple[int, ...], p: int) -> None:
         assert unevenness(layout, pattern) <= ENOUGH
         assert max(layout.counts) <= (ENOUGH_TOKENS if p < 64 else 1.4) * n / p, "memory goes by tokens"
         assert layout == Layout.balanced(pattern, n, p)
+
+
+KI = 1024
+FOUR_OF_FOUR = [None, *itertools.chain(*([0, *[1 + 5 * node] * 4] for node in range(4)))]
+MASKS: dict[str, tuple[Callable[[], Pattern], int]] = {
+    "images": (lambda: Pattern.spans([(begin, begin + 256) for begin in range(300, 64 * KI, 1637)]), 64 * KI),
+    "answers": (lambda: Pattern.tree([None, *[0] * 16], [4 * KI, *[2 * KI] * 16]), 36 * KI),
+    "a tree": (lambda: Pattern.tree(FOUR_OF_FOUR, [4 * KI, *[2 * KI, *[KI] * 4] * 4]), 28 * KI),
+    "video": (lambda: Pattern.frames([1560] * 60), 93600),
+    "first tokens": (lambda: Pattern.first_tokens(128, 4095), 64 * KI),
+    "a prefix": (lambda: Pattern.prefix(16 * KI), 64 * KI),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_are_balanced_in_few_runs(mask: str, p: int) -> None:
+    make, n = MASKS[mask]
+    layout = Layout.balanced(make(), n, p)
+    assert unevenness(layout, make()) <= ENOUGH
+    assert max(layout.counts) <= ENOUGH_TOKENS * n / p
+    assert layout.runs is not None and len(layout.runs) <= 2 * p - 1
+
+
+@given(st.integers(2, 6), st.lists(st.integers(0, 9), min_size=1, max_size=80))
+@settings(max_examples=100)
+def test_arcs_have_equal_tokens_and_work(p: int, cost: list[int]) -> None:
+    """Whatever the work of a token: to within a few tokens, in two runs for each rank but one."""
+    owner = _by_arcs(np.array(cost), p)
+    tokens, loads = np.bincount(owner, minlength=p), np.bincount(owner, weights=cost, minlength=p)
+    assert max(tokens) - min(tokens) <= 1
+    assert max(loads) - sum(cost) / p <= 3 * max(cost)
+    assert np.count_nonzero(np.diff(owner)) < 2 * p - 1
 
 
 def test_work_beyond_63_bits_is_balanced() -> None:
