@@ -8,11 +8,9 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench import attention, baselines, command, fused, kernel_rates, longest, model, peers, published, step_run
-from bench.longest import Progress
 from bench.rank_group import Failed, RankGroup
 from bench.workload import AttentionShape, Unsupported, Workload, document_lengths, named, size
 
@@ -122,32 +119,20 @@ def test_one_rank_fails_and_all_know(ranks: Ranks) -> None:
         assert said.endswith("(2 of 2 ranks failed)") and rest == [True, True, [10, 11]]
 
 
-def _search(connection: Connection[Any, Any], ends: bool) -> None:
-    connection.send(Progress(4, 1.5, 7))
-    if ends:
-        os._exit(5)
-    time.sleep(600)
-
-
-@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ends, other, deadline, stopped",
+    "then, deadline, stopped",
     [
-        (False, "failed: out of memory", 600.0, "rank 1 failed: out of memory"),
-        (True, None, 600.0, "rank 0 failed: ended with exit status 5"),
-        (False, None, 1.0, "rank 0 failed: no answer within 1 s"),
+        ('print(\'{"stopped": "rank 1 failed: out of memory"}\')', 600.0, "rank 1 failed: out of memory"),
+        ("sys.exit(5)", 600.0, "ended with exit status 5"),
+        ("time.sleep(600)", 5.0, "rank 0 failed: no answer within 5 s"),
     ],
 )
-def test_the_search_for_the_longest_ends(ends: bool, other: str | None, deadline: float, stopped: str) -> None:
-    class Beside(RankGroup):
-        def gathered(self, value: Any) -> list[Any]:
-            return [value, Progress(8, 2.5, 9, other if value.tokens else None)]
-
-    found = longest.supervise(Beside(0, 2, CPU), _search, (ends,), deadline)
-    assert found["stopped"] == stopped
-    if deadline > 1:  # in that time the process may not even have started
-        assert found == {"tokens": 4, "total": 8, "seconds": 1.5, "peak_bytes": 7, "stopped": stopped}
+def test_the_search_for_the_longest_ends(then: str, deadline: float, stopped: str) -> None:
+    done = {"tokens": 4, "total": 8, "seconds": 1.5, "peak_bytes": 7}
+    program = f"import sys, time; print({json.dumps(json.dumps(done))}, flush=True); {then}"
+    found = longest.supervise(RankGroup(0, 1, CPU), [sys.executable, "-c", program], deadline)
+    assert found == done | {"stopped": stopped}
 
 
 def test_a_record_is_on_disk_after_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
