@@ -38,7 +38,6 @@ class Search:
     make: Callable[[int, int], Workload]
     device: str
     exchange: str
-    kernel: str
     bucket: int | None
     first: int
     limit: int
@@ -139,7 +138,7 @@ def one_pass(workload: Workload, ranks: RankGroup, search: Search) -> int | None
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     inputs = workload.draw(ranks.device, 1 + ranks.rank)
-    contender = ours.ring(workload, inputs, search.exchange, search.kernel, search.bucket, check=True)
+    contender = ours.ring(workload, [inputs], search.exchange, search.bucket, check=True)
     results = contender.training()
     sampled = [x[:, :: max(1, x.shape[1] // 64)] for x in results]
     if not all(bool(x.isfinite().all()) for x in sampled):  # waits for the GPU

@@ -21,7 +21,7 @@ from bench.command import BenchRecord
 from bench.longest import Search, longest
 from bench.rank_group import Failed, Lost, RankGroup
 from bench.timing import captured, measured, peak_beyond
-from bench.workload import PASSES, Contender, Inputs, Unsupported, Workload
+from bench.workload import PASSES, PATTERNS, Contender, Inputs, Unsupported, Workload
 from verification.wording import counted
 
 Times = dict[tuple[str, bool], float]  # (pass, from a CUDA graph) -> milliseconds
@@ -59,7 +59,7 @@ class Bench:
 
     def __init__(self, ranks: RankGroup, options: argparse.Namespace, record: BenchRecord) -> None:
         self.ranks, self.options, self.record = ranks, options, record
-        segments, rates = tuple(options.segments), tuple(options.rates)
+        segments, rates = PATTERNS[options.device]
         # (tokens per rank, ranks) -> workload
         self.make: dict[str, Callable[[int, int], Workload]] = {
             "dense": partial(Workload.dense, shape=options.shape),
@@ -92,7 +92,7 @@ class Bench:
         options = self.options
         for pattern, exchange, bucket in product(self.make, options.exchange, options.bucket):
             search = Search(
-                self.make[pattern], options.device, exchange, options.kernel, bucket, options.tokens[0],
+                self.make[pattern], options.device, exchange, bucket, options.tokens[0],
                 options.reach_limit, float(options.reach_seconds),
             )  # fmt: skip
             row = longest(self.ranks, search) | ({} if bucket is None else {"bucket": bucket})
@@ -159,23 +159,23 @@ class Bench:
 
     def _ours(self, section: Section, exchange: str) -> None:
         """Time the call without messages, then the call itself, whose rows are compared with the first."""
-        workload, settings = section.workload, (exchange, self.options.kernel, section.bucket)
+        workload, settings = section.workload, (exchange, section.bucket)
         inputs = self._inputs(workload)
         silent = partial(ours.without_messages, workload, inputs, self.ranks.rank, *settings)
         section.silent = self._timed(section, section.row(SILENT, exchange), _deferred(silent))
         for check in (True, False) if self.options.graph else (True,):
-            contender = ours.ring(workload, inputs, *settings, check=check)
+            contender = ours.ring(workload, [inputs], *settings, check=check)
             self._timed(section, section.row(OURS, exchange), nullcontext(contender))
         section.silent = {}
         for heads in self.options.heads_a_call:
             row = section.row(BY_HEADS, exchange) | {"heads_a_call": heads}
             self._timed(section, row, _deferred(partial(self._by_heads, workload, heads, *settings)))
 
-    def _by_heads(self, workload: Workload, heads: int, *settings: Any) -> Contender:
+    def _by_heads(self, workload: Workload, heads: int, exchange: str, bucket: int | None) -> Contender:
         shape = workload.shape
         share = replace(shape, kv=heads, query=heads * shape.query // shape.kv)
         one = replace(workload, shape=share)
-        return ours.by_heads(one, [self._inputs(one) for _ in range(shape.kv // heads)], *settings)
+        return ours.ring(one, [self._inputs(one) for _ in range(shape.kv // heads)], exchange, bucket, check=True)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 

@@ -152,7 +152,6 @@ def test_a_record_is_on_disk_after_every_row(tmp_path: Path, capsys: pytest.Capt
         (["--tokens", "2K"], "a size is '2K'"),
         (["--device", "cpu", "--graph"], "--graph needs a GPU"),
         (["--heads", "8", "--kv-heads", "3"], "multiple of the key/value heads, 3"),
-        (["--segments", "8", "16", "--rates", "1"], "must have the same length"),
         (["--json", "/nowhere/at/a.json"], "--json: cannot write /nowhere/at/a.json: there is no folder /nowhere/at"),
         (["--section", "dense", "--heads-a-call", "3"], "it must divide the 8 key/value heads"),
         (["--tokens", "8"], "not set: start it with torchrun"),
