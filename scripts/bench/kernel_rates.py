@@ -28,12 +28,13 @@ import numpy as np
 import torch
 
 from bench import kernels
-from bench.command import BenchRecord, Parser, columns, command_line, positive, stop, tokens
+from bench.command import BenchRecord, Parser, columns, command_line, stop, tokens
 from bench.kernels import KernelCall
 from bench.rank_group import RankGroup, described
 from bench.timing import clocked
 from bench.workload import named
 from ring.compute.kernels import FA4, FLASH, MATH, MEASURED
+from verification.cli.arguments import count
 
 SECTIONS, KINDS = ("lengths", "order"), ("documents", "shards")
 PASSES = ("forward", "backward")
@@ -93,9 +94,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         f"({' '.join(map(named, LENGTHS))})")  # fmt: skip
     add("--order-lengths", type=tokens, nargs="+", default=[512, 2048, 8192, 32768], metavar="N", help="of sequences "
         "in section order (512 2Ki 8Ki 32Ki)")  # fmt: skip
-    add("--heads", type=positive, default=32, metavar="N", help="(default: 32)")
-    add("--kv-heads", type=positive, default=8, metavar="N", help="(default: 8)")
-    add("--head-dim", type=positive, default=128, metavar="N", help="(default: 128)")
+    add("--heads", type=count, default=32, metavar="N", help="(default: 32)")
+    add("--kv-heads", type=count, default=8, metavar="N", help="(default: 8)")
+    add("--head-dim", type=count, default=128, metavar="N", help="(default: 128)")
     options = parser.parsed(arguments)
     if options.heads % options.kv_heads:
         stop(f"--heads is {options.heads}; it must be a multiple of --kv-heads, {options.kv_heads}")

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from bench import attention, baselines, command, fused, kernel_rates, longest, model, peers, published, step_run
 from bench.rank_group import Failed, RankGroup
-from bench.workload import AttentionShape, Unsupported, Workload, document_lengths, named, size
+from bench.workload import AttentionShape, Unsupported, Workload, document_lengths, named
 
 from reference import Pattern, gradients
 from reference import attention as oracle
@@ -37,7 +37,7 @@ def _here() -> RankGroup:
 
 
 def test_sizes_and_lengths() -> None:
-    assert [size(x) for x in ("1", "48", "2Ki", "1Mi")] == [1, 48, 2048, 2**20]
+    assert [command.tokens(x) for x in ("1", "48", "2Ki", "1Mi")] == [1, 48, 2048, 2**20]
     assert [named(x) for x in (48, 2048, 3 * 2**20, 1025)] == ["48", "2Ki", "3Mi", "1025"]
     documents = document_lengths(96, 16, 4)
     assert sum(documents) == 96 and all(length % 4 == 0 for length in documents) and len(documents) > 1
@@ -149,7 +149,8 @@ def test_a_record_is_on_disk_after_every_row(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--tokens", "2K"], "a size is '2K'"),
+        (["--tokens", "2K"], "'2K'; it must be an integer such as 2048, 2Ki"),
+        (["--tokens", "0"], "'0'; it must be at least 1"),
         (["--device", "cpu", "--graph"], "--graph needs a GPU"),
         (["--heads", "8", "--kv-heads", "3"], "multiple of the key/value heads, 3"),
         (["--json", "/nowhere/at/a.json"], "--json: cannot write /nowhere/at/a.json: there is no folder /nowhere/at"),
