@@ -4,12 +4,11 @@ attention     subcommand: calls of attention; options and columns
 model         subcommand: training steps of whole models; options and columns
 kernel_rates  subcommand rates: the fused kernels by length, and with sums in a fixed order
 patterns      subcommand: one model, trained with dense and with LongNet's attention
-suite         subcommands verification and simulation: speed of the verification
 command       shared code: options, joining the ranks, records
 
 workload      sizes and patterns, with costs by `reference`; a method to be timed
 fused         one attention call on torch's kernels, with lse, forward and backward
-fused_calls   one call of each fused kernel by its name, for a batch or for several lengths
+kernels       subcommand kernels: times for the choice of "auto"; a call of each of ring's kernels
 ours          ring_attention, and the same call without its messages
 baselines     one GPU with the whole sequence, the kernels of a zigzag ring alone, all-to-all over heads
 published     LongNet's published method: gathered copies, scattered to full size, weighted by their lse

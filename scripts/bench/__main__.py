@@ -6,8 +6,6 @@ torchrun --nproc-per-node=P scripts/bench model ...        training steps of who
 torchrun --nproc-per-node=P scripts/bench patterns ...     training losses over time, dense and dilated
 python scripts/bench kernels ...                         times of the fused kernels, for the choice of "auto"
 python scripts/bench rates ...                           their rates by length, and the cost of a fixed order of sums
-python scripts/bench verification ...                      examples per second of the verification on gloo
-python scripts/bench simulation ...                        the same with simulated ranks
 """
 
 from __future__ import annotations
@@ -23,8 +21,6 @@ MODULES = {
     "kernels": "kernels",
     "rates": "kernel_rates",
     "patterns": "patterns",
-    "verification": "suite",
-    "simulation": "suite",
 }
 
 if __name__ == "__main__":
@@ -36,5 +32,4 @@ if __name__ == "__main__":
         sys.exit(0)
     if name not in MODULES:
         import_module("bench.command").stop(f"subcommand {name!r}; it must be one of {', '.join(MODULES)}")
-    module = import_module(f"bench.{MODULES[name]}")
-    sys.exit(getattr(module, name if MODULES[name] == "suite" else "main")(rest))
+    sys.exit(import_module(f"bench.{MODULES[name]}").main(rest))

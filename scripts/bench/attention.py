@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bench import fused
-from bench.command import BenchRecord, Parser, check_place, columns, measured_on_ranks, positive, stop, tokens
+from bench.command import BenchRecord, Parser, check_place, columns, measured_on_ranks, stop, tokens
 from bench.rank_group import RankGroup
 from bench.sections import SECTIONS, Bench
 from bench.timing import Repeats
-from bench.workload import DTYPES, PATTERNS, RATES, SEGMENTS, AttentionShape, named
-from ring.compute.kernels import NAMES
+from bench.workload import AttentionShape
 from ring.plan.exchange import parse
 from ring.plan.exchanges import KEY_EXCHANGES
+from verification.cli.arguments import count
 
 # Defaults by device: tokens per rank, heads, longest shards.
 TOKENS = {"cuda": tuple(2**n for n in range(10, 18)), "cpu": (32, 64)}
@@ -82,49 +82,39 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "(1Ki ... 128Ki)")  # fmt: skip
     add("--exchange", nargs="+", default=[*KEY_EXCHANGES][::-1], metavar="NAME", help="of ring_attention, as direct, "
         f"all-to-all or all-to-all:2+direct (default: {' '.join([*KEY_EXCHANGES][::-1])})")  # fmt: skip
-    add("--kernel", choices=NAMES, default="auto", help="of ring_attention (default: auto)")
     add("--baseline-kernels", nargs="+", choices=fused.KERNELS, default=["torch"], help="of the other methods, each "
         "timed with all of these (default: torch)")  # fmt: skip
     add("--bucket", nargs="+", type=tokens, default=[None], metavar="N", help="of ring_attention, timed with each "
         "(default: its own choice)")  # fmt: skip
-    add("--heads-a-call", nargs="+", type=positive, default=[], metavar="N", help="also time ring_attention called "
+    add("--heads-a-call", nargs="+", type=count, default=[], metavar="N", help="also time ring_attention called "
         "on so many key/value heads at a time")  # fmt: skip
     add("--graph", action="store_true", help="also time CUDA graphs of methods that can be captured")
     add("--peers", action="store_true", help="also time ring-flash-attn, context_parallel, Ulysses, LongNet as "
         "published")  # fmt: skip
-    add("--heads", type=positive, metavar="N", help="query heads (default: 32)")
-    add("--kv-heads", type=positive, metavar="N", help="key/value heads of dense attention (default: 8)")
-    add("--longnet-kv-heads", type=positive, metavar="N", help="of LongNet (default: as many as query heads)")
-    add("--head-dim", type=positive, metavar="N", help="(default: 128)")
-    add("--value-dim", type=positive, metavar="N", help="head dim of the values (default: as --head-dim)")
-    add("--batch", type=positive, metavar="N", help="(default: 1)")
-    add("--dtype", choices=DTYPES, help="(default: bfloat16)")
-    add("--segments", nargs="+", type=tokens, metavar="N", help=f"LongNet's ({' '.join(map(named, SEGMENTS))})")
-    add("--rates", nargs="+", type=positive, metavar="N", help=f"LongNet's ({' '.join(map(str, RATES))})")
+    add("--heads", type=count, metavar="N", help="query heads (default: 32)")
+    add(
+        "--kv-heads",
+        type=count,
+        metavar="N",
+        help="key/value heads, but of LongNet, which has as many as query heads (default: 8)",
+    )
+    add("--head-dim", type=count, metavar="N", help="(default: 128)")
+    add("--value-dim", type=count, metavar="N", help="head dim of the values (default: as --head-dim)")
     add("--mean-length", nargs="+", type=tokens, default=[512, 4096], metavar="N", help="of packed (512 4Ki)")
     add("--divisible", action="store_true", help="make lengths of packed documents multiples of twice the ranks, for "
         "two of the peers")  # fmt: skip
     add("--window", nargs="+", type=tokens, default=[1023, 4095], metavar="N", help="(default: 1023 4095)")
-    add(
-        "--repeats", type=positive, default=7, metavar="N", help="timed calls; fewer if one takes over 2 s (default: 7)"
-    )
-    add("--warmup", type=positive, default=3, metavar="N", help="calls before, on GPUs for at least 0.5 s (default: 3)")
+    add("--repeats", type=count, default=7, metavar="N", help="timed calls; fewer if one takes over 2 s (default: 7)")
+    add("--warmup", type=count, default=3, metavar="N", help="calls before, on GPUs for at least 0.5 s (default: 3)")
     add("--whole-limit", type=tokens, default=256 * 2**10, metavar="N", help="longest dense sequence that is also "
         "timed on one GPU, for the efficiency (default: 256Ki)")  # fmt: skip
     add("--reach-limit", type=tokens, metavar="N", help="longest shard (default: 4Mi)")
-    add("--reach-seconds", type=positive, default=120, metavar="S", help="time per pattern and exchange (default: 120)")
+    add("--reach-seconds", type=count, default=120, metavar="S", help="time per pattern and exchange (default: 120)")
     options = parser.parsed(arguments)
-    if (options.segments is None) != (options.rates is None) or (
-        options.segments and len(options.segments) != len(options.rates)
-    ):
-        stop(f"--segments and --rates must have the same length, got {options.segments} and {options.rates}")
-    if options.segments is None:
-        options.segments, options.rates = PATTERNS[options.device]
-    shape = {"query": options.heads, "kv": options.kv_heads, "dim": options.head_dim, "batch": options.batch}
-    shape |= {"dtype": options.dtype, "value_dim": options.value_dim}
+    shape = {"query": options.heads, "kv": options.kv_heads, "dim": options.head_dim, "value_dim": options.value_dim}
     try:
         options.shape = replace(SHAPES[options.device], **{name: x for name, x in shape.items() if x is not None})
-        options.longnet_shape = replace(options.shape, kv=options.longnet_kv_heads or options.shape.query)
+        options.longnet_shape = replace(options.shape, kv=options.shape.query)
     except ValueError as error:
         stop(str(error))
     for heads in options.heads_a_call:

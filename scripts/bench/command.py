@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from bench.rank_group import Failed, Lost, RankGroup, described
-from bench.workload import size
+from ring.estimate.__main__ import integer
 from verification import whole_file
 from verification.cli.arguments import check_file
 from verification.peers.adapters import ring_flash_attn
@@ -64,16 +64,10 @@ def stop(message: str) -> NoReturn:
 
 
 def tokens(text: str) -> int:
-    try:
-        return size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}; it must be a number of at least 1")
-    return int(text)
+    """Parse tokens: "2048", "2Ki", "1Mi" -> int."""
+    if (number := integer(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be at least 1")
+    return number
 
 
 def columns(meanings: Mapping[str, str]) -> str:

@@ -7,7 +7,7 @@ so many queries that all see --context keys of their own. A rate counts the patt
 order: the backward with sums in any order, and under `torch.use_deterministic_algorithms`, for documents of one length
 (a batch) and of mixed ones; and in how many of 4 repetitions all bits are those of the first call.
 
-A time is taken as by `bench kernels`. `--device cpu` is a trial with matrix products, for tiny sizes.
+A time is taken as by `bench kernels`. `--device cpu` is a trial of the kernel math, with tiny sizes.
 
 Exit status: 0 measured; 2 the run could not start.
 """
@@ -15,9 +15,11 @@ Exit status: 0 measured; 2 the run could not start.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -26,15 +28,17 @@ import numpy as np
 import torch
 
 from bench import kernels
-from bench.command import BenchRecord, Parser, columns, command_line, positive, stop, tokens
-from bench.fused_calls import KERNELS, Call, Grads, Sizes, call_of
+from bench.command import BenchRecord, Parser, columns, command_line, stop, tokens
+from bench.kernels import KernelCall
 from bench.rank_group import RankGroup, described
 from bench.timing import clocked
 from bench.workload import named
-from ring.compute.kernels import FA4, FLASH
+from ring.compute.kernels import FA4, FLASH, MATH, MEASURED
+from verification.cli.arguments import count
 
 SECTIONS, KINDS = ("lengths", "order"), ("documents", "shards")
 PASSES = ("forward", "backward")
+KERNELS = {"cuda": MEASURED, "cpu": (MATH,)}  # by device
 LENGTHS = (64, 100, 128, 192, 256, 512, 1000, 1024, 2048, 4096)
 REPEATS = 4  # backwards whose bits are compared with those of the first
 COLUMNS = {
@@ -47,7 +51,7 @@ COLUMNS = {
     "sequences": "in the call",
     "keys": "of each sequence of a shard",
     "dim": "of a head",
-    "kernel": "cudnn, flash (FlashAttention-2 of torch) or fa4",
+    "kernel": "cudnn, flash (FlashAttention-2 of torch) or fa4, each if it takes the call",
     "pass": "forward or backward",
     "fixed_order": "True under torch.use_deterministic_algorithms",
     "ms": "median time of a call",
@@ -90,9 +94,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         f"({' '.join(map(named, LENGTHS))})")  # fmt: skip
     add("--order-lengths", type=tokens, nargs="+", default=[512, 2048, 8192, 32768], metavar="N", help="of sequences "
         "in section order (512 2Ki 8Ki 32Ki)")  # fmt: skip
-    add("--heads", type=positive, default=32, metavar="N", help="(default: 32)")
-    add("--kv-heads", type=positive, default=8, metavar="N", help="(default: 8)")
-    add("--head-dim", type=positive, default=128, metavar="N", help="(default: 128)")
+    add("--heads", type=count, default=32, metavar="N", help="(default: 32)")
+    add("--kv-heads", type=count, default=8, metavar="N", help="(default: 8)")
+    add("--head-dim", type=count, default=128, metavar="N", help="(default: 128)")
     options = parser.parsed(arguments)
     if options.heads % options.kv_heads:
         stop(f"--heads is {options.heads}; it must be a multiple of --kv-heads, {options.kv_heads}")
@@ -116,17 +120,19 @@ def mixed(total: int, lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(drawn)
 
 
-def sizes_of(options: argparse.Namespace, query: tuple[int, ...], keys: int | None = None) -> Sizes:
-    """Return the sizes of a call. keys: of each sequence of shards; None for causal documents."""
-    key = query if keys is None else (keys,) * len(query)
-    return Sizes(query, key, keys is None, options.heads, options.kv_heads, options.head_dim)
+def call_of(
+    options: argparse.Namespace, query: tuple[int, ...], keys: int | None = None, packed: bool = True
+) -> KernelCall:
+    """Return a call. keys: of each sequence of shards; None for causal documents."""
+    key, dim = query if keys is None else (keys,) * len(query), options.head_dim
+    return KernelCall(query, key, keys is None, packed, options.heads, options.kv_heads, dim, dim)
 
 
-def named_call(kind: str, sizes: Sizes, length: int | None) -> dict[str, Any]:
+def named_call(kind: str, call: KernelCall, length: int | None) -> dict[str, Any]:
     """Return the columns that name a call."""
-    row: dict[str, Any] = {"kind": kind, "causal": sizes.causal, "length": length, "sequences": len(sizes.query)}
-    row |= {"shortest": min(sizes.query), "longest": max(sizes.query), "dim": sizes.dim}
-    return row | ({"keys": sizes.key[0]} if kind == "shards" else {})
+    row: dict[str, Any] = {"kind": kind, "causal": call.causal, "length": length, "sequences": len(call.query)}
+    row |= {"shortest": min(call.query), "longest": max(call.query), "dim": call.dim}
+    return row | ({"keys": call.key[0]} if kind == "shards" else {})
 
 
 # --- sections ---------------------------------------------------------------------------------------------------------
@@ -140,45 +146,47 @@ def rows_of_lengths(options: argparse.Namespace, device: torch.device) -> Iterat
         several: list[int | None] = [*options.lengths, None]
         for length in several:
             query = mixed(total, options.lengths) if length is None else filled(total, length)
-            sizes = sizes_of(options, query, keys)
-            for row in measured(sizes, device, packed=True, orders=(False,), passes=PASSES):
-                yield named_call(kind, sizes, length) | row
+            call = call_of(options, query, keys)
+            for row in measured(call, device, orders=(False,), passes=PASSES):
+                yield named_call(kind, call, length) | row
 
 
 def rows_of_order(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     """Iterate over the rows of section order."""
-    for causal in (True, False):
-        for length in options.order_lengths:
-            sizes = sizes_of(options, filled(options.tokens, length))._replace(causal=causal)
-            for row in measured(sizes, device, packed=False, orders=(False, True), passes=PASSES[1:]):
-                yield named_call("batch", sizes, length) | row
-    sizes = sizes_of(options, mixed(options.tokens, options.lengths))
-    for row in measured(sizes, device, packed=True, orders=(False, True), passes=PASSES[1:]):
-        yield named_call("documents", sizes, None) | row
+    for causal, length in itertools.product((True, False), options.order_lengths):
+        call = replace(call_of(options, filled(options.tokens, length), packed=False), causal=causal)
+        for row in measured(call, device, orders=(False, True), passes=PASSES[1:]):
+            yield named_call("batch", call, length) | row
+    call = call_of(options, mixed(options.tokens, options.lengths))
+    for row in measured(call, device, orders=(False, True), passes=PASSES[1:]):
+        yield named_call("documents", call, None) | row
 
 
 def measured(
-    sizes: Sizes, device: torch.device, packed: bool, orders: Sequence[bool], passes: Sequence[str]
+    call: KernelCall, device: torch.device, orders: Sequence[bool], passes: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Iterate over a row for each kernel, pass and order of sums. packed: with cumulative lengths."""
-    inputs, expected = sizes.draw(device, packed), None
-    for name in sorted(KERNELS, key=lambda name: name != FLASH.name):
-        if name == FA4.name and device.type == "cuda" and FA4.missing() is not None:
+    """Iterate over a row for each kernel that takes a call, pass and order of sums."""
+    expected: tuple[torch.Tensor, ...] | None = None
+    for kernel in sorted(KERNELS[device.type], key=lambda kernel: kernel is not FLASH):
+        if not call.taken_by(kernel, device):
             continue
-        call = call_of(name, sizes, device, packed)
+        tensors = call.draw(kernel, device)
         for fixed in orders:
-            row: dict[str, Any] = {"kernel": name, "fixed_order": fixed}
+            row: dict[str, Any] = {"kernel": kernel.name, "fixed_order": fixed}
             try:
                 with order_of_sums(fixed):
-                    results = once(call, inputs)
-                    expected = expected or results
-                    row["off"] = max(map(difference, results, expected))
+                    out, lse = call.forward(kernel, tensors)
+                    backward = call.backward(kernel, tensors, out, lse)
+                    grads = backward()
+                    expected = expected or (out, *grads)
+                    row["off"] = max(map(difference, (out, *grads), expected))
                     if len(orders) > 1:
-                        row["repeats"] = same_bits(call, inputs)
-                    for name_of_pass in passes:
-                        ms = milliseconds(call, inputs, name_of_pass, device)
-                        rate = sizes.flops[PASSES.index(name_of_pass)] / ms / 1e9
-                        yield row | {"pass": name_of_pass, "ms": ms, "tflops": rate}
+                        row["repeats"] = sum(all(map(torch.equal, grads, backward())) for _ in range(REPEATS))
+                    calls: tuple[Callable[[], object], ...] = partial(call.forward, kernel, tensors), backward
+                    for passed, flops, timed in zip(PASSES, call.flops, calls, strict=True):
+                        if passed in passes:
+                            ms = milliseconds(timed, device)
+                            yield row | {"pass": passed, "ms": ms, "tflops": flops / ms / 1e9}
             except Exception as error:  # kernels and compilers may raise anything
                 yield row | {"error": described(error)[:200]}
 
@@ -195,31 +203,11 @@ def order_of_sums(fixed: bool) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
-def once(call: Call, inputs: Grads) -> Grads:
-    """Return out and the gradients of q, k, v."""
-    q, k, v, dout = inputs
-    saved = call.forward(q, k, v)
-    return saved.out, *call.backward(dout, q, k, v, saved)
-
-
 def difference(x: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference, relative to the largest expected value."""
     return float((x.float() - expected.float()).abs().max() / expected.float().abs().max())
 
 
-def same_bits(call: Call, inputs: Grads) -> int:
-    """Return how many of REPEATS backwards have the bits of the first."""
-    q, k, v, dout = inputs
-    saved = call.forward(q, k, v)
-    first = call.backward(dout, q, k, v, saved)
-    again = (call.backward(dout, q, k, v, saved) for _ in range(REPEATS))
-    return sum(all(map(torch.equal, first, grads)) for grads in again)
-
-
-def milliseconds(call: Call, inputs: Grads, name: str, device: torch.device) -> float:
-    """Return the time of a pass."""
-    q, k, v, dout = inputs
-    timed: Callable[[], object] = partial(call.forward, q, k, v)
-    if name != PASSES[0]:
-        timed = partial(call.backward, dout, q, k, v, call.forward(q, k, v))
-    return kernels.milliseconds(timed) if device.type == "cuda" else median(clocked(timed, device, 3))
+def milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    """Return the time of a call."""
+    return kernels.milliseconds(call) if device.type == "cuda" else median(clocked(call, device, 3))

@@ -15,13 +15,17 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bench.command import Parser, command_line, stop, tokens
+from bench.timing import clocked
 from bench.workload import document_lengths
 from ring.compute import kernel_calls
 from ring.compute.gpu.kernel_times import FILE, PASSES, Work
@@ -34,9 +38,10 @@ from ring.plan.tile import Mask, Sequences, Tile
 from verification import whole_file
 from verification.report.provenance import surroundings
 
-DTYPE = torch.bfloat16
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 DIMS = ("64", "128", "192/128", "256")
 HEADS = {(64, 64): (32, 8), (96, 96): (32, 8), (128, 128): (32, 8), (192, 128): (16, 16), (256, 256): (16, 4)}
+CUDA = torch.device("cuda")
 SHORTEST, MEAN_LENGTHS = 256, (128, 512, 2048, 8192)
 MILLISECONDS, REPLAYS = 2.0, 5  # of a graph; its replays
 
@@ -97,20 +102,23 @@ def grid(dims: tuple[int, int], longest: int) -> Iterator[tuple[Work, list[int]]
                 yield Work(passed, *dims, causal, True, longest / len(sizes), heads * len(sizes)), sizes
 
 
-def timed(work: Work, sizes: list[int]) -> Iterator[tuple[str, float | None]]:
+def timed(work: Work, lengths: list[int]) -> Iterator[tuple[str, float | None]]:
     """Iterate over the kernels that take a call, with milliseconds; None for one that raises."""
+    heads, kv_heads = HEADS[work.dim, work.value_dim]
+    call = KernelCall(
+        tuple(lengths), tuple(lengths), work.causal, work.varied, heads, kv_heads, work.dim, work.value_dim
+    )
     for kernel in FUSED:
-        heads, kv_heads = HEADS[work.dim, work.value_dim]
-        tile, tensors = call_of(work, sizes, heads, kv_heads)
-        setting = KernelSetting(
-            (kernel,), "cuda", torch.cuda.get_device_capability(), DTYPE, (work.dim, work.value_dim), heads // kv_heads,
-            1, Scores(work.dim**-0.5),
-        )  # fmt: skip
-        if not (kernel.takes(setting) and kernel.takes_tile(tile, repeatable=work.passed == PASSES[2])):
+        if not call.taken_by(kernel, CUDA, repeatable=work.passed == PASSES[2]):
             continue
         torch.use_deterministic_algorithms(work.passed == PASSES[2])
         try:
-            yield kernel.name, milliseconds(calls(kernel, work, tile, tensors, setting.scoring))
+            tensors = call.draw(kernel, CUDA)
+            forward = partial(call.forward, kernel, tensors)
+            yield (
+                kernel.name,
+                milliseconds(forward if work.passed == PASSES[0] else call.backward(kernel, tensors, *forward())),
+            )
         except RuntimeError as error:
             print(f"{kernel.name} raised {str(error).splitlines()[0][:200]}", flush=True)
             yield kernel.name, None
@@ -118,29 +126,78 @@ def timed(work: Work, sizes: list[int]) -> Iterator[tuple[str, float | None]]:
             torch.use_deterministic_algorithms(False)
 
 
-def call_of(work: Work, sizes: list[int], heads: int, kv_heads: int) -> tuple[Tile, list[torch.Tensor]]:
-    """Return a tile and its batched q, k, v, dout."""
-    folds, length = (1, sum(sizes)) if work.varied else (len(sizes), sizes[0])
-    rows, lengths = Rows(0, 1, length, length, folds), np.array(sizes)
-    tile = Tile(
-        rows, rows, Heads(kv_heads, heads // kv_heads, 0, heads // kv_heads, 1), Heads(kv_heads, 1, 0, 1, 1),
-        Mask.CAUSAL if work.causal else Mask.FULL, sequences=Sequences.of(lengths, lengths) if work.varied else None,
-    )  # fmt: skip
-    shapes = ((heads, work.dim), (kv_heads, work.dim), (kv_heads, work.value_dim), (heads, work.value_dim))
-    return tile, [
-        torch.randn(folds, length, count, dim, device="cuda", dtype=DTYPE).transpose(1, 2) for count, dim in shapes
-    ]
+@dataclass(frozen=True)
+class KernelCall:
+    """A call on several sequences. packed: they follow each other, else they are a batch of one length."""
 
+    query: tuple[int, ...]  # lengths of the sequences
+    key: tuple[int, ...]
+    causal: bool
+    packed: bool
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
 
-def calls(kernel: Kernel, work: Work, tile: Tile, tensors: list[torch.Tensor], scoring: Scores) -> Callable[[], object]:
-    """Return the call to time."""
-    q, k, v, dout = tensors
-    if work.passed == PASSES[0]:
-        return lambda: kernel_calls.forward(kernel, q, k, v, tile, scoring)
-    out, lse = kernel_calls.forward(kernel, q, k, v, tile, scoring)
-    batched = out.flatten(2, 3).flatten(0, 1), lse.flatten(2, 3).flatten(0, 1).unsqueeze(-1)
-    saved = SavedRows(dout, *batched, None)
-    return lambda: kernel_calls.backward(kernel, q, k, v, saved, tile, scoring)
+    @cached_property  # one tile: its lengths are copied to a GPU once, before a graph is captured
+    def tile(self) -> Tile:
+        folds = 1 if self.packed else len(self.query)
+        query, key = (Rows(0, 1, sum(x) // folds, sum(x) // folds, folds) for x in (self.query, self.key))
+        share = self.heads // self.kv_heads
+        return Tile(
+            query, key, Heads(self.kv_heads, share, 0, share, 1), Heads(self.kv_heads, 1, 0, 1, 1),
+            Mask.CAUSAL if self.causal else Mask.FULL,
+            sequences=Sequences.of(np.array(self.query), np.array(self.key)) if self.packed else None,
+        )  # fmt: skip
+
+    @property
+    def scoring(self) -> Scores:
+        return Scores(self.dim**-0.5)
+
+    @property
+    def flops(self) -> tuple[int, int]:
+        """Operations of a forward and of a backward: 2 and 5 products."""
+        pairs = sum(q * (q + 1) // 2 if self.causal else q * k for q, k in zip(self.query, self.key, strict=True))
+        products = pairs * self.heads * (self.dim + self.value_dim)
+        return 2 * products, 4 * products + 2 * pairs * self.heads * self.dim
+
+    def taken_by(self, kernel: Kernel, device: torch.device, repeatable: bool = False) -> bool:
+        capability = torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
+        setting = KernelSetting(
+            (kernel,), device.type, capability, DTYPES[device.type], (self.dim, self.value_dim),
+            self.heads // self.kv_heads, 1, self.scoring,
+        )  # fmt: skip
+        return kernel.takes(setting) and kernel.takes_tile(self.tile, repeatable=repeatable)
+
+    def draw(self, kernel: Kernel, device: torch.device) -> tuple[Tensor, ...]:
+        """Draw q, k, v, dout, the same for every kernel, in its shapes."""
+        generator, tile = torch.Generator(device).manual_seed(1), self.tile
+
+        def normal(rows: Rows, heads: int, dim: int) -> Tensor:
+            size = (rows.folds, rows.length, heads, dim)
+            x = torch.randn(size, generator=generator, device=device, dtype=DTYPES[device.type]).transpose(1, 2)
+            return x if kernel.batched else x.unflatten(1, (self.kv_heads, -1)).unsqueeze(1)
+
+        q, k = normal(tile.query_rows, self.heads, self.dim), normal(tile.key_rows, self.kv_heads, self.dim)
+        v = normal(tile.key_rows, self.kv_heads, self.value_dim)
+        return q, k, v, normal(tile.query_rows, self.heads, self.value_dim)
+
+    def forward(self, kernel: Kernel, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        q, k, v, _ = tensors
+        return kernel_calls.forward(kernel, q, k, v, self.tile, self.scoring)
+
+    def backward(
+        self, kernel: Kernel, tensors: tuple[Tensor, ...], out: Tensor, lse: Tensor
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        """Return the call of a backward."""
+        q, k, v, dout = tensors
+        if kernel.batched:
+            saved = SavedRows(
+                dout, out.flatten(2, 3).flatten(0, 1), lse.flatten(2, 3).flatten(0, 1).unsqueeze(-1), None
+            )
+        else:
+            saved = SavedRows(dout, out, lse, (dout * out).sum(-1))
+        return partial(kernel_calls.backward, kernel, q, k, v, saved, self.tile, self.scoring)
 
 
 def milliseconds(call: Callable[[], object]) -> float:
@@ -149,7 +206,7 @@ def milliseconds(call: Callable[[], object]) -> float:
     with torch.cuda.stream(side):
         for _ in range(2):
             call()
-        once = elapsed(call)
+        (once,) = clocked(call, CUDA, 1)
         count = max(1, min(50, round(MILLISECONDS / once)))
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
@@ -157,16 +214,7 @@ def milliseconds(call: Callable[[], object]) -> float:
             for _ in range(count):
                 call()
         graph.replay()
-        median = statistics.median(elapsed(graph.replay) for _ in range(REPLAYS))
+        median = statistics.median(clocked(graph.replay, CUDA, 1)[0] for _ in range(REPLAYS))
         torch.cuda.synchronize()
     graph.reset()
     return median / count
-
-
-def elapsed(call: Callable[[], object]) -> float:
-    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    before.record()
-    call()
-    after.record()
-    torch.cuda.synchronize()
-    return before.elapsed_time(after)

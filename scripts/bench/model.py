@@ -22,17 +22,17 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch._dynamo
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from bench.command import BenchRecord, Parser, check_place, columns, measured_on_ranks, positive, tokens
+from bench.command import BenchRecord, Parser, check_place, columns, measured_on_ranks, tokens
 from bench.rank_group import Failed, Lost, RankGroup
 from bench.step_models import KINDS, SHAPES, StepLayer, build_model
 from bench.step_run import Exact, Stepper, StepTime, Turns, Wrong, by_turns, step
@@ -41,6 +41,7 @@ from bench.workload import Unsupported, named
 from ring import Layout
 from ring.integrations.wrappers import fsdp, recompute
 from ring.nn import ContextParallel, shard_batch, token_mean
+from verification.cli.arguments import count
 
 MODES = ("eager", "compiled")
 BACKENDS = {"cuda": "inductor", "cpu": "aot_eager"}  # inductor's C++ takes minutes to compile
@@ -107,13 +108,13 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "oracle: memory O(tokens^2) (default: 512 2Ki 8Ki 32Ki; with --recompute 16Ki 64Ki)")  # fmt: skip
     add(
         "--warmup",
-        type=positive,
+        type=count,
         default=8,
         metavar="N",
         help="steps before the timing; 3 from 32Ki tokens (default: 8)",
     )
-    add("--rounds", type=positive, default=3, metavar="N", help="turns of each way (default: 3)")
-    add("--steps", type=positive, default=5, metavar="N", help="steps per turn; 3 from 32Ki tokens (default: 5)")
+    add("--rounds", type=count, default=3, metavar="N", help="turns of each way (default: 3)")
+    add("--steps", type=count, default=5, metavar="N", help="steps per turn; 3 from 32Ki tokens (default: 5)")
     add("--minutes", type=float, default=9.0, metavar="M", help="start no section after M minutes (default: 9)")
     add("--recompute", choices=RECOMPUTED, nargs="+", help="under FSDP2: layers to recompute")
     add("--compare", action="store_true", help="with --recompute: compare the loss with one GPU's")
@@ -273,43 +274,37 @@ def measure_recomputed(ranks: RankGroup, record: BenchRecord, options: argparse.
         for recomputed in options.recompute:
             if ranks.device.type == "cuda":
                 torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
             problem = _problem("llama", total // ranks.world, ranks, ranks.world)
-            row = _recomputed(problem, recomputed, mesh, options.steps)
+            row = _recomputed(ranks, problem, recomputed, mesh, options.steps)
             if alone is not None:
                 row |= {"loss_of_one_gpu": alone, "relative_difference": abs(row["loss"] - alone) / alone}
             record.add(**row)
 
 
-def _recomputed(problem: StepProblem, recomputed: str, mesh: DeviceMesh, steps: int) -> dict[str, Any]:
-    """Time `steps` steps after two of warm-up, and return the median on the slowest rank: forward, backward and the
-    reduction of gradients, in bf16 with fp32 sums."""
-    device, total = problem.device, problem.tokens * problem.world
-    model = build_model("llama", problem.shape, device, torch.float32)
+def _recomputed(
+    ranks: RankGroup, problem: StepProblem, recomputed: str, mesh: DeviceMesh, steps: int
+) -> dict[str, Any]:
+    """Time `steps` steps after two of warm-up: forward, backward and the reduction of gradients, in bf16 with fp32
+    sums."""
+    total = problem.tokens * problem.world
+    model = build_model("llama", problem.shape, problem.device, torch.float32)
     if recomputed != "none":
         recompute.wrap(model, StepLayer, keep_attention=recomputed == "attention-kept")
     fsdp.shard(model, mesh, StepLayer, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     context = ContextParallel(Layout.zigzag(total, problem.world), mesh)
     batch = shard_batch(context, *problem.whole())
     assert batch.labels is not None
-    attend = ring_attend(context, problem.workload)
-    times, losses = [], []
-    for _ in range(steps + 2):
-        dist.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        loss = token_mean(model(batch.tokens, batch.labels, context, attend), batch.labels, mesh)
+    labels, attend, losses = batch.labels, ring_attend(context, problem.workload), list[float]()
+
+    def run() -> None:
+        loss = token_mean(model(batch.tokens, labels, context, attend), labels, mesh)
         loss.backward()
         losses.append(loss.item())
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - started))
-        model.zero_grad()
-    slowest = torch.tensor(statistics.median(times[2:]), device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    return {"tokens": total, "recompute": recomputed, "ms": slowest.item(), "loss": losses[0], "peak_bytes": peak}
+
+    stepper = Stepper(run, nullcontext, model.zero_grad)
+    stepper.turn(ranks, 2)
+    ms, peak = stepper.turn(ranks, steps).wall_ms, stepper.peak(ranks)
+    return {"tokens": total, "recompute": recomputed, "ms": ms, "loss": losses[0], "peak_bytes": peak}
 
 
 @torch.no_grad()

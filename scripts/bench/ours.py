@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,42 +24,18 @@ def bucket_of(workload: Workload, bucket: int | None, device: torch.device) -> i
 
 
 def ring(
-    workload: Workload, inputs: Inputs, exchange: str, kernel: str, bucket: int | None, check: bool,
+    workload: Workload, inputs: Sequence[Inputs], exchange: str, bucket: int | None, check: bool,
     transport: Transport | None = None,
 ) -> Contender:  # fmt: skip
-    """Make a call of ring_attention. transport: None for the default process group. check: the ranks agree
-    on the call first, and the host waits."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = ring_attention(
-            q, k, v, workload.pattern, workload.layout,
-            group=transport, exchange=exchange, kernel=kernel, bucket=bucket, check=check,
-        )  # fmt: skip
-        return cast(Tensor, out)
-
-    return Contender.of(attend, inputs, capturable=not check)
-
-
-def without_messages(
-    workload: Workload, inputs: Inputs, rank: int, exchange: str, kernel: str, bucket: int | None
-) -> Contender:
-    """Make the same call without messages, on whatever its receive buffers contain. The difference in time is the
-    part of the exchange that computation does not hide."""
-    silent = Silent(rank, workload.world)
-    contender = ring(workload, inputs, exchange, kernel, bucket, False, silent)
-    return Contender(contender.forward, contender.training, local=True, capturable=True)
-
-
-def by_heads(workload: Workload, inputs: Sequence[Inputs], exchange: str, kernel: str, bucket: int | None) -> Contender:
-    """Make calls of ring_attention on some heads at a time, forward all and then backward all.
-
-    inputs: of each call, as from projections of these heads alone, so that nothing is sliced or concatenated.
-    """
+    """Make calls of ring_attention, forward all and then backward all. inputs: of each call: of some heads at a time as
+    from projections of these alone, so that nothing is sliced. transport: None for the default process group. check:
+    the ranks agree on the call first, and the host waits."""
     leaves, douts = [x for q, k, v, _ in inputs for x in (q, k, v)], [dout for *_, dout in inputs]
+    options: dict[str, Any] = {"group": transport, "exchange": exchange, "bucket": bucket, "check": check}
 
     def attend() -> list[Tensor]:
-        call = partial(ring_attention, pattern=workload.pattern, layout=workload.layout, check=True)
-        return [cast(Tensor, call(q, k, v, exchange=exchange, kernel=kernel, bucket=bucket)) for q, k, v, _ in inputs]
+        calls = (ring_attention(q, k, v, workload.pattern, workload.layout, **options) for q, k, v, _ in inputs)
+        return [cast(Tensor, out) for out in calls]
 
     def forward() -> Results:
         with torch.no_grad():
@@ -69,7 +45,14 @@ def by_heads(workload: Workload, inputs: Sequence[Inputs], exchange: str, kernel
         outs = attend()
         return *(out.detach() for out in outs), *torch.autograd.grad(outs, leaves, douts)
 
-    return Contender(forward, training)
+    return Contender(forward, training, capturable=not check)
+
+
+def without_messages(workload: Workload, inputs: Inputs, rank: int, exchange: str, bucket: int | None) -> Contender:
+    """Make the same call without messages, on whatever its receive buffers contain. The difference in time is the
+    part of the exchange that computation does not hide."""
+    contender = ring(workload, [inputs], exchange, bucket, False, Silent(rank, workload.world))
+    return replace(contender, local=True)
 
 
 class _NeverSent:

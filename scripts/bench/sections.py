@@ -21,10 +21,9 @@ from bench.command import BenchRecord
 from bench.longest import Search, longest
 from bench.rank_group import Failed, Lost, RankGroup
 from bench.timing import captured, measured, peak_beyond
-from bench.workload import PASSES, Contender, Inputs, Unsupported, Workload
+from bench.workload import PATTERNS, Contender, Inputs, Unsupported, Workload
 from verification.wording import counted
 
-Times = dict[tuple[str, bool], float]  # (pass, from a CUDA graph) -> milliseconds
 SECTIONS = ("dense", "longnet", "packed", "window", "reach")
 SEED = 1
 OURS, SILENT, BY_HEADS = "ring_attention", "ring_attention without messages", "ring_attention by heads"
@@ -33,16 +32,12 @@ WHOLE, KERNELS = "one GPU, whole sequence", "kernels alone"
 
 @dataclass
 class Section:
-    """One workload, and the times for comparison: one GPU with the whole sequence, the kernels alone, and the current
-    exchange and bucket without messages."""
+    """One workload. size: additional columns. bucket: the current one."""
 
     name: str
     workload: Workload
-    size: dict[str, int] = field(default_factory=dict)  # additional columns
+    size: dict[str, int] = field(default_factory=dict)
     bucket: int | None = None
-    whole: Times = field(default_factory=dict)
-    kernels: Times = field(default_factory=dict)
-    silent: Times = field(default_factory=dict)
 
     def row(self, method: str, exchange: str | None = None) -> dict[str, Any]:
         """Return the columns that identify a row."""
@@ -59,7 +54,7 @@ class Bench:
 
     def __init__(self, ranks: RankGroup, options: argparse.Namespace, record: BenchRecord) -> None:
         self.ranks, self.options, self.record = ranks, options, record
-        segments, rates = tuple(options.segments), tuple(options.rates)
+        segments, rates = PATTERNS[options.device]
         # (tokens per rank, ranks) -> workload
         self.make: dict[str, Callable[[int, int], Workload]] = {
             "dense": partial(Workload.dense, shape=options.shape),
@@ -92,7 +87,7 @@ class Bench:
         options = self.options
         for pattern, exchange, bucket in product(self.make, options.exchange, options.bucket):
             search = Search(
-                self.make[pattern], options.device, exchange, options.kernel, bucket, options.tokens[0],
+                self.make[pattern], options.device, exchange, bucket, options.tokens[0],
                 options.reach_limit, float(options.reach_seconds),
             )  # fmt: skip
             row = longest(self.ranks, search) | ({} if bucket is None else {"bucket": bucket})
@@ -103,11 +98,9 @@ class Bench:
         for kernel in self.options.baseline_kernels:
             with fused.kernel(kernel):
                 row = {"kernel": kernel}
-                whole = self._timed(section, section.row(WHOLE) | row, self._whole(section))
-                section.whole = _faster(section.whole, whole)
+                self._timed(section, section.row(WHOLE) | row, self._whole(section))
                 if section.name in self.make:
-                    alone = self._timed(section, section.row(KERNELS) | row, self._kernels(section))
-                    section.kernels = _faster(section.kernels, alone)
+                    self._timed(section, section.row(KERNELS) | row, self._kernels(section))
         for exchange, section.bucket in product(self.options.exchange, self.options.bucket):
             self._ours(section, exchange)
         for kernel in self.options.baseline_kernels if self.options.peers else ():
@@ -159,43 +152,37 @@ class Bench:
 
     def _ours(self, section: Section, exchange: str) -> None:
         """Time the call without messages, then the call itself, whose rows are compared with the first."""
-        workload, settings = section.workload, (exchange, self.options.kernel, section.bucket)
+        workload, settings = section.workload, (exchange, section.bucket)
         inputs = self._inputs(workload)
         silent = partial(ours.without_messages, workload, inputs, self.ranks.rank, *settings)
-        section.silent = self._timed(section, section.row(SILENT, exchange), _deferred(silent))
+        self._timed(section, section.row(SILENT, exchange), _deferred(silent))
         for check in (True, False) if self.options.graph else (True,):
-            contender = ours.ring(workload, inputs, *settings, check=check)
+            contender = ours.ring(workload, [inputs], *settings, check=check)
             self._timed(section, section.row(OURS, exchange), nullcontext(contender))
-        section.silent = {}
         for heads in self.options.heads_a_call:
             row = section.row(BY_HEADS, exchange) | {"heads_a_call": heads}
             self._timed(section, row, _deferred(partial(self._by_heads, workload, heads, *settings)))
 
-    def _by_heads(self, workload: Workload, heads: int, *settings: Any) -> Contender:
+    def _by_heads(self, workload: Workload, heads: int, exchange: str, bucket: int | None) -> Contender:
         shape = workload.shape
         share = replace(shape, kv=heads, query=heads * shape.query // shape.kv)
         one = replace(workload, shape=share)
-        return ours.by_heads(one, [self._inputs(one) for _ in range(shape.kv // heads)], *settings)
+        return ours.ring(one, [self._inputs(one) for _ in range(shape.kv // heads)], exchange, bucket, check=True)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _timed(self, section: Section, row: dict[str, Any], deferred: AbstractContextManager[Contender]) -> Times:
+    def _timed(self, section: Section, row: dict[str, Any], deferred: AbstractContextManager[Contender]) -> None:
         """Add a row for each pass of a contender, or one with the reason why it cannot be timed."""
-        times: Times = {}
         try:
             with self._entered(deferred) as contender:
                 for number, (name, call) in enumerate(contender.passes):
                     for graph in self._graphs(contender, row):
-                        pass_row = {**row, "pass": name, "graph": graph}
-                        ms = self._time_pass(section, pass_row, contender, number, call)
-                        if ms is not None:
-                            times[name, graph] = ms
+                        self._time_pass(section, {**row, "pass": name, "graph": graph}, contender, number, call)
                 del contender, call  # free their tensors before the cache is emptied
         except (Unsupported, Failed) as reason:
             self.record.add(**row, left_out=str(reason))
         if self.ranks.device.type == "cuda":
             torch.cuda.empty_cache()
-        return times
 
     @contextmanager
     def _entered(self, deferred: AbstractContextManager[Contender]) -> Iterator[Contender]:
@@ -222,9 +209,8 @@ class Bench:
 
     def _time_pass(
         self, section: Section, row: dict[str, Any], contender: Contender, number: int, call: Callable[[], Any]
-    ) -> float | None:
-        """Time one pass and add its row. Return its milliseconds, or None if it failed. Raises Lost if the ranks cannot
-        go on."""
+    ) -> None:
+        """Time one pass and add its row. Raises Lost if the ranks cannot go on."""
         try:
             with captured(self.ranks, call) if row["graph"] else nullcontext(call) as timed:
                 timing = measured(self.ranks, timed, self.options.timing)
@@ -235,25 +221,30 @@ class Bench:
             self.record.add(**row, error=str(failure))
             if not contender.local and (failure.memory or not failure.everywhere):
                 raise Lost(f"{row['method']} of {section.workload.tokens} tokens a rank: {failure}") from failure
-            return None
+            return
         if self.ranks.rank:
-            return timing.ms  # rank 0 alone counts and records
+            return  # rank 0 alone counts and records
         row |= {"ms": timing.ms, "samples": timing.samples, "warmup": timing.warmup}
         row["tflops"] = section.workload.flops[number] / section.workload.world / timing.ms * 1000 / 1e12
-        whole = [section.whole[at] for at in ((row["pass"], False), (row["pass"], True)) if at in section.whole]
-        if whole:
-            row["efficiency"] = min(whole) / section.workload.world / timing.ms
+        whole = self._fastest(section.row(WHOLE) | {"pass": row["pass"]})
+        if whole is not None and row["method"] != WHOLE:
+            row["efficiency"] = whole / section.workload.world / timing.ms
         if row["method"] == OURS:
             row |= self._compared(section, row, number)
         if row["method"] in (OURS, BY_HEADS):
             row["peak_bytes"] = peak
         self.record.add(**row, note=contender.note or None)
-        return timing.ms
+
+    def _fastest(self, columns: dict[str, Any]) -> float | None:
+        """Return the least milliseconds of the rows so far with these columns; None without any."""
+        same = (row for row in self.record.rows if columns.items() <= row.items())
+        return min((float(row["ms"]) for row in same if "ms" in row), default=None)
 
     def _compared(self, section: Section, row: dict[str, Any], number: int) -> dict[str, Any]:
         """Return times and counts to compare ring_attention with; a time of a graph with those of graphs."""
-        timed, workload, exchange = (PASSES[number], row["graph"]), section.workload, row["exchange"]
-        kernels, silent = section.kernels.get(timed), section.silent.get(timed)
+        timed, workload, exchange = {"pass": row["pass"], "graph": row["graph"]}, section.workload, row["exchange"]
+        kernels = self._fastest(section.row(KERNELS) | timed)
+        silent = self._fastest(section.row(SILENT, exchange) | timed)
         bucket = ours.bucket_of(workload, section.bucket, self.ranks.device)
         on_gpus = self.ranks.device.type == "cuda"
         return {
@@ -263,11 +254,6 @@ class Bench:
             "sent_bytes": workload.sent(exchange, on_gpus)[number],
             "closed_form_bytes": workload.memory(exchange, bucket, on_gpus)[number],
         }
-
-
-def _faster(first: Times, second: Times) -> Times:
-    """Return the shorter time of each pass."""
-    return {timed: min(times[timed] for times in (first, second) if timed in times) for timed in first | second}
 
 
 @contextmanager

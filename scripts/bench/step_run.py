@@ -29,8 +29,9 @@ from torch import Tensor
 from bench.rank_group import RankGroup
 from bench.step_models import StepModel
 from bench.step_ways import ALONE, StepProblem, Way, way_of
-from reference import Pattern, attention, gradients
+from bench.workload import Attend
 from ring.nn import gather
+from verification.models.formulas import oracle_attention
 
 MOST = 2.0
 ROUNDINGS = 32  # of a layer, forward and backward: products, norms, rotations, gate and sums
@@ -122,25 +123,9 @@ def _grad(parameter: Tensor) -> Tensor:
     return parameter.grad.float()  # a copy if it has 16 bits
 
 
-def _oracle(problem: StepProblem) -> Any:
+def _oracle(problem: StepProblem) -> Attend:
     pattern = problem.workload.pattern
-    return lambda q, k, v: _ExactAttention.apply(q, k, v, pattern)
-
-
-class _ExactAttention(torch.autograd.Function):
-    """Dense fp64 attention of `reference`, cast to the dtype of q."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.pattern = pattern
-        return attention(q, k, v, pattern)[0].to(q.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors
-        input_grads = gradients(q, k, v, ctx.pattern, grads[0])
-        return *(x.to(q.dtype) for x in input_grads), None
+    return lambda q, k, v: oracle_attention(q, k, v, pattern)[0].to(q.dtype)
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,12 +13,12 @@ from torch import Tensor
 from reference import cost, validators
 from reference.pattern import Pattern
 from ring import Layout
+from ring.estimate.__main__ import UNITS
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 Results = tuple[Tensor, ...]
 PASSES = ("forward", "forward+backward")
-UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 SEGMENTS, RATES = (2 * 2**10, 8 * 2**10, 32 * 2**10, 128 * 2**10, 2**20), (1, 4, 16, 32, 256)  # LongNet's
 PATTERNS = {"cuda": (SEGMENTS, RATES), "cpu": ((8, 32, 128), (1, 4, 8))}  # by device; a tiny one for trials on the CPU
@@ -29,16 +28,8 @@ class Unsupported(Exception):
     """A method cannot take a workload; the message says why."""
 
 
-def size(text: str) -> int:
-    """Parse tokens: "2048", "2Ki", "1Mi" -> int. Raises ValueError for anything else."""
-    match = re.fullmatch(r"([1-9][0-9]*)(Ki|Mi)?", text)
-    if match is None:
-        raise ValueError(f"a size is {text!r}; it must be a number of tokens such as 2048, 2Ki or 1Mi")
-    return int(match[1]) * UNITS[match[2] or ""]
-
-
 def named(tokens: int) -> str:
-    """Format tokens in the largest unit that divides them: the inverse of `size`."""
+    """Format tokens in the largest unit that divides them, as 2Ki."""
     unit = next(unit for unit in ("Mi", "Ki", "") if tokens % UNITS[unit] == 0)
     return f"{tokens // UNITS[unit]}{unit}"
 
