@@ -162,13 +162,16 @@ def common_pair(a: Slice, b: Slice) -> tuple[int, int]:
     return query, query + distance
 
 
-def check_slices_fit(slices: Sequence[Slice], tokens: int, key_tokens: int) -> None:
-    """Raise ValueError if a slice reaches beyond the sequence. One without an end of queries is for any length."""
+def check_slices_fit(slices: Sequence[Slice], tokens: int | None, key_tokens: int) -> None:
+    """Raise ValueError if a slice reaches beyond the sequence. One without an end of queries is for any length.
+
+    tokens: None for any number of queries.
+    """
     for one in slices:
         if one.q1 is None:
             continue
         for name, begin, end, most in (("queries", one.q0, one.q1, tokens), ("keys", one.k0, one.k1, key_tokens)):
-            if max(begin, end or 0) > most:
+            if most is not None and max(begin, end or 0) > most:
                 raise ValueError(
                     f"slices must lie within the {most} tokens of the {name}, got {tuple(one)}: end it at {most}"
                 )

@@ -162,7 +162,7 @@ REFUSED = {
     "overlap": (lambda: Pattern.slices([((0, 3), (0, 3), "full")] * 2), "slices must see a pair once"),
     "no triple": (lambda: Pattern.slices([((0, 3), (0, 3))]), r"must be a list of \(\(q0, q1\), \(k0, k1\), kind\)"),
     "beyond": (lambda: Pattern.prefix(9).validate_tokens(8), "slices must lie within the 8 tokens"),
-    "frames do not add up": (lambda: Pattern.frames([3, 4]).validate_tokens(8), "documents must add up to the 8 tokens"),
+    "frames do not add up": (lambda: Pattern.frames([3, 4]).validate_tokens(8), "documents must add up to the 8"),
     "frames and documents": (
         lambda: Pattern.frames([3, 4], (4, 4)),
         "frames must have the 8 tokens of the documents, got 7",
