@@ -193,7 +193,8 @@ class Case(SavedFields):
         super().__post_init__()
         validators.grouped_heads(self.heads, self.kv_heads)
         self.pattern.validate(self.heads)
-        self.pattern.validate_tokens(self.tokens)
+        if self.keys is None:
+            self.pattern.validate_tokens(self.tokens)
         if not self.backward and self.through_lse:
             raise ValueError(f"backward is False and lse is {self.lse!r}; lse must be 'unused' or 'returned' then")
         if self.score_scale <= 0:
@@ -226,7 +227,7 @@ class Case(SavedFields):
             raise ValueError(f"keys is {value!r}; it must be None or (tokens, order, cuts)")
         tokens, order, cuts = value
         validators.integer("tokens of keys", tokens, 1)
-        self.pattern.validate_tokens(tokens)
+        self.pattern.validate_tokens(self.tokens, tokens)
         if cuts is not None:
             cuts = validators.offsets("cuts of keys", cuts, len(self.ranks), tokens)
         return Keys(tokens, validators.choice("order of keys", order, ORDERS), cuts)

@@ -15,7 +15,7 @@ DEFAULTS: dict[str, Any] = {
     "head_dim": 16, "dtype": "float32", "scale": None, "score_scale": 1.0, "values": "normal", "seed": 0,
     "exchange": "ring", "bucket": None, "kernel": "math", "lse": "unused", "strided": False,
 }  # fmt: skip
-_BRANCH = ("segment_length", "dilation_rate", "offset", "window")
+_BRANCH = ("segment_length", "dilation_rate", "offset", "window", "slices")
 NAMES = (*(field.name for field in fields(Case) if field.name != "pattern"), "causal", "documents", *_BRANCH)
 _TYPES = {field.name: str(field.type) for kind in (Branch, Pattern, Case) for field in fields(kind)}
 
@@ -25,9 +25,9 @@ def read_case_line(text: str) -> Case:
 
     Args:
         text: `name=value` parts with spaces between. A name is a field of Case but `pattern`, or one of its pattern
-            with one branch: causal, documents, segment_length, dilation_rate, offset, window. A value is JSON, or a
-            word; of several numbers, `3,5,8`; `none` for None. What is missing is as in DEFAULTS; kv_heads are as many
-            as heads.
+            with one branch: causal, documents, segment_length, dilation_rate, offset, window, slices. A value is JSON,
+            or a word; of several numbers, `3,5,8`; of slices, `[[0,8,0,8,null,0]]`; `none` for None. What is missing
+            is as in DEFAULTS; kv_heads are as many as heads.
 
     Raises:
         ValueError: an unknown name, one given twice or without a value, or a value that the field does not allow.
@@ -49,7 +49,7 @@ def read_case_line(text: str) -> Case:
 def _value(name: str, text: str) -> Any:
     if _TYPES[name].endswith("None") and text.lower() in ("none", "null"):
         return None
-    if _TYPES[name].startswith("tuple"):
+    if _TYPES[name].startswith("tuple") and not text.startswith("[["):
         text = f"[{text.strip('[]')}]"
     try:
         value = json.loads(text)

@@ -7,7 +7,7 @@ It shows a strategy that no longer draws a feature, and a run that was too short
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate, combinations, pairwise
@@ -21,12 +21,14 @@ from reference.fast_oracle import multiplicity
 from reference.head_groups import ALL_TO_ALL, AUTO, BY_HOST
 from reference.pattern import Branch, Pattern
 from reference.shards import Shards
+from reference.slices import Slice
 from verification.case import AGAIN, CPU_KERNELS, DTYPES, EXCHANGES, LSE, ORDERS, VALUES, Case
 from verification.check.workspace_limits import MIN_BLOCK
 from verification.report.text import listing, paragraph
 from verification.wording import counted
 
 RARE = 0.02  # of all Cases
+_LISTED = ("hilbert", "shuffled", "permuted", "swapped")
 HUGE = 100.0  # 16-bit scores of this size, or their differences, have no digits left after the point
 
 Has = Callable[[Any], bool]  # of a Case or a TrainingCase
@@ -45,8 +47,8 @@ def _visible(case: Case, branch: Branch) -> Flags:
 
 
 def _selected(case: Case) -> Flags:
-    """Return (branches, H, n): True if the branch selects the position. A selected position sees itself."""
-    return np.stack([_visible(case, branch).diagonal(axis1=1, axis2=2) for branch in case.pattern.branches])
+    """Return (branches, H, n): True if the position sees a key in the branch."""
+    return np.stack([_visible(case, branch).any(2) for branch in case.pattern.branches])
 
 
 def _keys_by_rank(case: Case, branch: Branch) -> NDArray[np.float32]:
@@ -104,11 +106,11 @@ def _several(case: Case) -> bool:
     return sum(length > 0 for length in _documents(case)) > 1
 
 
-def _ends_by_a_shard(case: Case) -> bool:
-    """Return True if a document ends within one token of a shard's end, but not with the sequence."""
+def _ends_by_a_shard(case: Case, edges: Iterable[int | None], shifts: Collection[int] = (-1, 0, 1)) -> bool:
+    """Return True if an edge lies within one token of a shard's end, but not at an end of the sequence."""
     ends = set((np.flatnonzero(np.diff(case.shards().holder)) + 1).tolist())
-    inner = [end for end in accumulate(_documents(case)) if 0 < end < case.tokens]
-    return any(end + shift in ends for end in inner for shift in (-1, 0, 1))
+    inner = [edge for edge in edges if edge is not None and 0 < edge < case.tokens]
+    return any(edge + shift in ends for edge in inner for shift in shifts)
 
 
 def _after_a_tail(case: Case, branch: Branch) -> bool:
@@ -122,8 +124,9 @@ def _has_dead_rows(case: Case) -> bool:
 
 
 def _grouped(case: Case) -> Flags:
-    """Return (branches, Hk, H / Hk, n): True if the branch selects the position."""
-    return _selected(case).reshape(len(case.pattern.branches), case.kv_heads, -1, case.tokens)
+    """Return (branches, Hk, H / Hk, n): True if a position sees this key in the branch."""
+    seen = np.stack([_visible(case, branch).any(1) for branch in case.pattern.branches])
+    return seen.reshape(len(case.pattern.branches), case.kv_heads, -1, case.tokens)
 
 
 def _keys_shared(case: Case) -> bool:
@@ -153,13 +156,45 @@ def _any_window(has: Callable[[Case, Branch, int], bool]) -> Has:
 def _cut(case: Case, branch: Branch, window: int, inner: Ints, outer: Ints | int) -> bool:
     """Return True if some row's window starts before the row's part. inner, outer: starts of the parts, and of what
     contains these."""
-    row = _visible(case, branch).diagonal(axis1=1, axis2=2).any(0)
+    row = _visible(case, branch).any((0, 2))
     return bool((row & (inner > outer) & (np.arange(case.tokens) - window < inner)).any())
 
 
 def _rows_cut(case: Case, branch: Branch) -> bool:
     """Return True if a rank has more rows of one segment's grid than a kernel call takes."""
     return bool(_keys_by_rank(case, replace(branch, window=None)).max() > max(case.tokens_per_call, MIN_ROWS))
+
+
+def _sliced(has: Callable[[Case, Branch, tuple[Slice, ...]], bool]) -> Has:
+    """Return a predicate: `has` holds for some branch with slices of its own, and for these."""
+    return _any(lambda case, b: b.slices is not None and has(case, b, b.slices))
+
+
+def _any_slice(has: Callable[[Case, Slice], bool]) -> Has:
+    """Return a predicate: `has` holds for some slice of some branch."""
+    return _sliced(lambda case, b, slices: any(has(case, one) for one in slices))
+
+
+def _edges(case: Case) -> list[int | None]:
+    """Return the ends of all slices of queries and keys; None for open ones."""
+    return [end for b in case.pattern.branches for one in b.slices or () for end in one[:4]]
+
+
+def _shards_of(case: Case, one: Slice) -> int:
+    """Return the number of ranks that hold queries of a slice."""
+    return len(set(case.shards().holder[one.q0 : one.q1].tolist()))
+
+
+def _intervals(case: Case, branch: Branch) -> int:
+    """Return the most intervals of keys that a row sees."""
+    visible = _visible(case, branch)
+    return int((visible[..., :1].sum(-1) + (visible[..., 1:] & ~visible[..., :-1]).sum(-1)).max())
+
+
+def _rank_without_a_key(case: Case) -> bool:
+    """Return True if a rank has rows, and none of them sees a key."""
+    sees = _selected(case).any((0, 1))
+    return any(len(rows) and not sees[rows].any() for rows in case.shards().positions)
 
 
 def _scores_are_large(case: Case) -> bool:
@@ -237,7 +272,7 @@ GROUPS: dict[str, dict[str, Has]] = {
         "equal documents": lambda case: max(Counter(x for x in _documents(case) if x > 1).values(), default=0) > 1,
         "document on several ranks": lambda case: _several(case) and _most_ranks(case, Branch()) > 1,
         "document on three ranks": lambda case: _several(case) and _most_ranks(case, Branch()) > 2,
-        "document that ends by a shard's end": _ends_by_a_shard,
+        "document that ends by a shard's end": lambda case: _ends_by_a_shard(case, accumulate(_documents(case))),
         "document after a short tail": _any(_after_a_tail),
     },
     "windows": {
@@ -256,6 +291,36 @@ GROUPS: dict[str, dict[str, Has]] = {
         "window on three ranks": _any_window(lambda case, b, w: _most_ranks(case, b) > 2),
         "window in some branches only": lambda case: None in _windows(case) != {None},
         "several windows": lambda case: len(_windows(case) - {None}) > 1,
+    },
+    "slices": {
+        "slices": lambda case: case.pattern.has_slices,
+        "no slices": lambda case: not case.pattern.has_slices,
+        "several slices": _sliced(lambda case, b, slices: len(slices) > 1),
+        "no pair in slices": _sliced(lambda case, b, slices: not _visible(case, b).any()),
+        "slices in some branches only": lambda case: len({b.slices is None for b in case.pattern.branches}) > 1,
+        "heads with different slices": lambda case: (
+            len({b.slices for b in case.pattern.branches if b.heads is not None and b.slices is not None}) > 1
+        ),
+        "slices with dilation": _sliced(lambda case, b, slices: b.dilation_rate > 1),
+        "slices with segments": _sliced(lambda case, b, slices: _length(case, b) < case.tokens),
+        "slices with a window": _sliced(lambda case, b, slices: b.window is not None and _hides(case, b)),
+        "slices with documents": lambda case: case.pattern.has_slices and _several(case),
+        "slices of later keys": _sliced(lambda case, b, slices: bool(np.triu(_visible(case, b), 1).any())),
+        "band away from the diagonal": _any_slice(
+            lambda case, one: None not in one[4:] and not (one.limits[4] <= 0 <= one.limits[5])
+        ),
+        "two bands in a listed layout": _sliced(
+            lambda case, b, slices: case.order in _LISTED and sum(one.high is not None for one in slices) > 1
+        ),
+        "two intervals of keys": _sliced(lambda case, b, slices: _intervals(case, b) > 1),
+        "slice that ends with a shard": lambda case: _ends_by_a_shard(case, _edges(case), (0,)),
+        "slice that ends beside a shard's end": lambda case: _ends_by_a_shard(case, _edges(case), (-1, 1)),
+        "slice on two shards": _any_slice(lambda case, one: one.q1 is not None and _shards_of(case, one) == 2),
+        "slice on three shards": _any_slice(lambda case, one: one.q1 is not None and _shards_of(case, one) > 2),
+        "slice longer than a shard": _any_slice(
+            lambda case, one: (one.q1 or 0) - one.q0 > max(_counts(case)) and len(case.ranks) > 1
+        ),
+        "rank whose rows see no key of slices": lambda case: case.pattern.has_slices and _rank_without_a_key(case),
     },
     "heads and sizes": {
         "MHA": lambda case: 1 < case.heads == case.kv_heads,
@@ -309,7 +374,7 @@ def _on_one_sequence(has: Has) -> Has:
 
 GROUPS |= {
     group: {name: _on_one_sequence(has) for name, has in GROUPS[group].items()}
-    for group in ("pattern", "documents", "windows", "heads and sizes", "scores and values", "buckets")
+    for group in ("pattern", "documents", "windows", "slices", "heads and sizes", "scores and values", "buckets")
 }
 GROUPS["cross-attention"] = {
     name: partial(_crosses, has)
@@ -322,6 +387,7 @@ GROUPS["cross-attention"] = {
         "causal cross-attention": lambda case: case.pattern.causal,
         "cross-attention with segments": _any(lambda case, b: b.segment_length is not None),
         "cross-attention with a window": lambda case: _windows(case) != {None},
+        "cross-attention with slices": lambda case: case.pattern.has_slices,
         "cross-attention with documents": lambda case: case.pattern.documents is not None,
     }.items()
 }
@@ -345,7 +411,7 @@ GROUPS["exchange"] |= {
 }
 # Features that the claim of another implementation may leave out, whose absence a reader should know of.
 OF_CLAIMS = (
-    *("causal", "not causal", "documents", "window", "segments", "dilation"),
+    *("causal", "not causal", "documents", "window", "slices", "segments", "dilation"),
     *("GQA", "several batches", "explicit scale", "scale <= 0", "sinks", "softcap", "values of fewer dims than keys"),
     *("fewer keys than queries", "subgroup", "uneven cuts", "empty shard", "lse returned", "lse differentiated"),
     *(f"dtype {dtype}" for dtype in DTYPES),

@@ -7,14 +7,17 @@ time, and rarely leaves the corner cases, which have strategies of their own. So
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import fields, replace
 from itertools import accumulate, combinations, pairwise
 from typing import Any, TypeVar
 
 from reference.pattern import Branch, Pattern
+from reference.slices import CAUSAL, Slice
 from verification.case import Case, Keys
 from verification.check.numbered_exchange import with_number
 from verification.protocols import CaseLike
+from verification.strategies.slices import clipped
 
 C = TypeVar("C", bound=CaseLike)
 
@@ -80,6 +83,10 @@ def _simpler_patterns(pattern: Pattern) -> Iterator[Pattern]:
         yield replace(pattern, causal=False)
     if any(branch.window is not None for branch in pattern.branches):
         yield replace(pattern, branches=tuple(replace(branch, window=None) for branch in pattern.branches))
+    if pattern.has_slices:
+        without = tuple(replace(branch, slices=None) for branch in pattern.branches)
+        yield replace(pattern, branches=without, causal=True)
+        yield replace(pattern, branches=without)
     for at, branch in enumerate(pattern.branches):
         before, after = pattern.branches[:at], pattern.branches[at + 1 :]
         if before or after:
@@ -92,6 +99,9 @@ def _simpler_branches(branch: Branch) -> Iterator[Branch]:
     """Yield the branch without one of its features, and with a dilation of 1 or 2."""
     if branch.window is not None:
         yield replace(branch, window=None)
+    for slices in _fewer_slices(branch.slices):
+        with suppress(ValueError):  # longer ones may overlap
+            yield replace(branch, slices=slices)
     if branch.segment_length is not None:
         yield replace(branch, segment_length=None)
     if branch.offset != 0:
@@ -104,6 +114,25 @@ def _simpler_branches(branch: Branch) -> Iterator[Branch]:
         yield replace(branch, dilation_rate=1, offset=0)
     if branch.dilation_rate > 2:
         yield replace(branch, dilation_rate=2, offset=0)
+
+
+def _fewer_slices(slices: tuple[Slice, ...] | None) -> Iterator[tuple[Slice, ...] | None]:
+    """Yield no slices, those of causality, and the slices with one left out, without an end or bound, or shorter."""
+    if slices is None:
+        return
+    yield None
+    if slices and slices != (CAUSAL,):
+        yield (CAUSAL,)
+    for at in range(0 if slices == (CAUSAL,) else len(slices)):
+        one, before, after = slices[at], slices[:at], slices[at + 1 :]
+        yield before + after
+        simpler = [one._replace(**{name: x}) for name, x in Slice()._asdict().items() if x != getattr(one, name)]
+        for begin, end in (("q0", "q1"), ("k0", "k1")):
+            first, last = getattr(one, begin), getattr(one, end)
+            if last is not None:
+                simpler += [one._replace(**{end: first + length}) for length in _fewer(last - first)]
+        for other in simpler:
+            yield (*before, other, *after)
 
 
 def _with_fewer_tokens(case: Any) -> Iterator[Any]:
@@ -167,7 +196,11 @@ def _cut(cuts: tuple[int, ...] | None, tokens: int) -> tuple[int, ...] | None:
 
 
 def _if_valid(case: Any, **changes: Any) -> Iterator[Any]:
-    """Yield the Case with these changes, if it is valid."""
+    """Yield the Case with these changes, if it is valid. Slices past the new end move to it."""
+    pattern = changes.get("pattern", getattr(case, "pattern", None))
+    if isinstance(case, Case) and pattern.has_slices:
+        tokens, keys = changes.get("tokens", case.tokens), changes.get("keys", case.keys)
+        changes["pattern"] = clipped(pattern, tokens, tokens if keys is None else keys.tokens)
     try:
         yield replace(case, **changes)
     except ValueError:

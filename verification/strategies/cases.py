@@ -20,6 +20,7 @@ from verification.case_line import read_case_line
 from verification.strategies.corner_cases import MAX_TOKENS, rare, shifted
 from verification.strategies.decoding import digits, head_range, permutation
 from verification.strategies.documents import MAX_FUSED, fused_documents, packed, windowed
+from verification.strategies.slices import clipped, sliced
 
 Draw = st.DrawFn
 
@@ -181,7 +182,8 @@ def with_keys(draw: Draw, case: Case) -> Case:
     tokens = case.tokens
     if draw(_quarters) < 3:
         tokens, case = draw(_tokens[draw(_ceilings)]), replace(case, pattern=replace(case.pattern, documents=None))
-    return replace(case, keys=Keys(tokens, draw(_orders), cuts_of(draw, tokens, len(case.ranks))))
+    keys = Keys(tokens, draw(_orders), cuts_of(draw, tokens, len(case.ranks)))
+    return replace(case, keys=keys, pattern=clipped(case.pattern, case.tokens, tokens))
 
 
 def fused(draw: Draw, case: Case) -> Case:
@@ -245,7 +247,7 @@ def cases(draw: Draw, world: int) -> Case:
 
     Cases cover every order of tokens, uneven cuts with empty shards, fewer tokens than ranks, subgroups; patterns of
     one branch or mixtures, segments and dilations beyond the sequence, offsets per query head; windows of any length;
-    documents that end at shards' ends or beside them; MQA and GQA; sinks, softcaps and head dims of values;
+    documents and slices that end at shards' ends or beside them; MQA and GQA; sinks, softcaps and head dims of values;
     cross-attention, with another length and layout of the keys; every dtype, exchange and kernel.
     """
     # The larger of two draws: Hypothesis prefers the ends of a range, and a fifth of all Cases would have one token.
@@ -274,6 +276,7 @@ def cases(draw: Draw, world: int) -> Case:
         case = fused(draw, case)
     else:
         case = rare(draw, case)
+    case = case if draw(_quarters) < 3 else sliced(draw, case)
     case = case if draw(_eighths) < 7 else with_keys(draw, case)
     return on_hosts(draw, case)
 

@@ -39,8 +39,11 @@ _BEYOND = 4  # tokens by which a window may exceed the sequence
 def documents_of(draw: st.DrawFn, tokens: int, ends: Sequence[int]) -> Documents:
     """Draw documents of that many tokens. ends: positions between the tokens of two ranks."""
     way = draw(_ways)
-    if way is None:
-        return None
+    return None if way is None else lengths_of(draw, way, tokens, ends)
+
+
+def lengths_of(draw: st.DrawFn, way: str, tokens: int, ends: Sequence[int]) -> tuple[int, ...]:
+    """Draw lengths that add up to so many tokens. way: one of WAYS; ends: as in `documents_of`."""
     number, empty = draw(_numbers), draw(_empties)
     if way == "equal":
         return _with_empty(_repeated((1 + number % max(1, -(-tokens // 2)),), tokens), empty)

@@ -103,7 +103,8 @@ def other_keys(case: Case) -> list[list[Any] | None]:
     tokens, order, _ = case.keys or Keys(case.tokens, case.order)
     others = {other: Keys(tokens, other) for other in ("contiguous", "zigzag", "striped") if other != order}
     lengths = [Keys(tokens + 3, order)] if case.pattern.documents is None and order in ORDERS else []
-    return [None if case.keys else [tokens, "hilbert", None], *map(list, (*others.values(), *lengths))]
+    without = case.keys is not None and not (case.pattern.has_slices and tokens > case.tokens)  # slices may end beyond
+    return [None if without else [tokens, "hilbert", None], *map(list, (*others.values(), *lengths))]
 
 
 def _other_cuts(draw: st.DrawFn, case: Case) -> list[tuple[int, ...]]:
