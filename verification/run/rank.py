@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from reference.pattern import Pattern
 from ring import Layout, Transport, ring_attention
 from ring.comm.buffer_meter import measure
 from ring.comm.transport import one_sided
@@ -40,7 +41,8 @@ Result = TypeVar("Result")
 class InputEdit:
     """A change to a Case's tensors, for laws: the same on every rank, and in the parent.
 
-    after     replace q, k, v of all tokens beyond position `number` by other numbers
+    change    replace q of the tokens `order`, and k and v of the tokens `positions`, by other numbers
+    rows      leave the tokens `positions` of a sequence of `number` tokens; dout and dlse are 0 for those at `order`
     poison    put NaN (`number` even) or inf into the tensor `name` at the token `positions[0]`, head 0, dimension 0
     permute   reorder the batch by `order`, the query heads by `head_order`, the key/value heads by `kv_order`
     hide      in dimension 0, set the keys at tokens `positions`, heads `kv_order`, to -inf, all other keys to 0, and
@@ -60,9 +62,14 @@ class InputEdit:
     def apply(self, tensors: Tensors) -> Tensors:
         """Return new tensors for the whole sequence, as `Case.tensors`."""
         q, k, v, dout, dlse, *sinks = tensors
-        if self.kind == "after":
-            after = self.number + 1  # flip and negate, so that no later token keeps its old numbers
-            q, k, v = (torch.cat((x[:, :after], -x[:, after:].flip(1)), 1) for x in (q, k, v))
+        if self.kind == "change":
+            q, k, v = q.clone(), k.clone(), v.clone()
+            for x, tokens in ((q, self.order), (k, self.positions), (v, self.positions)):
+                x[:, tokens] = -x[:, tokens].flip(1)  # so that no token keeps its old numbers
+        elif self.kind == "rows":
+            q, k, v, dout = (x[:, self.positions] for x in (q, k, v, dout))
+            dlse = dlse[:, :, self.positions]
+            dout[:, self.order], dlse[:, :, self.order] = 0.0, 0.0
         elif self.kind == "poison":
             q, k, v = q.clone(), k.clone(), v.clone()
             target = {"q": q, "k": k, "v": v}[self.name]
@@ -83,13 +90,19 @@ class InputEdit:
             v = v[:, :1].expand_as(v).clone()
             k = k[:, :1].expand_as(k).clone() if self.number else k
         else:
-            raise ValueError(f"kind is {self.kind!r}; it must be one of after, poison, permute, hide, shift, equal")
+            raise ValueError(
+                f"kind is {self.kind!r}; it must be one of change, rows, poison, permute, hide, shift, equal"
+            )
         return q, k, v, dout, dlse, *sinks
 
 
 def whole_tensors(case: Case, edit: InputEdit | None = None) -> Tensors:
-    tensors = case.tensors()
-    return tensors if edit is None else edit.apply(tensors)
+    """Return the tensors of the whole sequence, edited."""
+    if edit is None:
+        return case.tensors()
+    if edit.kind == "rows":
+        case = replace(case, tokens=edit.number, pattern=Pattern.dense(), cuts=None)
+    return edit.apply(case.tensors())
 
 
 def rank_device() -> torch.device:

@@ -197,9 +197,9 @@ def _cut(cuts: tuple[int, ...] | None, tokens: int) -> tuple[int, ...] | None:
 
 def _if_valid(case: Any, **changes: Any) -> Iterator[Any]:
     """Yield the Case with these changes, if it is valid. Slices past the new end move to it."""
-    pattern = changes.get("pattern", getattr(case, "pattern", None))
-    if isinstance(case, Case) and pattern.has_slices:
+    if isinstance(case, Case):
         tokens, keys = changes.get("tokens", case.tokens), changes.get("keys", case.keys)
+        pattern = changes.get("pattern", case.pattern)
         changes["pattern"] = clipped(pattern, tokens, tokens if keys is None else keys.tokens)
     try:
         yield replace(case, **changes)

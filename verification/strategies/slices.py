@@ -46,7 +46,8 @@ def sliced(draw: st.DrawFn, case: Case) -> Case:
         case = replace(case, order=draw(_listed))
     slices, branches = slices_of(draw, case, kind), list(case.pattern.branches)
     if way == "alone" or (way == "heads" and case.heads == 1):
-        return replace(case, pattern=Pattern((Branch(slices=slices),), documents=case.pattern.documents))
+        # The drawn causality stays, which then says nothing.
+        return replace(case, pattern=replace(case.pattern, branches=(Branch(slices=slices),)))
     if way == "heads":
         first, other = 1 + draw(_quarters) % (case.heads - 1), slices_of(draw, case, draw(_kinds))
         parts = (range(first), slices), (range(first, case.heads), other)
@@ -65,7 +66,7 @@ def slices_of(draw: st.DrawFn, case: Case, kind: str) -> Slices:
     number, tokens = draw(_numbers), case.tokens
     begins = list(accumulate(case.pattern.documents or (), initial=0))[:-1] or [0]
     if kind == "first tokens":
-        slices = first_token_slices(number % 4, number // 4 % (tokens // 2 + 1), begins)
+        slices: Sequence[Slice] = first_token_slices(number % 4, number // 4 % (tokens // 2 + 1), begins)
     elif kind == "bands":
         slices = _bands(*digits(number, _FEW, 5))
     else:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from verification.case import Case
 from verification.check.attention_on_ranks import AttentionOnRanks, Claims, any_case, claimed
-from verification.check.checks import assemble, compared
-from verification.check.laws.law import TAME, How, Law, anything, bounded, changed, without_overflow, worst_ratio
+from verification.check.laws.law import TAME, How, Law, anything, bounded, changed, without_overflow, worst_difference
 from verification.check.supported import check_supported
 from verification.strategies.cases import cases, other_sharding
 
@@ -44,14 +43,7 @@ def _another_claimed(claims: Claims, case: Case, how: How) -> None:
 
 def check_anywhere(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     """Results with another group, layout, exchange and bucket differ by no more than the sum of both bounds."""
-    other = changed(case, how)
-    observations, first = ranks.observe_and_expect(case)
-    other_observations, second = ranks.observe_and_expect(other)
-    worst = 0.0
-    for name in compared(case):
-        a, b = assemble(case, observations, name), assemble(other, other_observations, name)
-        worst = max(worst, worst_ratio(name, a, b, first.bound[name] + second.bound[name], how))
-    return worst
+    return worst_difference(ranks, case, changed(case, how), how)
 
 
 SAME_ANYWHERE = Law(

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from reference import validators
 from verification.case import Case
 from verification.check.attention_on_ranks import AttentionOnRanks, Claims
+from verification.check.checks import assemble, compared
 from verification.check.worst_entry import worst_entry
 from verification.failures import WrongResult
 
@@ -131,6 +132,17 @@ def worst_ratio(name: str, a: np.ndarray, b: np.ndarray, allowed: np.ndarray, ho
             f"{ratio[where]:.3g} times the sum of their bounds {allowed[where]:.3g}"
         )
     return float(ratio.max(initial=0.0))
+
+
+def worst_difference(ranks: AttentionOnRanks, case: Case, other: Case, how: How) -> float:
+    """Return the worst difference of the results of two Cases, as a fraction of the sum of their bounds."""
+    observations, first = ranks.observe_and_expect(case)
+    other_observations, second = ranks.observe_and_expect(other)
+    worst = 0.0
+    for name in compared(case):
+        a, b = assemble(case, observations, name), assemble(other, other_observations, name)
+        worst = max(worst, worst_ratio(name, a, b, first.bound[name] + second.bound[name], how))
+    return worst
 
 
 def same_numbers(name: str, a: np.ndarray, b: np.ndarray, when: str) -> None:
