@@ -31,7 +31,7 @@ def check_later(ranks: AttentionOnRanks, case: Case, how: How) -> float:
         0
     )  # (rows, keys)
     hidden: Flags = ~sees[how["position"]]
-    affected: Flags = sees[:, hidden].any(1)  # of these rows the queries change as well
+    affected: Flags = np.asarray(sees[:, hidden].any(1))  # of these rows the queries change as well
     edit = InputEdit("change", positions=_where(hidden), order=_where(affected))
     observations, edited = ranks.observe(case), ranks.observe(case, edit)
     for name in ("out", "lse") if case.lse != "unused" else ("out",):
