@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from reference.pattern import Branch, Pattern
 from reference.shards import HANDS
+from reference.slices import Slice
 from verification.case import Case
 from verification.strategies.decoding import digits
 
@@ -142,6 +143,18 @@ def _dealt(draw: Draw, case: Case) -> Case:
     )  # fmt: skip
 
 
+def _two_bounds(draw: Draw, case: Case) -> Case:
+    """Use earlier keys with one bound and later keys with another, of which every query sees some, in an order known
+    only by its positions: the tiles of a query differ in nothing but their bounds."""
+    bound, tokens = draw(_quarters), 16 + draw(_sixteenths)
+    end = bound + 2 + draw(_quarters)
+    slices = Slice(k1=end, high=bound), Slice(k0=end, high=end + draw(_quarters))
+    return replace(
+        case, tokens=tokens, order="hilbert" if draw(_flags) else "shuffled", cuts=None,
+        pattern=Pattern((Branch(slices=slices),)), bucket=None if draw(_flags) else tokens,
+    )  # fmt: skip
+
+
 def _blind(draw: Draw, case: Case) -> Case:
     """Hide all keys from all queries: the offset lies past the segments. Without this, some runs have no such Case."""
     segment = 1 + draw(_quarters)
@@ -150,6 +163,7 @@ def _blind(draw: Draw, case: Case) -> Case:
 
 # By a number below 16: fewest ranks, most ranks, and the function that makes the Case.
 RARE: dict[int, tuple[int, int, Callable[[Draw, Case], Case]]] = {
+    3: (1, 1024, _two_bounds),
     4: (2, 4, _uneven_slots),
     5: (1, 1024, _nearly_equal_segments),
     6: (4, 8, _apart),

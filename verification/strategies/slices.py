@@ -96,12 +96,12 @@ def parents_of(number: int, nodes: int) -> list[int | None]:
     return [None if choice == node else choice for node, choice in enumerate(choices)]
 
 
-def _bands(before: int, width: int, between: int, other: int, side: int) -> Slices:
-    """Return a band of earlier keys, and another band before it or of later keys."""
+def _bands(before: int, width: int, between: int, other: int, later: int) -> Slices:
+    """Return a band of earlier keys, and another before it or of later keys."""
     high = -1 - before
     low = high - width
-    another = (low - 1 - between - other, low - 1 - between) if side % 2 else (between, between + other)
-    return (Slice(low=low, high=high), Slice(low=another[0], high=another[1]))
+    another = (between, between + other) if later % 2 else (low - 1 - between - other, low - 1 - between)
+    return Slice(low=low, high=high), Slice(low=another[0], high=another[1])
 
 
 def halves(one: Slice, axis: str, at: int) -> tuple[Slice, Slice]:
