@@ -75,6 +75,18 @@ def test_last_document_is_lengthened_to_the_sum() -> None:
     assert replace(packed, keys=Keys(13, "striped", (0, 3, 3, 13))).lengthened(16).keys == Keys(16, "striped")
 
 
+def test_slices_fit_both_sequences_and_a_line() -> None:
+    line = "tokens=13 world=3 slices=[[0,13,0,5,null,-2],[4,null,5,9,-3,1]] documents=13"
+    sliced = read_case_line(line)
+    assert sliced.pattern.branches[0].slices == ((0, 13, 0, 5, None, -2), (4, None, 5, 9, -3, 1))
+    assert Case.from_json(sliced.to_json()) == sliced and read_case_line("slices=none").pattern == Pattern.dense()
+    for tokens, keys in ((12, None), (None, Keys(8))):
+        with pytest.raises(ValueError, match="slices must lie within the (12|8) tokens"):
+            replace(sliced, pattern=replace(sliced.pattern, documents=None), tokens=tokens or 13, keys=keys)
+    crossed = replace(sliced, pattern=replace(sliced.pattern, documents=None), keys=Keys(9))
+    assert (crossed.tokens, crossed.key_tokens) == (13, 9)
+
+
 @pytest.mark.parametrize("keys", (None, Keys(5), Keys(20, "shuffled", (0, 0, 20, 20)), Keys(1, "hilbert")))
 def test_keys_may_have_a_sequence_of_their_own(keys: Keys | None) -> None:
     """Shards and tensors of the queries stay; the layout of the keys is the defined one."""

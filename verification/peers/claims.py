@@ -12,25 +12,28 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from reference import validators
-from reference.pattern import Pattern
+from reference.pattern import Branch, Pattern
+from reference.slices import Slice
 from verification.case import Case, Keys
+from verification.strategies.slices import clipped
 
 Claim = Callable[[Case], Case | None]
 OPTIONAL = ("sinks", "softcap", "value_dim", "keys")  # fields of Case that few implementations support
+TAKEN = (*OPTIONAL, "slices")
 
 
 def takes(*names: str) -> Callable[[Claim], Claim]:
-    """Return a decorator of claims, which are given no Cases with sinks, a softcap, values of another head dim or keys
-    of another sequence without it.
+    """Return a decorator of claims, which are given no Cases with sinks, a softcap, values of another head dim, keys
+    of another sequence or slices without it.
 
     Args:
-        names: some of "sinks", "softcap", "value_dim" and "keys".
+        names: some of "sinks", "softcap", "value_dim", "keys" and "slices".
 
     Raises:
         ValueError: another name.
     """
     for name in names:
-        validators.choice("a name of takes", name, OPTIONAL)
+        validators.choice("a name of takes", name, TAKEN)
 
     def decorated(claim: Claim) -> Claim:
         taking = functools.partial(claim)
@@ -49,6 +52,11 @@ def applied(claim: Claim, case: Case) -> Case | None:
     """
     taken = getattr(claim, "takes", ())
     left_out: dict[str, Any] = {name: None for name in OPTIONAL if name not in taken}
+    if "slices" not in taken and case.pattern.has_slices:
+        branches = tuple(dataclasses.replace(branch, slices=None) for branch in case.pattern.branches)
+        left_out["pattern"] = dataclasses.replace(case.pattern, branches=branches)
+    elif case.keys is not None and "keys" not in taken:
+        left_out["pattern"] = clipped(case.pattern, case.tokens, case.tokens)
     return claim(dataclasses.replace(case, **left_out))
 
 
@@ -70,27 +78,40 @@ def window(case: Case) -> int | None:
     return next((branch.window for branch in case.pattern.branches if branch.window is not None), None)
 
 
-def dense(case: Case, causal: bool | None = None, *, windows: bool = False) -> Case:
+def slices(case: Case) -> tuple[Slice, ...] | None:
+    """Return the slices of the first branch that has some; None if none has.
+
+    Args:
+        case: any Case.
+    """
+    return next((branch.slices for branch in case.pattern.branches if branch.slices is not None), None)
+
+
+def dense(case: Case, causal: bool | None = None, *, windows: bool = False, sliced: bool = False) -> Case:
     """Return a Case of dense attention without documents.
 
     Args:
         case: any Case.
         causal: None: the Case's.
         windows: True keeps the Case's `window`.
+        sliced: True keeps the Case's `slices`.
     """
     causal = case.pattern.causal if causal is None else causal
-    return dataclasses.replace(case, pattern=Pattern.dense(causal, window=window(case) if windows else None))
+    branch = Branch(window=window(case) if windows else None, slices=slices(case) if sliced else None)
+    return dataclasses.replace(case, pattern=Pattern((branch,), causal))
 
 
-def packed(case: Case, causal: bool | None = None, *, windows: bool = False) -> Case:
+def packed(case: Case, causal: bool | None = None, *, windows: bool = False, sliced: bool = False) -> Case:
     """Return a Case of dense attention within its documents, which one sequence has; without documents, of its batch.
 
     Args:
         case: any Case.
         causal: None: the Case's.
         windows: True keeps the Case's `window`.
+        sliced: True keeps the Case's `slices`.
     """
-    pattern = dataclasses.replace(dense(case, causal, windows=windows).pattern, documents=case.pattern.documents)
+    attended = dense(case, causal, windows=windows, sliced=sliced).pattern
+    pattern = dataclasses.replace(attended, documents=case.pattern.documents)
     return dataclasses.replace(case, batch=case.batch if pattern.documents is None else 1, pattern=pattern)
 
 
@@ -252,9 +273,8 @@ def of_sizes(
     """
     length = _fitting(tokens, case.tokens)
     if length < case.tokens:
-        case = dataclasses.replace(
-            case, tokens=length, cuts=None, pattern=dataclasses.replace(case.pattern, documents=None)
-        )
+        pattern = dataclasses.replace(clipped(case.pattern, length, length if case.keys is None else case.key_tokens), documents=None)
+        case = dataclasses.replace(case, tokens=length, cuts=None, pattern=pattern)
     elif length > case.tokens:
         case = case.lengthened(length, cuts=None)
     head_dim = case.head_dim

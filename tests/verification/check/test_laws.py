@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from reference.pattern import Branch, Pattern
+from reference.slices import tree_slices
 from ring import attend, attention, consensus, programs
 from ring.comm.call_order import Calls
 from ring.compute.accumulator import Accumulator
@@ -98,6 +100,9 @@ def wrongly(mistake: str) -> dict[str, Any]:
     return {"mistakes": [[mistake, 1]], "compiled": False, "new_group": False, "without_page": None}
 
 
+NODES = {"parents": [None, 0, 0, 2], "lengths": [3, 1, 2, 6]}
+TREE = plain(2, pattern=Pattern((Branch(slices=tuple(tree_slices(NODES["parents"], NODES["lengths"]))),)))
+WRITTEN, LEAVES = "a mask written in another way", "a tree equals its leaves"
 MOVED = {"group": None, "order": "contiguous", "cuts": None, "exchange": "gather", "bucket": None}
 LONG = plain(8, tokens=512, heads=4, kv_heads=4, head_dim=16, dtype="bfloat16")
 MEASURED = plain(2, tokens=64, measured=True, bucket=16)
@@ -106,6 +111,15 @@ REFUSED = "wrong calls refused everywhere"
 TEETH: list[tuple[str, Plant, Case, dict[str, Any], str]] = [
     ("same on any ranks, layout, exchange",
      results(lambda out, args, options: out + (options["exchange"] == "gather")), plain(2), MOVED, "times the sum of"),
+    (WRITTEN, results(lambda out, args, options: out + args[3].has_slices), plain(2, pattern=Pattern.dense(True)),
+     {"way": "causality and windows", "seed": 0}, "times the sum of"),
+    (WRITTEN, results(lambda out, args, options: out + len(args[3].branches[0].slices)), TREE,
+     {"way": "cut in two", "seed": 1}, "times the sum of"),
+    (WRITTEN, results(lambda out, args, options: out + args[3].branches[0].slices[0].q0), TREE,
+     {"way": "in another order", "seed": 3}, "times the sum of"),
+    (LEAVES, results(lambda out, args, options: out + args[3].has_slices), TREE, NODES, r"out of \[0, 1, 2, 3\]"),
+    (LEAVES, results(lambda out, args, options: out + 0 * out.detach() + (out - out.detach()) * args[3].has_slices),
+     TREE, NODES, "summed over leaves"),
     (REFUSED, ignores(consensus, "validate"), plain(2), wrongly("one token too many in q"), "index 0 .* nothing"),
     (REFUSED, says_less, plain(2), wrongly("another name than the others"), "does not name"),
     (CALLS, partial(plant, keeps_one_output), plain(2), in_flight(), "other results than by themselves: out of call 0"),

@@ -62,10 +62,13 @@ def test_claims_keep_supported_settings(peer: Peer, data: st.DataObject) -> None
         assert edges[-1] == found.shards().counts[0] and edges.diff().max() == longest
 
 
-SCORED = plain(1, sinks="normal", softcap=2.0, value_dim=8, keys=Keys(9, "zigzag"))
+SLICES = ((0, 12, 0, 9, None, 0), (2, 5, 2, 5, 1, None))
+SCORED = plain(
+    1, sinks="normal", softcap=2.0, value_dim=8, keys=Keys(9, "zigzag"), pattern=Pattern((Branch(slices=SLICES),))
+)
 
 
-@pytest.mark.parametrize("taken", ((), ("sinks",), ("softcap", "value_dim"), claims.OPTIONAL))
+@pytest.mark.parametrize("taken", ((), ("sinks",), ("softcap", "value_dim"), ("slices",), claims.TAKEN))
 def test_claims_get_their_scores_and_values(taken: tuple[str, ...]) -> None:
     given = list[Case]()
 
@@ -77,7 +80,8 @@ def test_claims_get_their_scores_and_values(taken: tuple[str, ...]) -> None:
     found = nearest_claimed(peer, SCORED)
     for case in (*given, found):
         assert case is not None
-        assert {name for name in claims.OPTIONAL if getattr(case, name) is not None} == set(taken)
+        assert {name for name in claims.OPTIONAL if getattr(case, name) is not None} == set(taken) - {"slices"}
+        assert claims.slices(case) == (claims.slices(SCORED) if "slices" in taken else None)
 
 
 def test_window_of_a_case_is_its_first_branches() -> None:

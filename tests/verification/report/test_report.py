@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from reference.pattern import Branch, Pattern
+from reference.slices import Slice
 from tests.support.plain_case import plain
 from tests.support.printed import printed, recording, unbroken
 from verification.check.laws import LAWS
@@ -219,6 +220,10 @@ def near(window: int, **branch: Any) -> dict[str, Any]:
     return {"pattern": Pattern((Branch(window=window, **branch),), True)}
 
 
+def sliced(*slices: tuple[int | None, ...]) -> dict[str, Any]:
+    return {"pattern": Pattern((Branch(slices=tuple(Slice(*one) for one in slices)),))}
+
+
 # Features that are computed from masks and shards -> changes to the Case above that have the feature, and that come
 # close.
 EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
@@ -232,6 +237,18 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
         {"kv_heads": 2, "pattern": Pattern(tuple(Branch(w, r, 0, range(i, i + 1)) for w, r, i in parts))}
         for parts in (((8, 2, 0), (None, 5, 1)), ((8, 2, 1), (8, 2, 2), (4, 1, 1)))
     ),
+    "band away from the diagonal": (sliced((0, 24, 0, 24, 1, 9)), sliced((0, 24, 0, 24, 0, 9))),
+    "slice that ends with a shard": (sliced((0, 12, 0, 5, None, 0)), sliced((0, 11, 0, 5, None, 0))),
+    "slice that ends beside a shard's end": (sliced((0, 11, 0, 5, None, 0)), sliced((0, 12, 0, 5, None, 0))),
+    "slice on two shards": (sliced((11, 13, 0, 5, None, None)), sliced((12, 24, 0, 5, None, None))),
+    "two intervals of keys": (
+        sliced(
+            (0, 24, 0, 2, None, -6),
+            (0, 24, 0, 24, -5, 0),
+        ),
+        sliced((0, 24, 0, 2, None, -6), (0, 7, 0, 24, -5, 0)),
+    ),
+    "rank whose rows see no key of slices": (sliced((12, 24, 0, 24, None, 0)), sliced((11, 24, 0, 24, None, 0))),
     "dead key": tuple({"kv_heads": 2, "pattern": Pattern((Branch(8, 2, (0, 1, x, 0)),))} for x in (0, 1)),
     "query rows cut": ({"world": 1, "tokens": 17}, {"world": 1, "tokens": 17, "bucket": 17}),
     "scores larger than queries": tuple(  # 12 rows times 12 keys, 12 rows of 11

@@ -15,7 +15,8 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 from rich.console import Console
 
-from reference.pattern import Pattern
+from reference.pattern import Branch, Pattern
+from reference.slices import Slice
 from tests.support.backends import shared
 from tests.support.plain_case import plain
 from tests.support.planted import plant_receive_first, plant_wrong_result
@@ -161,6 +162,22 @@ def test_documents_shrink_where_ranks_divide_the_tokens(fails: Any, least: tuple
         case, lambda x: x.tokens % 4 == 0 and x.pattern.documents is not None and fails(x.pattern.documents, x.tokens)
     )
     assert shrunk.pattern.documents == least
+
+
+@pytest.mark.parametrize(
+    "fails, tokens, left",
+    [
+        (lambda slices: True, 1, [Slice(high=0)]),
+        (lambda slices: len(slices) > 1, 2, [Slice(k1=1), Slice(low=1)]),
+        (lambda slices: any((one.low or 0) > 0 for one in slices), 2, [Slice(low=1)]),
+        (lambda slices: any(one.q1 is not None and one.q1 - one.q0 >= 3 for one in slices), 3, [Slice(q1=3)]),
+    ],
+)
+def test_slices_shrink_with_their_sequence(fails: Any, tokens: int, left: list[Slice]) -> None:
+    slices = Slice(high=0), Slice(4, 19, 4, 19, low=1), Slice(30, 44, 30, 41, 1, 7)
+    case = plain(4, tokens=44, pattern=Pattern((Branch(slices=slices),)), keys=Keys(41))
+    shrunk = minimize(case, lambda x: x.pattern.has_slices and fails(x.pattern.branches[0].slices))
+    assert (shrunk.tokens, shrunk.keys, list(shrunk.pattern.branches[0].slices or ())) == (tokens, None, left)
 
 
 def test_cut_shrinking_is_reported(ranks: GlooBackend) -> None:
