@@ -115,10 +115,8 @@ def test_slices_of_queries_may_reach_behind_the_keys() -> None:
         with pytest.raises(ValueError, match="slices must lie within the 24 tokens of the keys"):
             evaluate(inputs, arithmetic_of(inputs))
         with pytest.raises(ValueError, match="slices must lie within the 24 tokens of the keys"):
-            attention_and_gradients(
-                *map(torch.from_numpy, (inputs.q, inputs.k, inputs.v)), pattern, torch.from_numpy(inputs.dout), None,
-                q_positions=torch.from_numpy(rows),
-            )  # fmt: skip
+            q, k, v, dout, at = (torch.from_numpy(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout, rows))
+            attention_and_gradients(q, k, v, pattern, dout, q_positions=at)
 
 
 @pytest.mark.parametrize("blocks", [False, True])
