@@ -1,9 +1,9 @@
 """Draws a mask of any size: cells of some tokens, shaded by how many branches see a pair of theirs on average.
 
-A row of a grid sees every r-th key between two ends, so its keys in every cell are counted exactly. All rows of cells
-of up to 64 are counted. In larger cells 64 places are drawn. Each counts the grid's row at or before it, divided by
-the number of places at which that row would be counted. So expected values are exact, and no row of many places is
-missed.
+A row of a grid sees every r-th key between two ends of each slice, so its keys in every cell are counted exactly. All
+rows of cells of up to 64 are counted. In larger cells 64 places are drawn. Each counts the grid's row at or before it,
+divided by the number of places at which that row would be counted. So expected values are exact, and no row of many
+places is missed.
 """
 
 from __future__ import annotations

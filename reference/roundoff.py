@@ -261,25 +261,46 @@ def mask_parts(pattern: Pattern, tokens: int) -> MaskParts:
     On a grid of rate r, bounds are multiples of r. The ones beside the diagonal let a key see itself, or only the next.
     Bounds that hide no pair of a segment count as none. So causality has 1 part, a causal window 3, a window both ways
     5.
+
+    A window that covers the whole sequence cuts runs into parts of a window and one step (`ring.plan.blocks`). Other
+    slices of its branch then meet these, in each run one more than their length holds.
     """
     rows, keys, beside, ranges = 0, 0, False, 0
     for branch in pattern.branches:
         length, rate = min(branch.segment_length or tokens, tokens), branch.dilation_rate
-        slices, weights = slices_seen(branch, pattern.causal), list[int]()
+        slices, parts = slices_seen(branch, pattern.causal), list[tuple[int, int]]()
+        windows = [max(-one.low, one.high) // rate * rate + rate for one in slices
+                   if one.low is not None and one.high is not None and _is_whole(one, tokens)]  # fmt: skip
+        part = min([length, *windows])
         for one in slices:
-            q0, q1, k0, k1, low, high = one.limits
-            q1, k1, low, high = min(q1, tokens), min(k1, tokens), -(-low // rate), high // rate  # in steps of the grid
-            hides = (low - 1) * rate > max(k0 - q1, -length), (high + 1) * rate < min(k1 - q0, length)
-            square = (q0, q1) == (k0, k1)
-            near = square and low in (0, 1), square and high in (0, -1)
-            far = sum(hidden and not aside for hidden, aside in zip(hides, near, strict=True))
-            beside |= any(near)
-            weights.append(1 + 2 * far)
-            if far or (q0, q1, k0, k1) != (0, tokens, 0, tokens):
+            far, near = _bounds(one, rate, length, tokens)
+            beside |= near
+            whole = _is_whole(one, tokens)
+            if far or not whole:
                 ranges = max(ranges, 1 if branch.slices is None else 2 * len(slices))
-        rows += max(1, _most_over(slices, weights))
-        keys += max(1, _most_over([transposed(one) for one in slices], weights))
+            q0, q1, k0, k1 = (min(end, tokens) for end in one.limits[:4])
+            cuts = (0, 0) if whole or part == length else (1 + (k1 - k0) // part, 1 + (q1 - q0) // part)
+            parts.append(((1 + 2 * far) * (1 + cuts[0]), (1 + 2 * far) * (1 + cuts[1])))
+        of_rows, of_keys = zip(*parts, strict=True) if parts else ((), ())
+        rows += max(1, _most_over(slices, of_rows))
+        keys += max(1, _most_over([transposed(one) for one in slices], of_keys))
     return MaskParts(rows, keys, beside, ranges)
+
+
+def _is_whole(one: Slice, tokens: int) -> bool:
+    """Return True if the ranges of a slice hold all tokens."""
+    q0, q1, k0, k1, *_ = one.limits
+    return not q0 and not k0 and min(q1, k1) >= tokens
+
+
+def _bounds(one: Slice, rate: int, length: int, tokens: int) -> tuple[int, bool]:
+    """Return the number of bounds that hide something and are not beside the diagonal, and True if one is beside it."""
+    q0, q1, k0, k1, low, high = one.limits
+    q1, k1, low, high = min(q1, tokens), min(k1, tokens), -(-low // rate), high // rate  # in steps of the grid
+    hides = (low - 1) * rate > max(k0 - q1, -length), (high + 1) * rate < min(k1 - q0, length)
+    square = (q0, q1) == (k0, k1)
+    near = square and low in (0, 1), square and high in (0, -1)
+    return sum(hidden and not aside for hidden, aside in zip(hides, near, strict=True)), any(near)
 
 
 def max_run_parts(exchange: str, order: str | None, cut: bool, ranks: int, beside: bool, ranges: int) -> int:

@@ -369,7 +369,7 @@ def test_slices_leave_no_more_pairs_than_counted(drawn: tuple[int, Pattern]) -> 
 
 PARTS = {
     "two frames": (Pattern.frames([4, 8]), (2, 2, True, 6)),
-    "first tokens": (Pattern.first_tokens(2, 3), (6, 6, True, 4)),
+    "first tokens": (Pattern.first_tokens(2, 3), (9, 27, True, 4)),
     "a tree": (Pattern.tree([None, 0, 0], [4, 3, 3]), (2, 2, True, 8)),
     "cut keys": (Pattern.slices([((0, 24), (0, 9), (None, 0)), ((0, 24), (9, 24), (None, 0))]), (6, 3, False, 4)),
     "a grid": (Pattern((Branch(None, 4, slices=(Slice(0, 24, 0, 24, -3, 2),)),)), (1, 1, True, 0)),

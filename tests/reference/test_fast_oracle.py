@@ -103,6 +103,22 @@ def test_the_twins_agree_on_any_pattern(data: st.DataObject, n: int, dims: tuple
     assert_twins_agree(drawn_inputs(pattern, n, dims, sinks=sinks, softcap=softcap))
 
 
+def test_slices_of_queries_may_reach_behind_the_keys() -> None:
+    rows = np.array([0, 4, 5, 39])
+    for keys in (24, 25):
+        pattern = Pattern.slices([((5, 40), (0, keys), (None, -6)), ((0, 5), (3, 9), "causal")])
+        inputs = drawn_inputs(pattern, 24)
+        inputs = replace(inputs, q=inputs.q[:, :4], dout=inputs.dout[:, :4], rows=rows)
+        if keys == 24:
+            assert not assert_twins_agree(inputs).dead_rows[:, 3].any()
+            continue
+        with pytest.raises(ValueError, match="slices must lie within the 24 tokens of the keys"):
+            evaluate(inputs, arithmetic_of(inputs))
+        with pytest.raises(ValueError, match="slices must lie within the 24 tokens of the keys"):
+            q, k, v, dout, at = (torch.from_numpy(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout, rows))
+            attention_and_gradients(q, k, v, pattern, dout, q_positions=at)
+
+
 @pytest.mark.parametrize("blocks", [False, True])
 def test_tensors_and_arrays_give_equal_results(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if blocks:
