@@ -98,7 +98,8 @@ def mask_picture(heads: Sequence[tuple[Grid, ...]], n: int, causal: bool, docume
     if len(alike) > 1:
         panels |= {_named(alike[grids]): by_head[grids] for grids in list(alike)[:_PANELS]}
     edges = document_lines(documents, size)
-    note = f"{tokens_text(n)} tokens{', causal' * causal}{'' if documents is None else f', {len(documents)} documents'}"
+    note = f"{tokens_text(n)} tokens{', causal' * causal}"
+    note += "" if documents is None else f", {len(documents)} document{'s' * (len(documents) != 1)}"
     if size > 1:
         sampled = f", counted at {_PLACES} rows" if size > _PLACES else ""
         note += f"; a cell has {tokens_text(size)} rows and keys{sampled}"

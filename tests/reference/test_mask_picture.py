@@ -101,10 +101,14 @@ LONGNET = Pattern.longnet([2048, 8192, 32768], [1, 4, 12], heads=12, causal=True
         (Pattern.dense(documents=(100, 0, 30)), {}, ["130 tokens, 3 documents; a cell has 2 rows and keys"]),
         (Pattern.dense(documents=()), {}, ["0 tokens, 0 documents"]),
         (Pattern((Branch(heads=range(1, 3)),)), {}, ["3 heads, mean", "head 0", "heads 1, 2"]),
-        (Pattern.tree([None, 0, 0], [6, 4, 4]), {}, ["32 tokens, causal"]),
+        (Pattern.tree([None, 0, 0], [6, 4, 4]), {}, ["14 tokens, causal, 1 document"]),
         (Pattern.spans([(3, 6)]), {}, ["32 tokens"]),
         (Pattern((Branch(slices=(Slice(0, 9, 0, 9, 1),)),), causal=True), {"tokens": 20}, ["20 tokens"]),
-        (Pattern.frames([1560] * 60), {}, ["93,600 tokens; a cell has 1 Ki rows and keys, counted at 64 rows"]),
+        (
+            Pattern.frames([1560] * 60),
+            {},
+            ["93,600 tokens, 1 document; a cell has 1 Ki rows and keys, counted at 64 rows"],
+        ),
     ],
 )
 def test_pictures_have_captions(pattern: Pattern, sizes: dict[str, int], said: list[str]) -> None:
