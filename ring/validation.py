@@ -119,12 +119,13 @@ def validate(call: Call, transport: Transport) -> None:
                 f"{name} must be for the {transport.world_size} ranks of the group, got one for {layout.world_size}"
             )
     parse(call.settings.exchange, transport.world_size)
-    call.pattern.validate_tokens(call.layout.n, call.key_layout.n)
-    if call.pattern.documents is not None and call.key_layout.n != call.layout.n:
+    packed, tokens, key_tokens = call.pattern.packed, call.layout.n, call.key_layout.n
+    if packed is not None and packed.tokens == tokens != key_tokens:
         raise ValueError(
-            f"key_layout must have the {call.layout.n} tokens of the pattern's documents, got {call.key_layout.n}; "
-            "without documents it may have any number"
+            f"key_layout must have the {tokens} tokens of the pattern's documents, got {key_tokens}; without documents "
+            "it may have any number"
         )
+    call.pattern.validate_tokens(tokens, key_tokens)
     _validate_tensors(call, call.layout.counts[transport.rank], call.key_layout.counts[transport.rank])
     call.pattern.validate(call.q.shape[2])
     if call.sinks is not None:
