@@ -19,7 +19,7 @@ def cases(world: int | Sequence[int] = 2, claims: Claims = any_case) -> st.Searc
     Args:
         world: number of ranks, or several to draw from.
         claims: maps a Case to the nearest one that your implementation supports, or to None; the functions of
-            `verification.testing.claims` are made for it. It is given no sinks, softcap or value_dim unless it
+            `verification.testing.claims` are made for it. It is given no sinks, softcap, value_dim, keys or slices unless it
             `claims.takes` them.
 
     Returns:
