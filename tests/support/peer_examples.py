@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reference.pattern import multiplicity
 from ring import Layout, ring_attention
 from verification.case import Case
 from verification.peers import Peer, claims
@@ -35,6 +36,15 @@ def scored(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object, sinks: Te
     if sinks is not None:
         scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)), -1)
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1)[..., : k.shape[1]], v)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
+    """Attention with slices; a row that sees nothing is 0."""
+    places = torch.arange(case.tokens)
+    hidden = multiplicity(case.pattern, places, places, 1) == 0
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * case.softmax_scale
+    weights = scores.masked_fill(hidden, -1e30).softmax(-1).masked_fill(hidden, 0.0)
+    return torch.einsum("bhij,bjhd->bihd", weights, v)
 
 
 def document_by_document(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
@@ -149,6 +159,10 @@ def claim(case: Case) -> Case:
     return claims.dense(claims.plain_process(case))
 
 
+def claim_of_slices(case: Case) -> Case:
+    return claims.dense(claims.plain_process(case), sliced=True)
+
+
 def ours(q: Tensor, k: Tensor, v: Tensor, case: Case, group: object) -> Tensor:
     out = ring_attention(q, k, v, case.pattern, Layout.contiguous(case.tokens, 1), scale=case.softmax_scale)
     assert isinstance(out, Tensor)
@@ -168,6 +182,11 @@ in_16_bits = then(dtype=lambda case: "bfloat16", lse=lambda case: "returned")
 sound = Peer("mine", "dense, one process", claim, plain, worlds=(1,))
 of_ring = replace(sound, attend=ours)
 with_scores = replace(sound, claims=claims.takes(*claims.OPTIONAL)(claim), attend=scored)
+with_slices = replace(sound, claims=claims.takes("slices")(claim_of_slices), attend=masked)
+drops_slices = replace(
+    with_slices,
+    attend=lambda q, k, v, case, group: attention(q, k, v, case.softmax_scale, not case.pattern.has_slices)[0],
+)
 drops_sinks = replace(with_scores, attend=lambda q, k, v, case, group, sinks=None: scored(q, k, v, case, group))
 packed = replace(sound, claims=lambda case: claims.packed(claims.plain_process(case)), attend=document_by_document)
 unpacked = replace(packed, attend=plain)

@@ -273,7 +273,9 @@ def of_sizes(
     """
     length = _fitting(tokens, case.tokens)
     if length < case.tokens:
-        pattern = dataclasses.replace(clipped(case.pattern, length, length if case.keys is None else case.key_tokens), documents=None)
+        pattern = dataclasses.replace(
+            clipped(case.pattern, length, length if case.keys is None else case.key_tokens), documents=None
+        )
         case = dataclasses.replace(case, tokens=length, cuts=None, pattern=pattern)
     elif length > case.tokens:
         case = case.lengthened(length, cuts=None)

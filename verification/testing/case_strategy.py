@@ -19,8 +19,8 @@ def cases(world: int | Sequence[int] = 2, claims: Claims = any_case) -> st.Searc
     Args:
         world: number of ranks, or several to draw from.
         claims: maps a Case to the nearest one that your implementation supports, or to None; the functions of
-            `verification.testing.claims` are made for it. It is given no sinks, softcap or value_dim unless it
-            `claims.takes` them.
+            `verification.testing.claims` are made for it. It is given no sinks, softcap, value_dim, keys or slices
+            unless it `claims.takes` them.
 
     Returns:
         A strategy. A Case has the sizes, pattern, layout, dtype and seed; `case.tensors()` are q, k, v, dout, dlse of

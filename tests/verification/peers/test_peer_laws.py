@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from reference.fast_oracle import multiplicity
+from reference.pattern import Branch, Pattern
+from reference.slices import tree_slices
 from tests.support.drawing import draw_many
 from tests.support.peer_examples import EXAMPLES
 from tests.support.plain_case import PLAIN
@@ -22,8 +24,16 @@ from verification.run.backends import GlooBackend
 
 pytestmark = pytest.mark.ranks
 
+TREE = {"parents": [None, 0, 0], "lengths": [1, 2, 2]}
 FAULTS_OF_LAWS = [
-    ("later tokens change nothing", "peeks", {"position": 1}, "was .* when the tokens after position 1 change"),
+    ("later tokens change nothing", "peeks", {"position": 1}, "when the tokens change that .* position 1 does not see"),
+    (
+        "a mask written in another way",
+        "drops_slices",
+        {"way": "causality and windows", "seed": 0},
+        "sum of their bounds",
+    ),
+    ("a tree equals its leaves", "drops_slices", TREE, "sum of their bounds"),
     ("batches and heads permute", "numbers_heads", {"batch": [1, 0], "kv_heads": [1, 0]}, "sum of their bounds"),
     ("equal values come out", "adds_up_to_more", {"keys_too": False}, "all values of that head are equal"),
     ("NaN and inf propagate", "hides_nan", {"token": 0, "tensor": "v", "infinite": False}, "which sees NaN in v"),
@@ -35,10 +45,12 @@ FAULTS_OF_LAWS = [
 def test_a_peer_that_breaks_a_law_is_found(
     backend: GlooBackend, title: str, name: str, how: dict[str, Any], said: str
 ) -> None:
-    case = replace(PLAIN, lse="unused", kernel="math")
+    case, sound = replace(PLAIN, lse="unused", kernel="math"), "with_slices" if "slices" in name else "sound"
+    if how is TREE:
+        case = replace(case, pattern=Pattern((Branch(slices=tuple(tree_slices(TREE["parents"], TREE["lengths"]))),)))
     law = next(law for law in LAWS_OF_ANY if law.name == title)
     law.validate(case, how)
-    assert peer_law(f"{EXAMPLES}:sound", law).check(backend, (case, how))[title] <= 1.0
+    assert peer_law(f"{EXAMPLES}:{sound}", law).check(backend, (case, how))[title] <= 1.0
     broken = peer_law(f"{EXAMPLES}:{name}", law)
     with pytest.raises(VerificationFailure, match=said):
         broken.check(backend, (case, how))

@@ -142,7 +142,7 @@ def _claimed(claims: Claims, case: Case, how: How) -> None:
 
 
 SAME_MASK_SAME_RESULTS = Law(
-    "a mask written in another way", _draw, check_written, _precondition, share=0.03, cases=TAME,
+    "a mask written in another way", _draw, check_written, _precondition, share=0.06, cases=TAME,
     how={"way": lambda case, name, value: validators.choice(name, value, WAYS), "seed": bounded},
     of_any="the claim has no slices", of_others=_claimed,
 )  # fmt: skip

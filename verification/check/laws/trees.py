@@ -106,7 +106,7 @@ def _leaves_claimed(claims: Claims, case: Case, how: How) -> None:
 
 
 TREES_EQUAL_THEIR_LEAVES = Law(
-    "a tree equals its leaves", _draw, check_leaves, _precondition, share=0.02,
+    "a tree equals its leaves", _draw, check_leaves, _precondition, share=0.04,
     how={"parents": anything, "lengths": anything},
     cases=TAME
     | {
