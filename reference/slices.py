@@ -100,7 +100,7 @@ def checked_slices(value: object) -> tuple[Slice, ...] | None:
         return value
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError(f"slices must be a list of (q0, q1, k0, k1, low, high) or None, got {value!r}")
-    slices = tuple(_checked_slice(one) for one in value)
+    slices = tuple(checked_slice(one) for one in value)
     for a, b in overlaps(slices):
         i, j = common_pair(a, b)
         raise ValueError(
@@ -124,7 +124,8 @@ class DisjointSlices(tuple[Slice, ...]):
         return type(self), (tuple(self),)
 
 
-def _checked_slice(value: object) -> Slice:
+def checked_slice(value: object) -> Slice:
+    """Return a slice, given as six numbers. Raises ValueError for anything else, or a range out of order."""
     if not isinstance(value, (list, tuple)) or len(value) != 6:
         raise ValueError(f"a slice must be (q0, q1, k0, k1, low, high), got {value!r}")
     q0, q1, k0, k1, low, high = value
@@ -202,7 +203,7 @@ def of_kind(queries: Span, keys: Span, kind: object) -> Slice:
         check_range(f"the {name} of a slice", *ends)
     (q0, q1), (k0, k1) = queries, keys
     if isinstance(kind, (list, tuple)) and len(kind) == 2:
-        return _checked_slice((q0, q1, k0, k1, *kind))
+        return checked_slice((q0, q1, k0, k1, *kind))
     if kind not in ("full", "causal", "anticausal", "both"):
         raise ValueError(
             f'kind of a slice must be "full", "causal", "anticausal", "both" or a band (low, high), got {kind!r}'
