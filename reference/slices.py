@@ -382,3 +382,13 @@ def keys_seen(slices: Iterable[Slice], begin: np.ndarray, end: np.ndarray, rate:
         behind = np.minimum(behind, query + high + 1) if high < _FAR else behind
         seen[some] += np.maximum((behind - 1 - query) // rate + (query - first) // rate + 1, 0)
     return seen
+
+
+def next_sees(slices: Iterable[Slice], tokens: int) -> np.ndarray:
+    """Return True for each token that the next one of the sequence sees, (tokens,) bool; False for the last."""
+    seen = np.zeros(tokens, bool)
+    for one in slices:
+        q0, q1, k0, k1, low, high = one.limits
+        if low <= -1 <= high:
+            seen[max(q0 - 1, k0) : min(q1 - 1, k1, tokens - 1)] = True
+    return seen
