@@ -392,3 +392,17 @@ def next_sees(slices: Iterable[Slice], tokens: int) -> np.ndarray:
         if low <= -1 <= high:
             seen[max(q0 - 1, k0) : min(q1 - 1, k1, tokens - 1)] = True
     return seen
+
+
+def without(one: Slice, others: Iterable[Slice]) -> list[Slice]:
+    """Return disjoint slices of the pairs that `one` sees, and none of the others."""
+    rest = [one]
+    for q0, q1, k0, k1, low, high in others:
+        outside = [
+            Slice(0, q0), *([] if q1 is None else [Slice(q1)]),
+            Slice(q0, q1, 0, k0), *([] if k1 is None else [Slice(q0, q1, k1)]),
+            *([] if low is None else [Slice(q0, q1, k0, k1, high=low - 1)]),
+            *([] if high is None else [Slice(q0, q1, k0, k1, low=high + 1)]),
+        ]  # fmt: skip
+        rest = [both for part in rest for piece in outside if (both := meet(part, piece)) is not None]
+    return rest
