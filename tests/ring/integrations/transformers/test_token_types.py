@@ -43,7 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma4": ("ForConditionalGeneration", NONE4 | {"text_config": WINDOWS | VISION4}),
     "PaliGemma": ("ForConditionalGeneration", SIGLIP | {"text_config": TEXT | {"model_type": "gemma"}}),
     "PaliGemma 2": ("ForConditionalGeneration", SIGLIP | {"text_config": WINDOWS | {"model_type": "gemma2"}}),
-    "HrmText": ("ForCausalLM", TEXT | {"prefix_lm": True}),
+    "HrmText": ("ForCausalLM", TEXT | {"prefix_lm": True, "num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1}),
 }
 ONE, PACKED = (N,), (11, 1, 14)
 
