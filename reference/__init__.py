@@ -1,6 +1,7 @@
 """Expected results, error bounds and costs of ring dilated attention. Nothing here uses code of the ring.
 
     pattern             the mask: branches of dilated attention, and how many of them see a pair of positions
+    mask_converters     slices from MagiAttention's masks, FlashMask's and functions, and back
     documents           lengths of the documents that a sequence is packed from, converted from other forms
     oracle              the definition in fp64: output, log-sum-exp and gradients, by formula, on one screen
     fast_oracle         an independent, fast implementation with rounding bounds; every example is compared with it
@@ -17,10 +18,19 @@
 
 from reference.documents import documents_from_cu_seqlens, documents_from_positions
 from reference.fast_oracle import Expectation, Inputs, evaluate
+from reference.mask_converters import (
+    flashmask_from_slices,
+    magi_from_slices,
+    slices_from_flashmask,
+    slices_from_function,
+    slices_from_magi,
+    spans_from_token_types,
+)
 from reference.oracle import attention, gradients
 from reference.pattern import Branch, Pattern
 
 __all__ = [
     "Branch", "Expectation", "Inputs", "Pattern", "attention", "documents_from_cu_seqlens", "documents_from_positions",
-    "evaluate", "gradients",
+    "evaluate", "flashmask_from_slices", "gradients", "magi_from_slices", "slices_from_flashmask",
+    "slices_from_function", "slices_from_magi", "spans_from_token_types",
 ]  # fmt: skip

@@ -34,6 +34,7 @@ from reference.slices import (
     EVERYTHING,
     Slice,
     check_slices_fit,
+    checked_slice,
     checked_slices,
     first_token_slices,
     frame_slices,
@@ -319,7 +320,8 @@ class Pattern:
 
         Args:
             slices: each with the kind "full"; "causal": j - k1 <= i - q1 (ends aligned); "anticausal": j - k0 >= i - q0
-                (begins aligned); "both"; or a band (low, high) in place of the kind, with low <= j - i <= high.
+                (begins aligned); "both"; or a band (low, high) in place of the kind, with low <= j - i <= high. Or the
+                six numbers of `reference.slices`, as converters return them (`reference.mask_converters`).
             documents: lengths of the documents that the sequence is packed from; no pair of two documents is seen.
             window: largest distance in tokens of a key before its query or behind it; None: no limit.
             counted: True if a pair of several slices counts as often; False refuses it.
@@ -328,11 +330,11 @@ class Pattern:
             ValueError: a range is out of order, a kind is unknown, or slices overlap.
         """
         if not isinstance(slices, (list, tuple)) or not all(
-            isinstance(x, (list, tuple)) and len(x) == 3 for x in slices
+            isinstance(x, (list, tuple)) and len(x) in (3, 6) for x in slices
         ):
             raise ValueError(f"slices must be a list of ((q0, q1), (k0, k1), kind), got {slices!r}")
         layers: list[list[Slice]] = [[]]
-        for one in (of_kind(*triple) for triple in slices):
+        for one in (of_kind(*x) if len(x) == 3 else checked_slice(x) for x in slices):
             free = (x for x in layers if not counted or not any(meet(one, other) for other in x))
             layer = next(free, None)
             if layer is None:

@@ -100,7 +100,7 @@ def checked_slices(value: object) -> tuple[Slice, ...] | None:
         return value
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError(f"slices must be a list of (q0, q1, k0, k1, low, high) or None, got {value!r}")
-    slices = tuple(_checked_slice(one) for one in value)
+    slices = tuple(checked_slice(one) for one in value)
     for a, b in overlaps(slices):
         i, j = common_pair(a, b)
         raise ValueError(
@@ -124,7 +124,8 @@ class DisjointSlices(tuple[Slice, ...]):
         return type(self), (tuple(self),)
 
 
-def _checked_slice(value: object) -> Slice:
+def checked_slice(value: object) -> Slice:
+    """Return a slice, given as six numbers. Raises ValueError for anything else, or a range out of order."""
     if not isinstance(value, (list, tuple)) or len(value) != 6:
         raise ValueError(f"a slice must be (q0, q1, k0, k1, low, high), got {value!r}")
     q0, q1, k0, k1, low, high = value
@@ -202,7 +203,7 @@ def of_kind(queries: Span, keys: Span, kind: object) -> Slice:
         check_range(f"the {name} of a slice", *ends)
     (q0, q1), (k0, k1) = queries, keys
     if isinstance(kind, (list, tuple)) and len(kind) == 2:
-        return _checked_slice((q0, q1, k0, k1, *kind))
+        return checked_slice((q0, q1, k0, k1, *kind))
     if kind not in ("full", "causal", "anticausal", "both"):
         raise ValueError(
             f'kind of a slice must be "full", "causal", "anticausal", "both" or a band (low, high), got {kind!r}'
@@ -381,3 +382,27 @@ def keys_seen(slices: Iterable[Slice], begin: np.ndarray, end: np.ndarray, rate:
         behind = np.minimum(behind, query + high + 1) if high < _FAR else behind
         seen[some] += np.maximum((behind - 1 - query) // rate + (query - first) // rate + 1, 0)
     return seen
+
+
+def next_sees(slices: Iterable[Slice], tokens: int) -> np.ndarray:
+    """Return True for each token that the next one of the sequence sees, (tokens,) bool; False for the last."""
+    seen = np.zeros(tokens, bool)
+    for one in slices:
+        q0, q1, k0, k1, low, high = one.limits
+        if low <= -1 <= high:
+            seen[max(q0 - 1, k0) : min(q1 - 1, k1, tokens - 1)] = True
+    return seen
+
+
+def without(one: Slice, others: Iterable[Slice]) -> list[Slice]:
+    """Return disjoint slices of the pairs that `one` sees, and none of the others."""
+    rest = [one]
+    for q0, q1, k0, k1, low, high in others:
+        outside = [
+            Slice(0, q0), *([] if q1 is None else [Slice(q1)]),
+            Slice(q0, q1, 0, k0), *([] if k1 is None else [Slice(q0, q1, k1)]),
+            *([] if low is None else [Slice(q0, q1, k0, k1, high=low - 1)]),
+            *([] if high is None else [Slice(q0, q1, k0, k1, low=high + 1)]),
+        ]  # fmt: skip
+        rest = [both for part in rest for piece in outside if (both := meet(part, piece)) is not None]
+    return rest

@@ -4,6 +4,14 @@ README.md beside this file shows the modules in the order in which the data goes
 """
 
 from reference.documents import documents_from_cu_seqlens, documents_from_positions
+from reference.mask_converters import (
+    flashmask_from_slices,
+    magi_from_slices,
+    slices_from_flashmask,
+    slices_from_function,
+    slices_from_magi,
+    spans_from_token_types,
+)
 from reference.pattern import Branch, Pattern
 from ring.attention import ring_attention
 from ring.comm.transport import Transport
@@ -16,5 +24,6 @@ __version__ = "0.2.0"  # the one place: pyproject.toml and the reports read it h
 
 __all__ = [
     "Branch", "Layout", "Pattern", "Transport", "count_kernels", "documents_from_cu_seqlens",
-    "documents_from_positions", "picked_kernels", "ring_attention",
+    "documents_from_positions", "flashmask_from_slices", "magi_from_slices", "picked_kernels", "ring_attention",
+    "slices_from_flashmask", "slices_from_function", "slices_from_magi", "spans_from_token_types",
 ]  # fmt: skip

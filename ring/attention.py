@@ -136,8 +136,10 @@ def attend_packed(
     **settings: Any,
 ) -> torch.Tensor:  # fmt: skip
     """`ring_attention` with the documents of the pattern `packed` in place of those of `pattern`, unless it is None.
-    settings: the other arguments, except return_lse.
+    With slices, `packed` replaces the whole pattern. settings: the other arguments, except return_lse.
     """
+    if packed is not None and packed.has_slices and isinstance(pattern, Pattern):
+        pattern = packed
     if packed is not None and torch.compiler.is_compiling():  # a graph cannot create patterns
         q, k, v = in_autocast_type(q, k, v)
         out = traced(q, k, v, pattern, layout, packed=packed.number, **settings)

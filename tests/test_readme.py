@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 README, SPEED, RING, FRAMEWORKS = (
     (ROOT / name / "README.md").read_text() for name in ("", "notebooks", "ring", "ring/integrations")
 )
+MASKS = (ROOT / "ring/MASKS.md").read_text()
+PICTURES = {"pictures": 4, "mask_pictures": 8}  # that a program draws
 PATH = r"(?<![\w./])((?:reference|ring|verification|scripts|tests|notebooks|\.ci)/[\w./]*\w)(?![\w*])"
 PAGES = sorted(
     {ROOT / "notebooks/README.md", *ROOT.glob("*.md")}
@@ -38,9 +40,12 @@ def fastest(name: str, *methods: str, **wanted: Any) -> list[float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name, ranks", [("one_process", 1), ("example", 2), ("pictures", 1), ("llama", 2)])
+@pytest.mark.parametrize("name, ranks", [
+    ("one_process", 1), ("example", 2), ("pictures", 1), ("llama", 2),
+    ("mask_pictures", 1), ("converted", 1), ("tree", 2), ("joint", 2),
+])  # fmt: skip
 def test_the_examples_run(tmp_path: Path, name: str, ranks: int) -> None:
-    (text,) = re.findall(rf"```python\n(# {name}\.py.*?)```", README + RING + FRAMEWORKS, re.DOTALL)
+    (text,) = re.findall(rf"```python\n(# {name}\.py.*?)```", README + RING + MASKS + FRAMEWORKS, re.DOTALL)
     if name == "llama":
         pytest.importorskip("transformers")
     script = tmp_path / f"{name}.py"
@@ -50,7 +55,10 @@ def test_the_examples_run(tmp_path: Path, name: str, ranks: int) -> None:
     command = [sys.executable, *torchrun, str(script)]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert len([*tmp_path.glob("*.svg")]) == (4 if name == "pictures" else 0)
+    drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
+    assert len(drawn) == PICTURES.get(name, 0)
+    if name == "mask_pictures":
+        assert drawn == {path.name: path.read_text() for path in (ROOT / "ring/images").glob("*.svg")}
     assert name != "one_process" or float(done.stdout.removeprefix("largest error ")) < 1e-5
 
 

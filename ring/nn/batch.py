@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from reference.documents import Documents, begins, check_tokens, checked_documents
+from reference.documents import Documents, check_tokens, checked_documents
+from reference.pattern import Pattern
+from reference.slices import next_sees
 from ring.nn.context import ContextParallel
 from ring.validation import is_dtensor
 
@@ -99,6 +101,7 @@ def shard_batch(
     *,
     positions: Tensor | None = None,
     documents: tuple[int, ...] | None = None,
+    pattern: Pattern | None = None,
     unshifted: Collection[str] = (),
     **others: Tensor,
 ) -> Batch:
@@ -111,9 +114,12 @@ def shard_batch(
             the tokens are refused if two or more are labelled, unless they are the next tokens too. Labels further
             ahead: next_tokens(tokens, ahead=k, documents=lengths).
         positions: None, or 0 .. n - 1, (n,) or (B, n), int64 or int32, since the pattern depends on these; with
-            documents 0 .. length - 1 in each.
+            documents 0 .. length - 1 in each; with a tree the depths.
         documents: lengths of the documents that every row is packed from; None: the context's, if it has any. The
             batch has -100 as the label of the last token of each, since the next token is in another document.
+        pattern: one with slices for this batch, in all its rows, as `Pattern.tree`; None: the context's, if it has
+            one. It replaces the plain attention of the modules. The batch of a tree has its depths as positions, and
+            -100 as the label of a token whose next one in the sequence does not continue it.
         unshifted: names of others that say something of each token itself, not of a later one: masks, classes, labels
             of a masked language model.
         others: other tensors along the sequence, (B, n, ...), any dtype. Further labels, as of multi-token prediction,
@@ -127,7 +133,9 @@ def shard_batch(
 
     def check() -> tuple[dict[str, object], ContextParallel]:
         integers = {"tokens": tokens} | ({} if labels is None else {"labels": labels})
-        packed = context if documents is None else context.with_documents(_row_lengths(documents, tokens))
+        packed = context if pattern is None else context.with_pattern(pattern)
+        if documents is not None:
+            packed = packed.with_documents(_row_lengths(documents, tokens))
         _check_batch(packed, integers, positions, others)
         listed = isinstance(unshifted, Collection) and not isinstance(unshifted, str)
         if not listed or not set(unshifted) <= set(others):
@@ -142,7 +150,7 @@ def shard_batch(
     context = context.agree("shard_batch", check)
     return Batch(
         tokens=context.shard(tokens),
-        labels=None if labels is None else context.shard(_within_documents(labels, context.documents)),
+        labels=None if labels is None else context.shard(_of_same_branch(labels, context)),
         positions=context.positions_on(tokens.device),
         context=context,
         others={name: context.shard(x) for name, x in others.items()},
@@ -160,6 +168,15 @@ def _row_lengths(documents: object, tokens: object) -> Documents:
 def _within_documents(labels: Tensor, documents: Documents | None) -> Tensor:
     """Labels without those of the last tokens of documents."""
     return labels if documents is None else labels.masked_fill(~_stays(documents, 1, labels.device), IGNORED)
+
+
+def _of_same_branch(labels: Tensor, context: ContextParallel) -> Tensor:
+    """Labels without those of the last tokens of documents, and of a tree's tokens that the next one does not see."""
+    labels = _within_documents(labels, context.documents)
+    if context.pattern is None or not context.pattern.depths:
+        return labels
+    n = labels.shape[1]
+    return labels.masked_fill(~torch.from_numpy(next_sees(context.pattern.branches[0].slices or (), n)), IGNORED)
 
 
 def _check_batch(
@@ -198,11 +215,11 @@ def _check_positions(positions: Tensor, tokens: Tensor, context: ContextParallel
         raise ValueError(f"positions must be int64 or int32 of shape ({n},), or of tokens, got {_describe(positions)}")
     if positions.device != tokens.device:
         raise ValueError(f"positions must be on tokens' device {tokens.device}, got {positions.device}")
-    expected = torch.arange(n, device=tokens.device)
-    if documents is not None:
-        expected -= begins(documents, expected)
+    depths = context.pattern is not None and context.pattern.depths
+    whole = Pattern.dense(documents=documents) if context.pattern is None else context.pattern
+    expected = whole.positions(n).to(tokens.device)
     if not torch.equal(positions.long(), expected.expand(positions.shape)):
-        allowed = f"0 .. {n - 1}" if documents is None else "0, 1, ... in each document"
+        allowed = "depths" if depths else f"0 .. {n - 1}" if documents is None else "0, 1, ... in each document"
         differ = positions.dim() == 2 and not torch.equal(positions, positions[:1].expand_as(positions))
         got = f"other ones in each row: {ONE_ROW}" if differ else "others"
         raise ValueError(f"positions must be None or {allowed}, on which the pattern depends, got {got}")
@@ -242,8 +259,13 @@ def _signature(context: ContextParallel, tensors: dict[str, Tensor]) -> dict[str
         "the tensors given": list(tensors),
         "the context's layout": f"{layout.n} tokens, cuts {layout.cuts}, order {layout.digest.hex()}",
         "documents": context.documents,
+        "pattern": None if context.pattern is None else _text_digest(context.pattern),
     }
     return common | {name: f"{_describe(x)}, digest {_digest(x)}" for name, x in tensors.items()}
+
+
+def _text_digest(pattern: Pattern) -> str:
+    return f"digest {hashlib.blake2b(repr(pattern.to_dict()).encode(), digest_size=8).hexdigest()}"
 
 
 def _digest(x: Tensor) -> str:

@@ -7,6 +7,7 @@ that activation checkpointing recomputes therefore sees the same layout as the o
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -27,11 +28,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+PLAIN = tuple(Pattern.dense(causal).text for causal in (True, False))  # patterns that a handle's mask replaces
 
 
 def _positions(layout: Layout, rank: int, packed: Pattern | None) -> Tensor:
-    """Global positions of a rank's tokens, or within the documents of `packed`: (tokens,) int64, on the CPU."""
+    """Global positions of a rank's tokens, or those within the documents or the tree of `packed`: (tokens,) int64, on
+    the CPU.
+    """
     positions = layout.positions(rank)
+    if packed is not None and packed.depths:
+        return packed.positions(layout.n)[positions]
     return positions if packed is None or packed.packed is None else positions - begins(packed.packed, positions)
 
 
@@ -53,13 +59,15 @@ def _(x: Tensor, **_: int) -> Tensor:
     return x.new_empty((x.shape[1],), dtype=torch.int64)
 
 
-def _pattern_over(layout: Layout, documents: tuple[int, ...] | None) -> Pattern | None:
-    """A pattern over the documents. ValueError if they are invalid or do not add up to the layout's tokens."""
-    if documents is None:
+def _pattern_over(layout: Layout, documents: tuple[int, ...] | None, pattern: Pattern | None = None) -> Pattern | None:
+    """A pattern over the documents, with the slices of `pattern`. ValueError if they are invalid or do not add up to
+    the layout's tokens.
+    """
+    if documents is None and pattern is None:
         return None
-    pattern = Pattern.dense(documents=documents)
-    pattern.validate_tokens(layout.n)
-    return pattern
+    over = Pattern.dense(documents=documents) if pattern is None else replace(pattern, documents=documents)
+    over.validate_tokens(layout.n)
+    return over
 
 
 class ContextParallel:
@@ -126,9 +134,27 @@ class ContextParallel:
         Raises:
             ValueError: the documents do not add up to the layout's tokens.
         """
+        return self._over(_pattern_over(self.layout, documents, self.pattern))
+
+    def with_pattern(self, pattern: Pattern) -> ContextParallel:
+        """Return a handle with the same layout, group and settings for a sequence with this mask, as of one batch.
+
+        It replaces the plain attention of modules, causal or not. Positions are those of the pattern: depths in a tree.
+
+        Args:
+            pattern: with slices, as `Pattern.tree` and `Pattern.slices` make it.
+
+        Raises:
+            ValueError: pattern is no such pattern, or reaches beyond the layout's tokens.
+        """
+        if not isinstance(pattern, Pattern) or not pattern.has_slices:
+            raise ValueError(f"pattern must be a Pattern with slices, as Pattern.tree(...), got {pattern!r}")
+        return self._over(_pattern_over(self.layout, pattern.documents, pattern))
+
+    def _over(self, packed: Pattern | None) -> ContextParallel:
         context = type(self).__new__(type(self))
         cache: dict[Hashable, object] = {}
-        context.__dict__.update(self.__dict__ | {"_packed": _pattern_over(self.layout, documents), "_cache": cache})
+        context.__dict__.update(self.__dict__ | {"_packed": packed, "_cache": cache})
         return context
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
@@ -164,6 +190,11 @@ class ContextParallel:
         return None if self._packed is None else self._packed.packed
 
     @property
+    def pattern(self) -> Pattern | None:
+        """The pattern of `with_pattern`, or None."""
+        return self._packed if self._packed is not None and self._packed.has_slices else None
+
+    @property
     def rank(self) -> int:
         """Number of this rank in the group."""
         return self.transport.rank
@@ -180,7 +211,9 @@ class ContextParallel:
 
     @property
     def positions(self) -> Tensor:
-        """Global positions of this rank's tokens, or positions within documents: (tokens,) int64, on the CPU."""
+        """Global positions of this rank's tokens, or positions within documents or, in a tree, depths: (tokens,) int64,
+        on the CPU.
+        """
         return _positions(self.layout, self.rank, self._packed)
 
     def positions_on(self, device: torch.device) -> Tensor:
@@ -251,7 +284,8 @@ class ContextParallel:
             q: (B, N, H, D) with this rank's N tokens, in fp64, fp32, bf16 or fp16.
             k: (B, N, Hk, D); query head h reads head h // (H / Hk).
             v: (B, N, Hk, Dv).
-            pattern: the attention mask. Its documents are replaced by the handle's, if that has any.
+            pattern: the attention mask. Its documents are replaced by the handle's, if that has any. A handle with
+                a pattern has it in place of a plain one, and takes no other.
             scale: factor of the scores; None: D ** -0.5.
             softcap: bound t of the scores, t tanh(score / t); None: no bound.
             sinks: (H,), a score of each head that every row sees, with value 0; None: none.
@@ -270,7 +304,26 @@ class ContextParallel:
             "bucket": self.bucket, "kernel": self.kernel, "scale": scale, "softcap": softcap, "sinks": sinks,
             "check": self.check, "name": name,
         }  # fmt: skip
+        try:
+            self._check_pattern(pattern)
+        except ValueError as error:
+            self.raise_everywhere(error, name)
         return attend_packed(self._packed, q, k, v, pattern, **settings)
+
+    def _check_pattern(self, pattern: object) -> None:
+        """Raise for a pattern beside the handle's, or one whose rotary positions are not the handle's."""
+        if not isinstance(pattern, Pattern):
+            return  # the call itself refuses it
+        if self.pattern is not None and (pattern.has_slices or pattern.text not in PLAIN):
+            raise ValueError(
+                "pattern must be plain attention where the handle has a pattern, which replaces it (with_pattern), got "
+                f"one with a window, segments, rates or slices: {first_few(pattern.branches)}"
+            )
+        if pattern.depths and self.pattern is None:
+            raise ValueError(
+                "pattern of a tree must be the handle's, so that rotary positions are depths and not places: write "
+                "shard_batch(context, tokens, labels, pattern=pattern), or context.with_pattern(pattern)"
+            )
 
     def check_local(self, name: str, x: Tensor, shape: tuple[str, ...], dim: int) -> None:
         """Validate that x has the dimensions of `shape` and, along `dim`, the tokens of this rank.

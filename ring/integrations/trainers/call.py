@@ -131,7 +131,7 @@ class ShardedCall:
     def _shard(self, given: Whole) -> Batch:
         labels, targets = (given.targets, None) if self.shifts else (None, given.targets)
         tensors = {"attention_mask": given.mask, "token_type_ids": given.types, "targets": targets}
-        others = {name: x for name, x in tensors.items() if x is not None}
+        others: dict[str, Any] = {name: x for name, x in tensors.items() if x is not None}
         context = self.handle(given.tokens.shape[1])
         return shard_batch(context, given.tokens, labels, documents=given.documents, unshifted=tuple(others), **others)
 

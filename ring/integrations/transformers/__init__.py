@@ -13,8 +13,11 @@ Shard a batch that a collator flattened to (1, N), whose position_ids restart in
 Pass the handle to the model as a keyword, and optionally `pattern` to replace the model's dense attention. Models keep
 sliding windows, chunks, sinks, softcaps and head dims of values. Unsupported features are refused by name, on every
 rank, before any message: dropout of attention, caches, attention weights as output, and rotary scaling that depends on
-the rank. Missing positions are refused too, since the model would count from the start of each shard. Only text models
-are supported: masks for images are refused.
+the rank. Missing positions are refused too, since the model would count from the start of each shard.
+
+Masks that a model makes of token types, sharded as the tokens are, are those of the whole sequence (`token_types`).
+Layers of images are not sharded: embed the whole sequence within `restored(model)`, and shard inputs_embeds instead.
+For rows packed as trees write shard_batch(..., pattern=Pattern.tree(...)): positions are then depths.
 
 Positions are those of the handle. Models that count as RoBERTa get them plus padding_idx + 1. Models with rotary
 positions of time, height and width get (4, B, N): those of the text first, as Qwen2-VL has them for packed sequences.
@@ -49,7 +52,15 @@ from ring.integrations.transformers.call import (
     require_handle,
 )
 from ring.integrations.transformers.comparison import Comparison
-from ring.integrations.transformers.masks import ChunkMask, RefusedMask, WindowMask, layer_pattern, placeholder
+from ring.integrations.transformers.masks import (
+    CausalMask,
+    CausalWindowMask,
+    ChunkMask,
+    RefusedMask,
+    WindowMask,
+    layer_pattern,
+    placeholder,
+)
 from ring.integrations.transformers.positions import checked_positions
 from ring.nn.context import ContextParallel
 from ring.nn.ring_attention import tokens_first
@@ -222,8 +233,10 @@ def attention(
         if checked is None:
             checked_positions(position_ids, context, name=name)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        _check_padding(checked, causal)
-        pattern = layer_pattern(module, attention_mask, sliding_window, causal, pattern)
+        causal = causal or isinstance(attention_mask, CausalMask | CausalWindowMask)
+        typed = None if checked is None else checked.typed
+        pattern = layer_pattern(module, attention_mask, sliding_window, causal, pattern, typed)
+        _check_padding(checked, causal and not pattern.has_slices and context.pattern is None)
         sinks = _sinks(s_aux, query)
     except Exception as error:  # of any type: the other ranks must raise it too
         context.raise_everywhere(error, name)
@@ -240,7 +253,7 @@ def _name(module: nn.Module) -> str | None:
 
 
 def _check_arguments(kind: str, attention_mask: object, dropout: float, others: dict[str, Any]) -> None:
-    if attention_mask is not None and not isinstance(attention_mask, WindowMask | ChunkMask):
+    if attention_mask is not None and not isinstance(attention_mask, CausalMask | WindowMask | ChunkMask):
         got = attention_mask if isinstance(attention_mask, RefusedMask) else type(attention_mask).__name__
         raise NotImplementedError(f"attention_mask must be None, got {got} from {kind}: the pattern is the mask")
     if dropout:
@@ -274,7 +287,7 @@ def _check_padding(checked: Checked | None, causal: bool) -> None:
     if checked is not None and checked.causal_only and not causal:
         raise NotImplementedError(
             "attention_mask must have its zeros in the same places of every row, without a pattern, where attention is "
-            "not causal, got others: call the model for each row"
+            "not causal or has slices, got others: call the model for each row"
         )
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ring.integrations.transformers.padding import check_mask, whole, without_padding
 from ring.integrations.transformers.positions import checked_positions, counted, has_axes, padding_token
 from ring.integrations.transformers.temperature import scale_by_position
+from ring.integrations.transformers.token_types import Masks, masks_of_types, types_argument
 from ring.nn.context import ContextParallel, checked_context
 
 NAME = "ring"
@@ -54,12 +55,14 @@ class Checked(NamedTuple):
     causal_only: True if padding is on the right, which only causal attention does not see. stand_in: True for a rank
     without tokens. Models cannot reshape an empty tensor, so this rank's model gets one token, which no attention sees.
     positions: of the layout, in the shape of the model's position_ids. outer: False for a model within the one called.
+    typed: masks of token types, None without them.
     """
 
     causal_only: bool
     stand_in: bool
     positions: Tensor
     outer: bool
+    typed: Masks | None = None
 
 
 @dataclass(eq=False)
@@ -68,7 +71,8 @@ class PreparedCall:
     copies of a model, and pickled ones, are models of their own.
 
     register: registers the attention. before: its configurations' attention. counts_mask: without position_ids, the
-    model counts the ones of its mask. refused: why it cannot have padding; None if it can. The comparison sets these.
+    model counts the ones of its mask. refused: why it cannot have padding; None if it can. types_refused: why it cannot
+    have token types. The comparison sets these.
     """
 
     register: Callable[[], None]
@@ -77,6 +81,7 @@ class PreparedCall:
     padding: int | None
     counts_mask: bool = False
     refused: str | None = None
+    types_refused: str | None = None
     compared: bool = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -88,7 +93,7 @@ class PreparedCall:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         checked = kwargs.get("checked")
         if isinstance(checked, Checked):  # from the model around this one
-            inner = Checked(checked.causal_only, checked.stand_in, checked.positions, False)
+            inner = checked._replace(outer=False)
             return args, kwargs | {"checked": inner}
         parameters = inspect.signature(model.forward).parameters
         names = [name for name, x in parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
@@ -104,12 +109,12 @@ class PreparedCall:
         if len(args) > len(names):
             arguments["positional arguments"] = args
         configured = {name: getattr(model.config, name, None) for name in CONFIGURED}
-        changes = self._changes(configured | arguments)
+        changes = self._changes(model, configured | arguments)
         if not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
             changes = {name: value for name, value in changes.items() if name in parameters}
         return (), arguments | changes
 
-    def _changes(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _changes(self, model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the model gets in place of the caller's."""
         context, mask = require_handle(arguments.get("context")), arguments.get("attention_mask")
         try:
@@ -128,6 +133,7 @@ class PreparedCall:
             positions = checked_positions(arguments.get("position_ids"), context, self.axes, FIRST, count)
         except Exception as error:
             context.raise_everywhere(error, FIRST)
+        typed = self._typed(model, arguments, context)
         own = self._own_positions(arguments.get("input_ids"), positions, count, context)
         causal_only = False
         if real is not None and count is not None:
@@ -138,10 +144,36 @@ class PreparedCall:
         empty = own.shape[-1] == 0
         changes = {name: _with_token(x) for name, x in arguments.items()} if empty else {}
         own, positions = (x.new_zeros((*x.shape[:-1], 1)) if empty else x for x in (own, positions))
+        if typed is not None:
+            changes |= {str(types_argument(model)): None}
         return changes | {
-            "context": context, "use_cache": False, "checked": Checked(causal_only, empty, positions, True),
+            "context": context, "use_cache": False, "checked": Checked(causal_only, empty, positions, True, typed),
             "attention_mask": None, "position_ids": own,
         }  # fmt: skip
+
+    def _typed(self, model: PreTrainedModel, arguments: dict[str, Any], context: ContextParallel) -> Masks | None:
+        """Return masks of the token types, if the model makes masks of them. All ranks gather them."""
+        name = types_argument(model)
+        types = None if name is None else arguments.get(name)
+        if types is None:
+            return None
+        try:
+            if torch.compiler.is_compiling():
+                raise NotImplementedError(
+                    f"{name} must be None in a compiled model, got some: compile its layers instead"
+                )
+            if not isinstance(types, Tensor) or types.dim() != 2 or types.shape[1] != context.tokens:
+                got = f"shape {tuple(types.shape)}" if isinstance(types, Tensor) else type(types).__name__
+                raise ValueError(f"{name} must be this rank's shard, (batch, {context.tokens}), got {got}")
+        except Exception as error:  # of any type: the other ranks must raise it too
+            context.raise_everywhere(error, FIRST)
+        all_types = whole(context, types)
+        try:
+            if self.types_refused is not None:
+                raise NotImplementedError(f"{name} must be left out for this model: {self.types_refused}")
+            return masks_of_types(model, all_types)
+        except Exception as error:
+            context.raise_everywhere(error, FIRST)
 
     def _own_positions(
         self, ids: Tensor | None, positions: Tensor, count: Tensor | None, context: ContextParallel

@@ -12,8 +12,9 @@ of the digits of fp64 must agree. Parameters of zeros (gates, adapters, biases) 
 they would hide a branch. Weights, buffers, modes and random states stay as they are.
 
 The text has tokens of padding, and is run once more with padding on the left: a model that differs then is taken, but
-its calls with padding are refused. The example is longer where the configuration has blocks, rates of compression or a
-number of selected keys (`lengths`), up to a limit beyond which such a model is refused.
+its calls with padding are refused. So it is with token types, if the model makes masks of them. The example is longer
+where the configuration has blocks, rates of compression or a number of selected keys (`lengths`), up to a limit beyond
+which such a model is refused.
 
 Not detected: mixing that begins beyond the example at a length that the configuration does not name, outputs that only
 arguments of a call request, and any difference of training mode.
@@ -31,12 +32,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
 
 from ring.comm.group import device_for, is_mesh, transport_over
 from ring.comm.transport import Transport, all_gather_json
 from ring.integrations.transformers.double import instead_of_zeros
 from ring.integrations.transformers.first_difference import Part, differing_module
 from ring.integrations.transformers.lengths import LONGEST, reach
+from ring.integrations.transformers.token_types import types_argument
 from ring.integrations.transformers.undisturbed import record, settings
 from ring.layout import Layout
 from ring.nn.context import ContextParallel
@@ -88,6 +91,7 @@ class Comparison:
         self._handle = _Probe(Layout.contiguous(self._world, self._world), group)
         self._instead: dict[int, Tensor] = {}
         self._padded: Passage | str = ""
+        self._typed: list[Passage] | str = []
         self._passages: list[Passage] = self._handle.agree("prepare", lambda: self._run_whole(example))
 
     def _run_whole(self, example: Mapping[str, Any] | None) -> tuple[dict[str, object], list[Passage]]:
@@ -99,19 +103,33 @@ class Comparison:
         self._instead = instead_of_zeros(self._model)
         short = max(1, n // 3)
         documents = tuple(length for length in (short, 1, n - short - 1) if length > 0)
-        passages = []
         layouts = (Layout.zigzag(n, self._world), None), (Layout.contiguous(n, self._world), documents)
-        for layout, packed in layouts:
-            context = _Probe(layout, self._group, documents=packed)
-            passages.append(self._passage(inputs, n, context))
+        contexts = [_Probe(layout, self._group, documents=packed) for layout, packed in layouts]
+        passages = [self._passage(inputs, n, context) for context in contexts]
         for call in (part.calls[-1] for passage in passages for part in passage.parts):
             for name, x in call.outputs.items():
                 if x.is_floating_point() and bool(x.isnan().any()):
                     raise ValueError(f"model must compute numbers, got NaN in its output {name} of {n} tokens {_HINT}")
+        self._typed = self._with_types(inputs, n, contexts)
         self._padded = self._pad(inputs, n)
         padded = self._padded if isinstance(self._padded, str) else None
         same = {"the example": sorted(inputs), "tokens of the example": n, "the configuration's lengths": self._lengths}
+        typed = self._typed if isinstance(self._typed, str) else None
+        same |= {"token types of the example": typed}
         return same | {"padding of the example": padded, _PARAMETERS: _sums(self._model)}, passages
+
+    def _with_types(self, inputs: dict[str, Any], n: int, contexts: list[_Probe]) -> list[Passage] | str:
+        """Run the example with token types, if the model makes masks of them. Return why it cannot be run."""
+        name = types_argument(self._model) if isinstance(self._model, PreTrainedModel) else None
+        if name is None or name in inputs:
+            return []
+        x = next(x for x in inputs.values() if _is_along(x, n))
+        types = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
+        types[:, 1 : n // 2] = types[:, n // 2 + 1 : n - 2] = 1
+        try:
+            return [self._passage(inputs | {name: types}, n, context) for context in contexts]
+        except NotImplementedError as error:
+            return str(error)
 
     def _pad(self, inputs: dict[str, Any], n: int) -> Passage | str:
         """Run the example with padding on the left, in place of a mask of its own. Return why it cannot be run."""
@@ -171,8 +189,20 @@ class Comparison:
                 f"example must have more than {self._reach} tokens, since the configuration has "
                 f"{self._lengths}, beyond which layers may mix tokens in another way, got {tokens} {_HINT}"
             )
+        call.types_refused = self._check_types()
         call.compared, call.refused = True, None  # for the example with padding
         call.refused = self._check_padding(call)
+
+    def _check_types(self) -> str | None:
+        """Return why the model cannot have token types, None if it can."""
+        if isinstance(self._typed, str):
+            return self._typed
+        try:
+            for passage in self._typed:
+                self._compare(passage)
+        except (ValueError, NotImplementedError) as error:  # on every rank
+            return str(error)
+        return None
 
     def _check_padding(self, call: PreparedCall) -> str | None:
         """Return why the model cannot have padding, None if it can, and let the call count positions as the model."""

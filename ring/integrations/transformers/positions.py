@@ -142,8 +142,9 @@ def compared_positions(position_ids: Tensor, *, layout: int, packed: int, group:
 
     The model uses the copy, so that no graph compares later than the first attention.
     """
-    documents = numbered_pattern(packed).packed if packed else None
-    context = ContextParallel(numbered_layout(layout), named_transport(group), documents=documents)
+    context = ContextParallel(numbered_layout(layout), named_transport(group))._over(
+        numbered_pattern(packed) if packed else None
+    )
     try:
         _compare(position_ids, context)
     except ValueError as error:

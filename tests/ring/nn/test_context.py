@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import pickle
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.utils import _apply_to_tensors
 
 from ring import Layout, Pattern
-from ring.nn import ContextParallel
+from ring.comm.transport import SoloTransport
+from ring.nn import ContextParallel, SelfAttention, gather, shard_batch
+from tests.support.ranks import Ranks
 
 LAYOUT = Layout.contiguous(7, 1)
 
@@ -107,3 +112,103 @@ def test_attention_runs_over_its_contexts_group() -> None:
                 each.attention(x, x, x, Pattern.dense())
         finally:
             dist.destroy_process_group()
+
+
+PARENTS, LENGTHS = [None, 0, 1, 1, 0, 4], [4, 3, 2, 0, 5, 4]
+TREE = Pattern.tree(PARENTS, LENGTHS)
+EDGES = list(itertools.accumulate(LENGTHS, initial=0))
+
+
+def layers() -> torch.nn.ModuleList:
+    torch.manual_seed(5)
+    return torch.nn.ModuleList(SelfAttention(8, 2, Pattern.dense(True), dtype=torch.float64) for _ in range(2))
+
+
+def results(layers: torch.nn.ModuleList, x: Tensor, context: ContextParallel, dout: Tensor) -> list[Tensor]:
+    """Outputs, and gradients of the input and of parameters, which ranks add up."""
+    x = x.requires_grad_()
+    out = layers[1](layers[0](x, context), context)
+    grads = torch.autograd.grad(out, [x, *layers.parameters()], dout)
+    return [out.detach(), *grads]
+
+
+def whole_tree() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(6)
+    n = sum(LENGTHS)
+    return tuple(torch.randn(1, n, 8, generator=draw, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
+
+
+def _tree(kind: str) -> tuple[list[Tensor], list[int], Tensor]:
+    layout = getattr(Layout, kind)(sum(LENGTHS), dist.get_world_size())
+    x, dout = whole_tree()
+    tokens = torch.arange(sum(LENGTHS))[None]
+    batch = shard_batch(ContextParallel(layout), tokens, tokens + 1, pattern=TREE, x=x, dout=dout)
+    out, dx, *others = results(layers(), batch.others["x"], batch.context, batch.others["dout"])
+    for grad in others:
+        dist.all_reduce(grad)
+    whole = [gather(batch.context, part) for part in (out, dx)]
+    assert batch.labels is not None
+    return [*whole, *others], batch.positions.tolist(), gather(batch.context, batch.labels)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world", "kind"), [(1, "contiguous"), (2, "zigzag"), (3, "contiguous"), (3, "striped")])
+def test_a_tree_equals_its_leaves_alone(ranks: Ranks, world: int, kind: str) -> None:
+    x, dout = whole_tree()
+    out, *sums = [torch.zeros_like(x), torch.zeros_like(x), *map(torch.zeros_like, layers().parameters())]
+    given: set[int] = set()
+    for leaf in (2, 3, 5):
+        path = [leaf]
+        while (above := PARENTS[path[0]]) is not None:
+            path.insert(0, above)
+        rows = torch.cat([torch.arange(EDGES[node], EDGES[node + 1]) for node in path])
+        own = dout[:, rows].clone()
+        own[:, torch.isin(rows, torch.tensor(sorted(given), dtype=torch.int64))] = 0  # a node's gradient counts once
+        given |= set(rows.tolist())
+        alone, dx, *grads = results(
+            layers(), x[:, rows].clone(), ContextParallel(Layout.contiguous(len(rows), 1), SoloTransport()), own
+        )
+        out[:, rows] = alone
+        sums[0].index_add_(1, rows, dx)
+        sums[1:] = [total + grad for total, grad in zip(sums[1:], grads, strict=True)]
+    depths = [0, 1, 2, 3, 4, 5, 6, 7, 8, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    for rank, (found, positions, labels) in enumerate(ranks(world).run(_tree, kind)):
+        for wanted, got in zip([out, *sums], found, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+        assert positions == [depths[i] for i in getattr(Layout, kind)(18, world).positions(rank)]
+        ends = (labels == -100).nonzero()[:, 1].tolist()
+        assert ends == [8, 17]  # the next token, if there is one, is of another answer
+
+
+WORDS = torch.arange(7)[None]
+REFUSED: dict[str, tuple[Callable[[ContextParallel], object], str]] = {
+    "no slices": (lambda x: x.with_pattern(Pattern.dense(True)), "pattern must be a Pattern with slices"),
+    "too long": (lambda x: x.with_pattern(Pattern.tree([None], [8])), "slices must lie within the 7 tokens"),
+    "a tree's places": (lambda x: attend(x, Pattern.tree([None, 0], [3, 4])), "shard_batch.*pattern=pattern"),
+    "a window": (lambda x: attend(x.with_pattern(Pattern.prefix(3)), Pattern.dense(True, window=2)), "must be plain"),
+    "a second": (lambda x: attend(x.with_pattern(Pattern.prefix(3)), Pattern.prefix(3)), "pattern must be plain"),
+    "positions": (
+        lambda x: shard_batch(x, WORDS, pattern=Pattern.tree([None, 0, 0], [3, 2, 2]), positions=torch.arange(7)),
+        "positions must be None or depths",
+    ),
+}  # fmt: skip
+
+
+def attend(context: ContextParallel, pattern: Pattern) -> Tensor:
+    q, k, v = torch.randn(3, 1, 7, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return context.attention(q, k, v, pattern)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_wrong_pattern_of_a_handle_is_refused(kind: str) -> None:
+    wrong, message = REFUSED[kind]
+    with pytest.raises(ValueError, match=message):
+        wrong(ContextParallel(LAYOUT))
+
+
+def test_a_handle_with_a_pattern_replaces_plain_attention() -> None:
+    context, pattern = ContextParallel(LAYOUT), Pattern.spans([(2, 5)])
+    for plain in (Pattern.dense(True), Pattern.dense()):
+        assert torch.equal(attend(context.with_pattern(pattern), plain), attend(context, pattern))
+    packed = context.with_pattern(pattern).with_documents((3, 4))
+    assert packed.pattern == Pattern.spans([(2, 5)], (3, 4)) and packed.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]

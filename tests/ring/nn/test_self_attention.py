@@ -152,13 +152,14 @@ def test_dynamic_graphs_take_later_positions(rows: int | None) -> None:
             graph(x, context, torch.zeros(shape, dtype=torch.int64))
 
 
+TREES = [((None, 0, 0), (4, 9, 6)), ((None, 0, 1, 0), (2, 7, 7, 3)), ((None,), (19,)), ((None, 0), (1, 18))]
+
+
 @pytest.mark.usefixtures("forgetful")
-def test_compiled_modules_take_documents_that_change() -> None:
-    module, x, graphs = (
-        SelfAttention(8, 2, Pattern.longnet([4, None], [1, 2], 2, causal=True)),
-        torch.randn(1, 19, 8),
-        [],
-    )
+@pytest.mark.parametrize("trees", [False, True])
+def test_compiled_modules_take_documents_that_change(trees: bool) -> None:
+    pattern = CAUSAL if trees else Pattern.longnet([4, None], [1, 2], 2, causal=True)
+    module, x, graphs = SelfAttention(8, 2, pattern), torch.randn(1, 19, 8), []
 
     def counted(graph: torch.fx.GraphModule, given: Any) -> Any:
         graphs.append(graph)
@@ -166,8 +167,9 @@ def test_compiled_modules_take_documents_that_change() -> None:
 
     graph = torch.compile(module, fullgraph=True, backend=counted)
     with torch.no_grad():
-        for documents in ((4, 0, 1, 9, 5), (19,), (3, 16), (1,) * 19):
-            context = ContextParallel(Layout.contiguous(19, 1), documents=documents)
+        for documents, tree in zip(((4, 0, 1, 9, 5), (19,), (3, 16), (1,) * 19), TREES, strict=True):
+            context = ContextParallel(Layout.contiguous(19, 1), documents=None if trees else documents)
+            context = context.with_pattern(Pattern.tree(*tree)) if trees else context
             if documents != (3, 16):  # as shard_batch does; a handle may also come without
                 context.positions_on(x.device)
             torch.testing.assert_close(graph(x, context), module(x, context))
