@@ -350,7 +350,7 @@ def checked_layouts(layout: Layout, key_layout: Layout | None, pattern: Pattern)
             raise ValueError(f"{name} is {x!r}; it must be a Layout, as Layout.zigzag(n, p)")
         validators.at_most(f"tokens of the {name}", x.n, MAX_TOKENS)
         validators.at_most(f"ranks of the {name}", x.world_size, MAX_RANKS)
-        pattern.validate_tokens(x.n)
+    pattern.validate_tokens(layout.n, keys.n)
     if keys.world_size != layout.world_size:
         raise ValueError(f"key_layout is for {keys.world_size} ranks; it must be for the {layout.world_size} of layout")
     return layout, keys

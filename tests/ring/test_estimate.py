@@ -86,7 +86,7 @@ def calls(draw: st.DrawFn, heads_alone: bool | None = None) -> tuple[EstimatedCa
     if draw(st.booleans()):
         keys = draw(layouts(pattern, draw(tokens) if documents is None else n, p))
     if draw(st.booleans()):
-        pattern = draw(with_slices(pattern, min(n, keys.n)))
+        pattern = draw(with_slices(pattern, n, keys.n))
     sizes = heads, kv_heads, draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
     exchanges = (of_keys(p) if heads_alone is not True else ()) + (by_heads(p) if heads_alone is not False else ())
     exchange, bucket = draw(st.sampled_from(exchanges)), draw(st.none() | st.integers(1, 12))

@@ -62,9 +62,10 @@ def patterns(draw: Any, heads: int, most_branches: int = 3) -> Pattern:
 
 
 @st.composite
-def with_slices(draw: Any, pattern: Pattern, n: int) -> Pattern:
-    """Give some branches up to five disjoint slices with any ends and bounds."""
-    ends, bounds = st.lists(st.integers(0, n), min_size=4, max_size=4), st.none() | st.integers(-n, n)
+def with_slices(draw: Any, pattern: Pattern, n: int, keys: int | None = None) -> Pattern:
+    """Give some branches up to five disjoint slices with any ends and bounds, of n queries and (None) as many keys."""
+    place, key = st.integers(0, n), st.integers(0, n if keys is None else keys)
+    ends, bounds = st.tuples(place, place, key, key), st.none() | st.integers(-n, n)
     branches = []
     for branch in pattern.branches:
         slices = [draw(st.sampled_from((CAUSAL, EVERYTHING, Slice(low=-3, high=0))))] if draw(st.booleans()) else []

@@ -17,7 +17,7 @@ import ring
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import transport_of
 from ring.comm.transport import SoloTransport, Transport
-from ring.compute.kernels import FA4
+from ring.compute.kernels import KERNELS
 from verification.case import Case
 from verification.failures import RankFailure
 from verification.protocols import CaseLike
@@ -42,7 +42,7 @@ MAX_RANKS = {"gloo": 64, "sim": 1024, "nccl": 64}  # by backend
 # look like a hang. Name them, do not import them: this process need not spend that second.
 PRELOAD = (torch.__name__, ring.__name__, observe.__module__, "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 WARM_UP_TIMEOUT = 180.0
-COMPILE_TIMEOUT = 120.0  # seconds for an example: FlashAttention-4 compiles each kind of kernel at its first call
+COMPILE_TIMEOUT = 120.0  # seconds for an example: some kernels compile at the first call of each kind
 RANKS_PER_TIMEOUT = 16  # simulated ranks share a core, so larger worlds get more time
 CASES_PER_CROSS_HOST = 8  # in one Case of so many, ranks agree as on several machines
 
@@ -178,7 +178,7 @@ class NcclBackend(GlooBackend):
         if gpus < world:
             needed = f"{counted(world, 'GPU')} for {counted(world, 'rank')}"
             raise Unavailable(f"argument --backend: nccl needs {needed}, there are {gpus}")
-        if FA4.missing() is None:
+        if any(kernel.compiles and kernel.missing() is None for kernel in KERNELS):
             self.timeout = max(self.timeout, COMPILE_TIMEOUT)
         self.open_pool(world, "nccl")
 

@@ -82,6 +82,7 @@ class Kernel:
     reads_delta: bool = False  # its backward reads delta
     in_place: bool = False  # its backward writes gradients of a tile of one length into memory that it is given
     workspace: Callable[[int, int, int, int], int] | None = None
+    compiles: bool = False  # the first call of a kind takes some seconds
     measured: bool = False  # its times are in `ring/compute/gpu/kernel_times.json`
     missing: Callable[[], str | None] = lambda: None  # why it cannot be called, with what to do; None if it can
 
