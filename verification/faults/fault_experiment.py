@@ -69,9 +69,11 @@ def faults(world: int) -> st.SearchStrategy[tuple[Case, How]]:
 
 
 def _prefer_cross_host(subject: tuple[Case, How]) -> tuple[Case, How]:
-    """Change the seed so that half of the faults at a consensus strike one over the group, not in shared memory."""
+    """Change the seed so that half of the faults at a consensus, and half of those that kill, strike ranks that agree
+    over the group, not in shared memory. There no rank sees which process has ended."""
     case, how = subject
-    if not BY_NAME[how["kind"]].at_consensus or how["send"] % 2:
+    kind = BY_NAME[how["kind"]]
+    if how["send"] % 2 or not (kind.at_consensus or kind.outcome == "died"):
         return subject
     cross_host = replace(case, seed=case.seed - case.seed % CASES_PER_CROSS_HOST)
     # The seed also orders the tokens: in another order ranks may have nothing to send.

@@ -193,7 +193,7 @@ def _intervals(case: Case, branch: Branch) -> int:
 
 def _rank_without_a_key(case: Case) -> bool:
     """Return True if a rank has rows, and none of them sees a key."""
-    sees = _selected(case).any((0, 1))
+    sees = np.asarray(_selected(case).any((0, 1)))
     return any(len(rows) and not sees[rows].any() for rows in case.shards().positions)
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference import Branch, Pattern
+from reference.slices import Slice
 from tests.support import peer_examples
 from tests.support.plain_case import plain
 from verification.case import Case, Keys
@@ -62,7 +63,7 @@ def test_claims_keep_supported_settings(peer: Peer, data: st.DataObject) -> None
         assert edges[-1] == found.shards().counts[0] and edges.diff().max() == longest
 
 
-SLICES = ((0, 12, 0, 9, None, 0), (2, 5, 2, 5, 1, None))
+SLICES = Slice(0, 12, 0, 9, high=0), Slice(2, 5, 2, 5, low=1)
 SCORED = plain(
     1, sinks="normal", softcap=2.0, value_dim=8, keys=Keys(9, "zigzag"), pattern=Pattern((Branch(slices=SLICES),))
 )

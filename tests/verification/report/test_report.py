@@ -221,7 +221,7 @@ def near(window: int, **branch: Any) -> dict[str, Any]:
 
 
 def sliced(*slices: tuple[int | None, ...]) -> dict[str, Any]:
-    return {"pattern": Pattern((Branch(slices=tuple(Slice(*one) for one in slices)),))}
+    return {"pattern": Pattern((Branch(slices=tuple(map(Slice._make, slices))),))}
 
 
 # Features that are computed from masks and shards -> changes to the Case above that have the feature, and that come

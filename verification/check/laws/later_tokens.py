@@ -27,9 +27,8 @@ def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case,
 
 def check_later(ranks: AttentionOnRanks, case: Case, how: How) -> float:
     """Keys and values that a row does not see change no row that sees none of them, bit for bit."""
-    sees: Flags = np.asarray(multiplicity(case.pattern, case.heads, case.tokens, case.key_tokens)).any(
-        0
-    )  # (rows, keys)
+    seen = multiplicity(case.pattern, case.heads, case.tokens, case.key_tokens).any(0)
+    sees: Flags = np.asarray(seen)  # (rows, keys)
     hidden: Flags = ~sees[how["position"]]
     affected: Flags = np.asarray(sees[:, hidden].any(1))  # of these rows the queries change as well
     edit = InputEdit("change", positions=_where(hidden), order=_where(affected))
