@@ -29,6 +29,7 @@ from dataclasses import replace
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from IPython.display import HTML
 
 from notebooks.figures import COLOURS, binary, binary_ticks, legend_below, power_law, style, sum_of
 from notebooks.simulated_ranks import PLAIN, errors
@@ -88,6 +89,19 @@ cases = {(t, ranks): replace(plain, world=ranks, dtype=t) for t in CHECKED_TYPES
 
 # %%
 pattern.picture(tokens, HEADS)
+
+# %% [markdown]
+# Masks of other kinds, to give as `PATTERN`: a prefix, images beside a window, frames of a video, first tokens that all
+# see, and a prompt with two answers ([ring/MASKS.md](../ring/MASKS.md)).
+
+# %%
+kinds = (
+    Pattern.prefix(20), Pattern.spans([(8, 20), (28, 44)], window=7), Pattern.frames([12] * 4),
+    Pattern.first_tokens(4, window=9), Pattern.tree([None, 0, 0], [18, 16, 14]),
+)  # fmt: skip
+HTML(
+    "".join(kind.picture(tokens=48).svg.replace("<svg ", '<svg style="width: 19%; height: auto" ', 1) for kind in kinds)
+)
 
 # %% [markdown]
 # Who holds what: a row for each rank.

@@ -40,6 +40,10 @@ UNCOMPARED = (
     "attention_mask must have its zeros behind the tokens for a model that prepare did not compare, which may count "
     "positions from its mask: leave compare=False out, or pad on the right"
 )
+COUNTING = (
+    "pattern of a tree must be left out for a model that counts positions itself, from padding tokens or its mask: "
+    "positions in a tree are depths"
+)
 require_handle = partial(
     checked_context,
     required="given to the model's call, model(..., context=handle)",
@@ -134,6 +138,9 @@ class PreparedCall:
         except Exception as error:
             context.raise_everywhere(error, FIRST)
         typed = self._typed(model, arguments, context)
+        counts = self.padding is not None or (self.counts_mask and count is not None)
+        if counts and context.pattern is not None and context.pattern.depths:
+            context.raise_everywhere(NotImplementedError(COUNTING), FIRST)
         own = self._own_positions(arguments.get("input_ids"), positions, count, context)
         causal_only = False
         if real is not None and count is not None:

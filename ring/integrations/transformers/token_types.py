@@ -91,7 +91,8 @@ def whole_mask(mask_function: object) -> Pattern | None:
     """Return the mask of a function of transformers while a model makes masks of a whole sequence; otherwise None, and
     for functions that do not become slices.
     """
-    slices = _slices(mask_function) if _whole.get() else None
+    # A graph cannot read the variable, and is not traced there.
+    slices = None if torch.compiler.is_compiling() or not _whole.get() else _slices(mask_function)
     if slices is None:
         return None
     if len(slices) == 1 and slices[0]._replace(low=None) == CAUSAL:  # no type in this batch makes a difference

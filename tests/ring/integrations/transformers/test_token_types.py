@@ -19,6 +19,7 @@ from ring.integrations.transformers import prepare, token_types
 from ring.integrations.transformers.call import prepared_call
 from ring.nn import ContextParallel, gather, shard_batch
 from tests.ring.integrations.transformers.test_transformers_architectures import assert_near, step
+from tests.ring.integrations.transformers.test_transformers_calls import make as counting
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -241,3 +242,13 @@ def test_a_packed_tree_is_as_its_leaves_alone(ranks: Ranks, world: int) -> None:
             assert_near(found[name], x, largest, name)
         assert "position_ids must be context.positions" in places
         assert "pattern must be plain attention where the handle has a pattern" in window
+
+
+@pytest.mark.parametrize("family", ["roberta, causal", "opt"])
+def test_a_model_that_counts_positions_takes_no_tree(family: str) -> None:
+    """OPT counts its mask, where it has one."""
+    context = ContextParallel(Layout.contiguous(N, 1)).with_pattern(Pattern.tree(PARENTS, LENGTHS))
+    model = prepare(counting(family), SoloTransport())
+    given = {"attention_mask": torch.ones(1, N)} if family == "opt" else {}
+    with pytest.raises(NotImplementedError, match="pattern of a tree must be left out for a model that counts"):
+        model(tokens(1) % 19, position_ids=context.positions[None], context=context, **given)

@@ -134,7 +134,7 @@ def _counted(
     family: str, documents: tuple[int, ...] | None, pads: bool, mask: list[list[int]] | None, own: bool
 ) -> Tensor:
     context = ContextParallel(Layout.zigzag(N, 4))
-    others = {} if mask is None else {"attention_mask": torch.tensor(mask)}
+    others: dict[str, Any] = {} if mask is None else {"attention_mask": torch.tensor(mask)}
     batch = shard_batch(context, padded_text(pads), documents=documents, **others)
     positions = context.shard((torch.tensor(mask).cumsum(1) - 1).clamp(min=0)) if own else batch.positions[None]
     model = copy.deepcopy(transformers.prepare(make(family)))
