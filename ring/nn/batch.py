@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -140,17 +141,18 @@ def shard_batch(
         listed = isinstance(unshifted, Collection) and not isinstance(unshifted, str)
         if not listed or not set(unshifted) <= set(others):
             raise ValueError(f"unshifted must be names of other tensors that are given, {[*others]}, got {unshifted!r}")
-        if packed.documents is not None:
+        runs = _runs(packed)
+        if runs is not None:
             for name, x in integers.items() | others.items():
                 if name not in ("tokens", *unshifted) and x.shape == tokens.shape and x.dtype in INTEGERS:
-                    kept = _within_documents(x, packed.documents) if name == "labels" else x
-                    _check_within_documents(tokens, packed.documents, name, kept)
+                    kept = _within_documents(x, runs) if name == "labels" else x
+                    _check_within_documents(tokens, runs, name, kept)
         return _signature(packed, integers | others) if context.check else {}, packed
 
     context = context.agree("shard_batch", check)
     return Batch(
         tokens=context.shard(tokens),
-        labels=None if labels is None else context.shard(_of_same_branch(labels, context)),
+        labels=None if labels is None else context.shard(_within_documents(labels, _runs(context))),
         positions=context.positions_on(tokens.device),
         context=context,
         others={name: context.shard(x) for name, x in others.items()},
@@ -170,13 +172,15 @@ def _within_documents(labels: Tensor, documents: Documents | None) -> Tensor:
     return labels if documents is None else labels.masked_fill(~_stays(documents, 1, labels.device), IGNORED)
 
 
-def _of_same_branch(labels: Tensor, context: ContextParallel) -> Tensor:
-    """Labels without those of the last tokens of documents, and of a tree's tokens that the next one does not see."""
-    labels = _within_documents(labels, context.documents)
+def _runs(context: ContextParallel) -> Documents | None:
+    """Lengths of the documents, in a tree of the runs of tokens that continue each other: labels stay within them."""
     if context.pattern is None or not context.pattern.depths:
-        return labels
-    n = labels.shape[1]
-    return labels.masked_fill(~torch.from_numpy(next_sees(context.pattern.branches[0].slices or (), n)), IGNORED)
+        return context.documents
+    n = context.layout.n
+    continued = next_sees(context.pattern.branches[0].slices or (), n)
+    if context.documents is not None:
+        continued &= _stays(context.documents, 1, torch.device("cpu")).numpy()
+    return Documents(np.diff(np.flatnonzero(~continued) + 1, prepend=0).tolist())
 
 
 def _check_batch(
@@ -246,7 +250,8 @@ def _check_within_documents(tokens: Tensor, documents: Documents, name: str, x: 
         if same and crosses:
             raise ValueError(
                 f"{name} must not cross the ends of documents, got the tokens {ahead} ahead, also those of the next "
-                f"document; write next_tokens(tokens, ahead={ahead}, documents=lengths)"
+                f"document; write next_tokens(tokens, ahead={ahead}, documents=lengths), in a tree with the lengths of "
+                "runs whose tokens continue each other"
             )
         if same:
             return

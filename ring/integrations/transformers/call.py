@@ -40,6 +40,10 @@ UNCOMPARED = (
     "attention_mask must have its zeros behind the tokens for a model that prepare did not compare, which may count "
     "positions from its mask: leave compare=False out, or pad on the right"
 )
+IMAGES = (
+    "layers of images are not sharded: compute inputs_embeds of the whole sequence within restored(model), and give "
+    "this rank's shard of them"
+)
 COUNTING = (
     "pattern of a tree must be left out for a model that counts positions itself, from padding tokens or its mask: "
     "positions in a tree are depths"
@@ -125,6 +129,8 @@ class PreparedCall:
             for name, reason in LEFT_OUT.items():
                 if is_given(arguments.get(name)):
                     raise NotImplementedError(f"{name} must be left out: {reason}")
+            if is_given(arguments.get("pixel_values")) and model.main_input_name == "input_ids":
+                raise NotImplementedError(f"pixel_values must be left out: {IMAGES}")
             if mask is not None:
                 check_mask(mask, context)
         except Exception as error:  # of any type: the other ranks must raise it too

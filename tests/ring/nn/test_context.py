@@ -17,7 +17,7 @@ from torch.distributed.utils import _apply_to_tensors
 
 from ring import Layout, Pattern
 from ring.comm.transport import SoloTransport
-from ring.nn import ContextParallel, SelfAttention, gather, shard_batch
+from ring.nn import ContextParallel, SelfAttention, gather, next_tokens, shard_batch
 from tests.support.ranks import Ranks
 
 LAYOUT = Layout.contiguous(7, 1)
@@ -180,16 +180,20 @@ def test_a_tree_equals_its_leaves_alone(ranks: Ranks, world: int, kind: str) -> 
         assert ends == [8, 17]  # the next token, if there is one, is of another answer
 
 
-WORDS = torch.arange(7)[None]
+WORDS, ANSWERS = torch.arange(7)[None], Pattern.tree([None, 0, 0], [3, 2, 2])
 REFUSED: dict[str, tuple[Callable[[ContextParallel], object], str]] = {
     "no slices": (lambda x: x.with_pattern(Pattern.dense(True)), "pattern must be a Pattern with slices"),
-    "too long": (lambda x: x.with_pattern(Pattern.tree([None], [8])), "slices must lie within the 7 tokens"),
+    "too long": (lambda x: x.with_pattern(Pattern.prefix(8)), "slices must lie within the 7 tokens"),
     "a tree's places": (lambda x: attend(x, Pattern.tree([None, 0], [3, 4])), "shard_batch.*pattern=pattern"),
     "a window": (lambda x: attend(x.with_pattern(Pattern.prefix(3)), Pattern.dense(True, window=2)), "must be plain"),
     "a second": (lambda x: attend(x.with_pattern(Pattern.prefix(3)), Pattern.prefix(3)), "pattern must be plain"),
     "positions": (
-        lambda x: shard_batch(x, WORDS, pattern=Pattern.tree([None, 0, 0], [3, 2, 2]), positions=torch.arange(7)),
+        lambda x: shard_batch(x, WORDS, pattern=ANSWERS, positions=torch.arange(7)),
         "positions must be None or depths",
+    ),
+    "labels of another branch": (
+        lambda x: shard_batch(x, WORDS, pattern=ANSWERS, later=next_tokens(WORDS, ahead=2)),
+        "later must not cross the ends of documents, got the tokens 2 ahead",
     ),
 }  # fmt: skip
 

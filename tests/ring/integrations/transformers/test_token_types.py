@@ -168,6 +168,7 @@ def different_rows() -> Tensor:
 
 
 REFUSED: list[tuple[str, str, dict[str, Any]]] = [
+    ("pixel_values must be left out: layers of images", "Gemma3", {"pixel_values": torch.ones(1, 3, 16, 16)}),
     ("token types must be the same in all rows", "Gemma3", {"token_type_ids": different_rows()}),
     (r"must be this rank's shard, \(batch, 13\), got shape \(2, 4\)", "Gemma3", {"token_type_ids": torch.ones(2, 4)}),
     ("pattern must be None for a call with token types", "HrmText", typed("", False) | {"pattern": Pattern.prefix(3)}),
@@ -192,7 +193,7 @@ def _refuse(number: int, alone: bool) -> None:
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
 def test_types_that_cannot_be_masked_are_refused(ranks: Ranks, number: int) -> None:
-    for alone in (False, True)[: 2 if number < 2 else 1]:
+    for alone in (False, True)[: 2 if number < 3 else 1]:
         ranks(2).run(_refuse, number, alone)
 
 
