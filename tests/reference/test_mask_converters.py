@@ -125,7 +125,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "fraction": (lambda: slices_from_magi([[0, 4]], torch.tensor([[0, 4.5]]), [0]), "a range of k_ranges must be"),
     "overlap": (lambda: slices_from_magi([[0, 4]] * 2, [[0, 4]] * 2, [0, 1]), "slices must see a pair once"),
     "beyond": (lambda: magi_from_slices((Slice(0, 9),), 8), "slices must lie within the 8 tokens"),
-    "beyond, too": (lambda: flashmask_from_slices((Slice(k1=9),), 8), "slices must lie within the 8 tokens"),
+    "beyond, too": (lambda: flashmask_from_slices((Slice(0, 4, 0, 9),), 8), "slices must lie within the 8 tokens"),
     "form": (lambda: slices_from_flashmask(torch.zeros(1, 1, 4, 4, dtype=torch.int32), True), "keys, 1 or 2.*=True"),
     "heads": (lambda: slices_from_flashmask(torch.zeros(1, 2, 4, 1, dtype=torch.int32), True), "and one head"),
     "intervals": (
