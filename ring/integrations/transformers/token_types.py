@@ -7,7 +7,7 @@ which become slices. So what a version computes is what the ring does, for each 
     Gemma 3, global layers    causal or same image
     Gemma 3, local layers     (causal or same image) and not further back than the window
     Gemma 4                   global layers causal alone, local ones as in Gemma 3
-    PaliGemma                 causal or both in the prefix
+    PaliGemma                 causal, in local layers of PaliGemma 2 within the window, or both in the prefix
 """
 
 from __future__ import annotations
