@@ -122,9 +122,11 @@ class FaultyTransport(RecordingTransport):
         self._pids: list[bytes] = []
         if fault is not None and fault.kind == "host":
             self._pids = inner.all_gather(os.getpid().to_bytes(8, "little"))
-        next_dies = fault is not None and fault.kind == "absent" and fault.index == (self.rank + 1) % self.world_size
+        # Ranks look at each other in order, so that they find the one that was killed before this one has come.
+        previous = (self.rank - 1) % self.world_size
+        previous_dies = fault is not None and fault.kind == "absent" and fault.index == previous
         # Of two ranks the other one must come in time: nobody else can miss the one that was killed.
-        self._slow_round = fault.post if fault is not None and next_dies and self.world_size > 2 else None
+        self._slow_round = fault.post if fault is not None and previous_dies and self.world_size > 2 else None
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
         """Announce nothing (gloo does not need it): the receiver must find a wrong message, not a comparison."""
