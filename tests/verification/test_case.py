@@ -76,9 +76,9 @@ def test_last_document_is_lengthened_to_the_sum() -> None:
 
 
 def test_slices_fit_both_sequences_and_a_line() -> None:
-    line = "tokens=13 world=3 slices=[[0,13,0,5,null,-2],[4,null,5,9,-3,1]] documents=13"
+    line = "tokens=13 world=3 slices=[[0,13,0,5,null,-2],[4,13,5,9,-3,1]] documents=13"
     sliced = read_case_line(line)
-    assert sliced.pattern.branches[0].slices == ((0, 13, 0, 5, None, -2), (4, None, 5, 9, -3, 1))
+    assert sliced.pattern.branches[0].slices == ((0, 13, 0, 5, None, -2), (4, 13, 5, 9, -3, 1))
     assert Case.from_json(sliced.to_json()) == sliced and read_case_line("slices=none").pattern == Pattern.dense()
     for tokens, keys in ((12, None), (None, Keys(8))):
         with pytest.raises(ValueError, match="slices must lie within the (12|8) tokens"):
