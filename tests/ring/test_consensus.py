@@ -168,6 +168,7 @@ def tree(*lengths: int) -> Arguments:
 
 ORDER = "calls on a group must come in the same order on every rank"
 DOCUMENTS = "documents must be the same on every rank: "
+SLICES = "slices must be the same on every rank: "
 VALUES = "sinks must be the same on every rank: "
 DIFFERENT: list[tuple[tuple[Arguments, ...], str]] = [
     (({"bucket": 3}, {"bucket": 4}), "bucket must be the same on every rank: rank 0 has 3, rank 1 4"),
@@ -191,8 +192,9 @@ DIFFERENT: list[tuple[tuple[Arguments, ...], str]] = [
     ((documents(4), documents(4, 0)), f"{DOCUMENTS}rank 0 has none as number 1 of 1, rank 1 0 as number 1 of 2"),
     ((documents(*9000 * (0,), 1, 3), documents(*9000 * (0,), 3, 1)),
      f"{DOCUMENTS}rank 0 has 1 as number 9000 of 9002, rank 1 3 as number 9000 of 9002"),
-    ((tree(1, 2, 1), tree(1, 1, 2)), "slices must be the same on every rank: rank 0 has ['branch 0', 1, 3, 1, 3, None, 0] "
-     "as number 1 of 4, rank 1 ['branch 0', 1, 2, 1, 2, None, 0] as number 1 of 4"),
+    ((tree(1, 2, 1), tree(1, 1, 2)),
+     SLICES + "rank 0 has {} as number 1 of 4, rank 1 {} as number 1 of 4".format(
+         ["branch 0", 1, 3, 1, 3, None, 0], ["branch 0", 1, 2, 1, 2, None, 0])),
     (({}, documents(*9000 * (0,), 4)), f"{DOCUMENTS}rank 0 has None, rank 1 (0, 0, 0, 0, 0, 0, ...)"),
 ]  # fmt: skip
 

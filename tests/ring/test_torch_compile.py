@@ -40,6 +40,7 @@ MORE_PATTERNS = PATTERNS | {
     "window": Pattern.dense(causal=True, window=3),
     "window of zero": Pattern((Branch(9, window=0), Branch(None, 2)), causal=True),
     "window and documents": Pattern.dense(window=4, documents=(5, 12)),
+    "prefix": Pattern.prefix(5),
     "tree": Pattern.tree([None, 0, 0, 2], [5, 4, 2, 6]),
     "spans and documents": Pattern.spans([(2, 4), (6, 12)], documents=(5, 12), window=3),
 }
