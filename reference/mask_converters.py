@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from reference.slices import Slice, check_range, check_slices_fit, checked_slices, meet
+from reference.validators import integer, is_integer
 
 FULL, CAUSAL, INVERSE_CAUSAL, BI_CAUSAL = range(4)  # MagiAttention's attn_type_map
 MOST_TOKENS = 4096  # of a mask function, which is evaluated for every pair
@@ -77,7 +78,7 @@ def magi_from_slices(slices: Sequence[Slice], tokens: int) -> MagiSlices:
         ValueError: slices overlap, or reach beyond the sequence.
     """
     magi = MagiSlices([], [], [])
-    for one in _checked(slices, tokens):
+    for one in _checked(slices, integer("tokens", tokens, 0)):
         for queries, keys, kind in _with_corners(_trimmed(one, tokens)):
             magi.q_ranges.append(list(queries))
             magi.k_ranges.append(list(keys))
@@ -118,6 +119,8 @@ def slices_from_flashmask(startend_row_indices: object, causal: bool) -> tuple[S
     Raises:
         ValueError: they are no such integers.
     """
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal must be True or False, got {causal!r}")
     rows = _indices(startend_row_indices, causal)
     tokens = len(rows)
     columns = (_seen(_hidden(row, key, tokens, causal), tokens) for key, row in enumerate(rows))
@@ -135,7 +138,8 @@ def flashmask_from_slices(slices: Sequence[Slice], tokens: int) -> tuple[torch.T
         ValueError: slices overlap or reach beyond the sequence, or a key is hidden from more than two intervals of
             queries.
     """
-    columns = [_seen(seen, tokens) for seen in _columns(_checked(slices, tokens), tokens)]  # hidden from these
+    seen_by = _columns(_checked(slices, integer("tokens", tokens, 0)), tokens)
+    columns = [_seen(seen, tokens) for seen in seen_by]  # hidden from these
     for causal, form in ((True, _below), (True, _within), (False, _outside), (False, _two)):
         rows = [form(key, hidden, tokens) for key, hidden in enumerate(columns)]
         if None not in rows:
@@ -149,7 +153,7 @@ def flashmask_from_slices(slices: Sequence[Slice], tokens: int) -> tuple[torch.T
 
 
 def _indices(value: object, causal: bool) -> list[list[int]]:
-    array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+    array = _array("startend_row_indices", value)
     if array.ndim == 4 and array.shape[:2] == (1, 1):
         array = array[0, 0]
     widths = (1, 2) if causal else (2, 4)
@@ -235,6 +239,8 @@ def slices_from_function(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tens
     """
     if type(tokens) is not int or not 0 <= tokens <= MOST_TOKENS:
         raise ValueError(f"tokens of a mask function must be 0 to {MOST_TOKENS}, got {tokens!r}: write slices instead")
+    if not callable(sees):
+        raise ValueError(f"a mask function must take queries and keys, got {sees!r}")
     places = torch.arange(tokens)
     mask = sees(places[:, None], places[None])
     shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else ()
@@ -336,7 +342,9 @@ def spans_from_token_types(token_type_ids: Integers | Ranges, types: Sequence[in
     Raises:
         ValueError: the types are of several rows, or no integers.
     """
-    array = np.asarray(token_type_ids.detach().cpu() if isinstance(token_type_ids, torch.Tensor) else token_type_ids)
+    array = _array("token_type_ids", token_type_ids)
+    if not isinstance(types, (list, tuple)) or not all(map(is_integer, types)):
+        raise ValueError(f"types must be a list of integers, as (1,), got {types!r}")
     if array.ndim == 2 and len(array) == 1:
         array = array[0]
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
@@ -360,6 +368,14 @@ def _checked(slices: object, tokens: int | None = None) -> tuple[Slice, ...]:
         disjoint = checked_slices([one for x in disjoint if (one := meet(x, Slice(0, tokens, 0, tokens)))])
         assert disjoint is not None
     return disjoint
+
+
+def _array(name: str, value: object) -> np.ndarray:
+    """Return an array of a tensor or list; ValueError for rows of unequal length."""
+    try:
+        return np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+    except ValueError:
+        raise ValueError(f"{name} must be integers in rows of equal length, got {value!r}") from None
 
 
 def _ranges(name: str, ranges: object) -> list[Interval]:

@@ -171,6 +171,21 @@ _OFFSET_RULES: dict[str, Callable[[int, int, int], int | tuple[int, ...]]] = {
 }
 
 
+def _check_depths(pattern: "Pattern") -> None:
+    """Raise ValueError unless a token's keys are its path, which its depth counts."""
+    grids = [(b.segment_length, b.dilation_rate, b.window) for b in pattern.branches]
+    if grids != [(None, 1, None)] or pattern.branches[0].slices is None:
+        raise ValueError(
+            "depths need one branch with slices, without a window, segments or rates, which would count places, got "
+            f"{len(grids)} with (segment_length, dilation_rate, window) {grids}"
+        )
+    if pattern.documents is not None and len(pattern.documents) > 1:
+        raise ValueError(
+            f"documents must be left out where positions are depths, as in a tree, got {len(pattern.documents)}: a "
+            "tree of several roots is a batch of documents"
+        )
+
+
 # Segments of one position never have phase 1.
 _NOTHING = Branch(segment_length=1, dilation_rate=2, offset=1)
 
@@ -186,7 +201,7 @@ class Pattern:
             number of tokens. None: the sequence is one document, of any length. (`reference.documents` converts
             cu_seqlens and position ids.)
         depths: True if the rotary position of a token is its depth, as in a tree: the number of other keys that it
-            sees. False: its place in its document.
+            sees by the slices of the one branch, without documents. False: its place in its document.
 
     Raises:
         ValueError: a field has any other value.
@@ -210,6 +225,8 @@ class Pattern:
         _flag("causal", self.causal)
         object.__setattr__(self, "documents", checked_documents(self.documents))
         _flag("depths", self.depths)
+        if self.depths:
+            _check_depths(self)
         object.__setattr__(self, "has_slices", any(branch.slices is not None for branch in self.branches))
         # Not lazily: a graph that is traced can read an attribute, but not format integers that change between calls.
         branches, causal = ", ".join([_json(branch) for branch in self.branches]), "true" if self.causal else "false"
@@ -333,6 +350,7 @@ class Pattern:
             isinstance(x, (list, tuple)) and len(x) in (3, 6) for x in slices
         ):
             raise ValueError(f"slices must be a list of ((q0, q1), (k0, k1), kind), got {slices!r}")
+        _flag("counted", counted)
         layers: list[list[Slice]] = [[]]
         for one in (of_kind(*x) if len(x) == 3 else checked_slice(x) for x in slices):
             free = (x for x in layers if not counted or not any(meet(one, other) for other in x))
@@ -361,7 +379,7 @@ class Pattern:
             )
         if documents is not None:
             for length, own in zip(documents, each, strict=True):
-                if not is_integer(prefix) and is_integer(own) and own > length:
+                if not is_integer(prefix) and _integer("prefix", own, 0) > length:
                     raise ValueError(f"prefix must be at most its document's {length} tokens, got {own}")
             each = [min(own, length) for length, own in zip(documents, each, strict=True)]
         return cls((Branch(slices=tuple(prefix_slices(each, begins))),), documents=documents)
@@ -397,10 +415,11 @@ class Pattern:
         Raises:
             ValueError: a length is no integer >= 0, or frames and documents differ in tokens.
         """
-        slices, tokens = frame_slices(lengths, noisy), sum(lengths) * (1 + noisy)
-        if documents is not None and sum(documents) != tokens:
-            raise ValueError(f"frames must have the {sum(documents)} tokens of the documents, got {tokens}")
-        return cls((Branch(slices=tuple(slices)),), documents=(tokens,) if documents is None else documents)
+        slices, tokens = frame_slices(lengths, _flag("noisy", noisy)), sum(lengths) * (1 + noisy)
+        packed = Documents((tokens,)) if documents is None else checked_documents(documents)
+        if packed is not None and packed.tokens != tokens:
+            raise ValueError(f"frames must have the {packed.tokens} tokens of the documents, got {tokens}")
+        return cls((Branch(slices=tuple(slices)),), documents=packed)
 
     @classmethod
     def first_tokens(cls, count: int, window: int, documents: tuple[int, ...] | None = None) -> "Pattern":
@@ -440,7 +459,7 @@ class Pattern:
         Raises:
             ValueError: the documents or slices do not fit that many tokens.
         """
-        self.validate_tokens(tokens)
+        self.validate_tokens(_integer("tokens", tokens, 0))
         if self.depths:
             ends = np.zeros(tokens, np.int64), np.full(tokens, tokens)
             seen = keys_seen(slices_seen(self.branches[0], self.causal), *ends)
@@ -538,7 +557,7 @@ class Pattern:
                 first = 0 if branch.heads is None else served.start
                 offset = branch.offset if isinstance(branch.offset, int) else branch.offset[low - first : high - first]
                 branches.append(replace(branch, offset=offset, heads=range(low - heads.start, high - heads.start)))
-        return replace(self, branches=tuple(branches) or (_NOTHING,))
+        return replace(self, branches=tuple(branches) or (_NOTHING,), depths=self.depths and bool(branches))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the pattern as JSON data, from which `from_dict` makes an equal pattern."""

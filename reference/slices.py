@@ -146,11 +146,14 @@ def check_range(name: str, begin: object, end: object) -> None:
 
 def overlaps(slices: Iterable[Slice]) -> Iterator[tuple[Slice, Slice]]:
     """Yield the pairs of slices that see a common pair."""
-    active: list[Slice] = []
-    for one in sorted(filter(holds_a_pair, slices), key=lambda one: one.q0):
-        active = [other for other in active if other.limits[1] > one.q0]
-        yield from ((other, one) for other in active if meet(other, one) is not None)
-        active.append(one)
+    ordered = sorted(filter(holds_a_pair, slices), key=lambda one: one.q0)
+    table = np.array([one.limits for one in ordered], np.int64).reshape(-1, 6).T
+    for index, behind in enumerate(np.searchsorted(table[0], table[1], side="left").tolist()):
+        if index + 1 < behind:  # slices that begin before this one's last query
+            one, later = table[:, index, None], table[:, index + 1 : behind]
+            (q0, _, k0, _, low, _), (_, q1, _, k1, _, high) = np.maximum(one, later), np.minimum(one, later)
+            meets = (k0 < k1) & (np.maximum(low, k0 - q1 + 1) <= np.minimum(high, k1 - 1 - q0))
+            yield from ((ordered[index], ordered[index + 1 + other]) for other in np.flatnonzero(meets))
 
 
 def common_pair(a: Slice, b: Slice) -> tuple[int, int]:

@@ -60,14 +60,25 @@ def _(x: Tensor, **_: int) -> Tensor:
 
 
 def _pattern_over(layout: Layout, documents: tuple[int, ...] | None, pattern: Pattern | None = None) -> Pattern | None:
-    """A pattern over the documents, with the slices of `pattern`. ValueError if they are invalid or do not add up to
-    the layout's tokens.
+    """A pattern over the documents, with the slices of `pattern`, and its own documents in place of None. ValueError
+    if they are invalid or do not add up to the layout's tokens.
     """
     if documents is None and pattern is None:
         return None
-    over = Pattern.dense(documents=documents) if pattern is None else replace(pattern, documents=documents)
+    over = Pattern.dense(documents=documents) if pattern is None else pattern
+    if documents is not None:
+        over = replace(over, documents=documents)
     over.validate_tokens(layout.n)
     return over
+
+
+def _check_same_documents(pattern: Pattern, documents: Documents | None) -> None:
+    """Raise ValueError for a pattern over other documents than a handle's, beside slices: these fit one of both."""
+    if pattern.documents is not None and pattern.documents != documents:
+        raise ValueError(
+            f"documents of the pattern must be those of the handle, {first_few(documents or ())}, or None where one of "
+            f"both has slices, which are positions in these, got {first_few(pattern.documents)}"
+        )
 
 
 class ContextParallel:
@@ -142,14 +153,19 @@ class ContextParallel:
         It replaces the plain attention of modules, causal or not. Positions are those of the pattern: depths in a tree.
 
         Args:
-            pattern: with slices, as `Pattern.tree` and `Pattern.slices` make it.
+            pattern: with slices, as `Pattern.tree` and `Pattern.slices` make it. Without documents it has those of
+                the handle.
 
         Raises:
-            ValueError: pattern is no such pattern, or reaches beyond the layout's tokens.
+            ValueError: pattern is no such pattern, reaches beyond the layout's tokens, or has other documents than the
+                handle.
         """
         if not isinstance(pattern, Pattern) or not pattern.has_slices:
             raise ValueError(f"pattern must be a Pattern with slices, as Pattern.tree(...), got {pattern!r}")
-        return self._over(_pattern_over(self.layout, pattern.documents, pattern))
+        documents = self.documents if self.pattern is None else None  # not those of the pattern that is replaced
+        if documents is not None:
+            _check_same_documents(pattern, documents)
+        return self._over(_pattern_over(self.layout, documents, pattern))
 
     def _over(self, packed: Pattern | None) -> ContextParallel:
         context = type(self).__new__(type(self))
@@ -319,6 +335,9 @@ class ContextParallel:
                 "pattern must be plain attention where the handle has a pattern, which replaces it (with_pattern), got "
                 f"one with a window, segments, rates or slices: {first_few(pattern.branches)}"
             )
+        either = pattern.has_slices or self.pattern is not None
+        if either and pattern.documents is not None and self._packed is not None:  # in this order: graphs guard each
+            _check_same_documents(pattern, self.documents)
         if pattern.depths and self.pattern is None:
             raise ValueError(
                 "pattern of a tree must be the handle's, so that rotary positions are depths and not places: write "

@@ -139,6 +139,12 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "tokens": (lambda: slices_from_function(lambda q, k: k <= q, 4097), "must be 0 to 4096, got 4097"),
     "scores": (lambda: slices_from_function(lambda q, k: k - q, 8), r"a bool tensor \(8, 8\), got torch"),
     "shape": (lambda: slices_from_function(lambda q, k: torch.ones(3, dtype=torch.bool), 8), r"of shape \(3,\)"),
+    "no function": (lambda: slices_from_function(torch.ones(8, 8), 8), "must take queries and keys"),  # type: ignore[arg-type]
+    "no tokens": (lambda: magi_from_slices((Slice(high=0),), -1), "tokens is -1; it must be an integer"),
+    "fraction of tokens": (lambda: flashmask_from_slices((Slice(high=0),), 8.5), "tokens is 8.5"),  # type: ignore[arg-type]
+    "causality": (lambda: slices_from_flashmask([[2], [2]], "False"), "causal must be True or False, got 'False'"),  # type: ignore[arg-type]
+    "ragged": (lambda: slices_from_flashmask([[2], [2, 3]], True), "startend_row_indices must be .* equal length"),
+    "set of types": (lambda: spans_from_token_types([0, 1, 1], {1, 2}), r"types must be a list of integers.*\{1, 2\}"),  # type: ignore[arg-type]
     "rows": (lambda: spans_from_token_types([[0, 1], [1, 0]]), "integers of one row"),
 }  # fmt: skip
 

@@ -3,6 +3,8 @@
 import itertools
 import json
 import pickle
+import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ BEGINS = [b for b, length in zip((0, 7, 7, 19), DOCUMENTS, strict=True) for _ in
 SPANS = [(2, 5), (5, 5), (6, 13), (20, 24)]
 FRAMES = [4, 0, 1, 7, 12]
 PARENTS, LENGTHS = [None, 0, 1, 1, 0, 4, -1, 6], [4, 3, 2, 0, 5, 4, 1, 5]
+TREE = Pattern.tree(PARENTS, LENGTHS)
 NODE = [node for node, length in enumerate(LENGTHS) for _ in range(length)]
 
 
@@ -151,6 +154,13 @@ def test_positions_of_a_tree_are_depths() -> None:
     assert Pattern.prefix(3, DOCUMENTS).positions(N).tolist() == [i - BEGINS[i] for i in range(N)]
 
 
+def test_a_path_of_2000_nodes_takes_seconds() -> None:
+    begin = time.process_time()
+    pattern = Pattern.tree([None, *range(1999)], [1] * 2000)
+    assert pattern.positions(2000).tolist() == list(range(2000))
+    assert time.process_time() - begin < 5  # pairs of slices, one by one, take a minute
+
+
 REFUSED = {
     "out of order": (
         lambda: Pattern.slices([((5, 3), (0, 9), "full")]),
@@ -181,6 +191,21 @@ REFUSED = {
     ),
     "long prefix": (lambda: Pattern.prefix([5], (4,)), "prefix must be at most its document's 4 tokens"),
     "first": (lambda: Pattern.first_tokens(-1, 3), "count must be an integer >= 0"),
+    "text in prefixes": (lambda: Pattern.prefix(["1"], (4,)), "prefix must be an integer >= 0, got '1'"),  # type: ignore[list-item]
+    "documents of frames": (lambda: Pattern.frames([3, 4], 7), "documents must be"),  # type: ignore[arg-type]
+    "noisy": (lambda: Pattern.frames([3, 4], noisy=3), "noisy must be True or False, got 3"),  # type: ignore[arg-type]
+    "counted": (lambda: Pattern.slices([((0, 3), (0, 3), "full")], counted="no"), "counted must be True or False"),  # type: ignore[arg-type]
+    "tokens": (lambda: Pattern.prefix(2).positions(2.5), "tokens must be an integer >= 0, got 2.5"),  # type: ignore[arg-type]
+    "documents of a tree": (lambda: replace(TREE, documents=(20, 4)), "documents must be left out.*got 2"),
+    "window of a tree": (
+        lambda: replace(TREE, branches=(replace(TREE.branches[0], window=3),)),
+        r"depths need one branch with slices, without a window.*\(None, 1, 3\)",
+    ),
+    "rate of a tree": (
+        lambda: replace(TREE, branches=(replace(TREE.branches[0], dilation_rate=2),)),
+        "depths need one branch with slices",
+    ),
+    "depths alone": (lambda: Pattern((Branch(),), depths=True), "depths need one branch with slices"),
     "no six": (lambda: checked_slices([(1, 2, 3)]), r"a slice must be \(q0, q1, k0, k1, low, high\)"),
 }
 

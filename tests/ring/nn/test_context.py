@@ -191,6 +191,19 @@ REFUSED: dict[str, tuple[Callable[[ContextParallel], object], str]] = {
         lambda x: shard_batch(x, WORDS, pattern=ANSWERS, positions=torch.arange(7)),
         "positions must be None or depths",
     ),
+    "documents of a tree": (lambda x: x.with_pattern(ANSWERS).with_documents((3, 4)), "documents must be left out"),
+    "documents of both": (
+        lambda x: x.with_documents((3, 4)).with_pattern(Pattern.prefix(2, (4, 3))),
+        r"documents of the pattern must be those of the handle, \(3, 4\).*got \(4, 3\)",
+    ),
+    "documents of a module with slices": (
+        lambda x: attend(x.with_documents((3, 4)), Pattern.prefix(2, (4, 3))),
+        "documents of the pattern must be those of the handle",
+    ),
+    "documents of a plain module": (
+        lambda x: attend(x.with_pattern(Pattern.prefix(2)), Pattern.dense(True, (3, 4))),
+        "documents of the pattern must be those of the handle",
+    ),
     "labels of another branch": (
         lambda x: shard_batch(x, WORDS, pattern=ANSWERS, later=next_tokens(WORDS, ahead=2)),
         "later must not cross the ends of documents, got the tokens 2 ahead",
@@ -215,4 +228,6 @@ def test_a_handle_with_a_pattern_replaces_plain_attention() -> None:
     for plain in (Pattern.dense(True), Pattern.dense()):
         assert torch.equal(attend(context.with_pattern(pattern), plain), attend(context, pattern))
     packed = context.with_pattern(pattern).with_documents((3, 4))
+    for same in (context.with_documents((3, 4)).with_pattern(pattern), packed.with_documents(None)):
+        assert same.pattern == packed.pattern
     assert packed.pattern == Pattern.spans([(2, 5)], (3, 4)) and packed.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
