@@ -53,7 +53,8 @@ def test_the_examples_run(tmp_path: Path, name: str, ranks: int) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *torchrun, str(script)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    # Sooner than the limit of a test, which ends the worker and tells nothing of the ranks.
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
     assert len(drawn) == PICTURES.get(name, 0)
