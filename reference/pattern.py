@@ -213,7 +213,7 @@ class Pattern:
     depths: bool = False
     number: int = field(init=False, repr=False, compare=False, default=0)  # of this object, if a batch made it
     has_slices: bool = field(init=False, repr=False, compare=False)  # of a branch's own
-    text: str = field(init=False, repr=False, compare=False)  # JSON without documents and slices
+    text: str = field(init=False, repr=False, compare=False)  # JSON without documents, slices and depths
 
     def __post_init__(self) -> None:
         if not isinstance(self.branches, (tuple, list)) or not self.branches:
@@ -230,8 +230,7 @@ class Pattern:
         object.__setattr__(self, "has_slices", any(branch.slices is not None for branch in self.branches))
         # Not lazily: a graph that is traced can read an attribute, but not format integers that change between calls.
         branches, causal = ", ".join([_json(branch) for branch in self.branches]), "true" if self.causal else "false"
-        depths = ', "depths": true' if self.depths else ""
-        object.__setattr__(self, "text", f'{{"branches": [{branches}], "causal": {causal}{depths}}}')
+        object.__setattr__(self, "text", f'{{"branches": [{branches}], "causal": {causal}}}')
         if self.documents is not None or self.has_slices:
             object.__setattr__(self, "number", next(_next_numbers))
             _by_number[self.number] = self
