@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from reference.pattern import Branch, Pattern
+from reference.slices import Slice
 from ring import Layout, ring_attention, validation
 from ring.comm.transport import MissingRanks, SoloTransport
 from ring.compute.kernels import candidates, fa4
@@ -161,8 +162,13 @@ def documents(*lengths: int) -> Arguments:
     return {"pattern": Pattern.dense(documents=lengths)}
 
 
+def sliced(high: int) -> Arguments:
+    return {"pattern": Pattern((Branch(slices=(Slice(0, 4, 0, 2, None, high),)),))}
+
+
 ORDER = "calls on a group must come in the same order on every rank"
 DOCUMENTS = "documents must be the same on every rank: "
+SLICES, LATER = "slices must be the same on every rank: ", ["branch 0", 0, 4, 0, 2, None, 1]
 VALUES = "sinks must be the same on every rank: "
 DIFFERENT: list[tuple[tuple[Arguments, ...], str]] = [
     (({"bucket": 3}, {"bucket": 4}), "bucket must be the same on every rank: rank 0 has 3, rank 1 4"),
@@ -187,6 +193,8 @@ DIFFERENT: list[tuple[tuple[Arguments, ...], str]] = [
     ((documents(*9000 * (0,), 1, 3), documents(*9000 * (0,), 3, 1)),
      f"{DOCUMENTS}rank 0 has 1 as number 9000 of 9002, rank 1 3 as number 9000 of 9002"),
     (({}, documents(*9000 * (0,), 4)), f"{DOCUMENTS}rank 0 has None, rank 1 (0, 0, 0, 0, 0, 0, ...)"),
+    ((sliced(0), sliced(1)),
+     f"{SLICES}rank 0 has {['branch 0', 0, 4, 0, 2, None, 0]} as number 0 of 1, rank 1 {LATER} as number 0 of 1"),
 ]  # fmt: skip
 
 
