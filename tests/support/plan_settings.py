@@ -16,6 +16,9 @@ from ring.layout import Layout
 from ring.plan.exchanges import KEY_EXCHANGES
 from tests.ring.plan.plan_walk import PlanSetting
 
+# Slices of whole sequences: all that blocks treat as patterns without slices, and such as look alike.
+WHOLE = (CAUSAL, EVERYTHING, Slice(low=-3, high=0), Slice(low=-3, high=1), Slice(low=-3, high=3), Slice(low=-3))
+
 
 def listed(layout: Layout) -> Layout:
     """The same layout as a listing, whatever it is kept as."""
@@ -68,7 +71,7 @@ def with_slices(draw: Any, pattern: Pattern, n: int, keys: int | None = None) ->
     ends, bounds = st.tuples(place, place, key, key), st.none() | st.integers(-n, n)
     branches = []
     for branch in pattern.branches:
-        slices = [draw(st.sampled_from((CAUSAL, EVERYTHING, Slice(low=-3, high=0))))] if draw(st.booleans()) else []
+        slices = [draw(st.sampled_from(WHOLE))] if draw(st.booleans()) else []
         for (a, b, c, d), low, high in draw(st.lists(st.tuples(ends, bounds, bounds), max_size=4)):
             one = Slice(min(a, b), max(a, b), min(c, d), max(c, d), low, high)
             slices += [] if any(meet(one, other) for other in slices) else [one]

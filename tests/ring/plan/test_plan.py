@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from reference import closed_forms
 from reference.pattern import Branch, Pattern
+from reference.slices import Slice
 from ring.default_bucket import default_local_bucket
 from ring.layout import Layout
 from ring.plan import remote_rows
@@ -78,6 +79,11 @@ def test_interleaved_runs(runs: tuple[range, ...], pattern: Pattern, bucket: int
         layout = Layout.from_cuts(order, cuts)
         assert layout.runs is not None
         check(setting_of(pattern, layout, exchange, bucket))
+
+
+@pytest.mark.parametrize("other", (Slice(3, 6, 2, 5, high=-1), Slice(2, 5, 3, 6, high=1)), ids=("key", "query"))
+def test_triangles_that_share_one_row_are_two_calls(other: Slice) -> None:
+    check(setting_of(Pattern((Branch(slices=(Slice(0, 3, 0, 3, high=0), other)),)), Layout.contiguous(6, 1), "direct"))
 
 
 @pytest.mark.parametrize("exchange", ("ring", "direct"))

@@ -248,6 +248,20 @@ EXAMPLES: dict[str, tuple[dict[str, Any], ...]] = {
         ),
         sliced((0, 24, 0, 2, None, -6), (0, 7, 0, 24, -5, 0)),
     ),
+    "slices of later keys": (sliced((0, 24, 0, 24, 1, 9)), sliced((0, 24, 0, 24, -9, 0))),
+    "slice on three shards": tuple({"world": 3} | sliced((a, 17, 0, 5, None, None)) for a in (7, 8)),
+    "slice longer than a shard": (sliced((0, 13, 0, 5, None, None)), sliced((0, 12, 0, 5, None, None))),
+    "no pair in slices": (sliced(), sliced((0, 1, 0, 1, None, None))),
+    "slices with a window": tuple(
+        {"pattern": Pattern((Branch(window=window, slices=(Slice(high=0),)),))} for window in (22, 23)
+    ),
+    "two bands in a listed layout": tuple(
+        {"order": order} | sliced((0, 24, 0, 24, -9, -6), (0, 24, 0, 24, -3, 0)) for order in ("hilbert", "zigzag")
+    ),
+    "heads with different slices": tuple(
+        {"pattern": Pattern(tuple(Branch(heads=range(i, i + 2), slices=(Slice(high=i * x),)) for i in (0, 2)))}
+        for x in (1, 0)
+    ),
     "rank whose rows see no key of slices": (sliced((12, 24, 0, 24, None, 0)), sliced((11, 24, 0, 24, None, 0))),
     "dead key": tuple({"kv_heads": 2, "pattern": Pattern((Branch(8, 2, (0, 1, x, 0)),))} for x in (0, 1)),
     "query rows cut": ({"world": 1, "tokens": 17}, {"world": 1, "tokens": 17, "bucket": 17}),
