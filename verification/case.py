@@ -266,6 +266,12 @@ class Case(SavedFields):
         return self.lse in ("differentiated", "alone", "apart")
 
     @property
+    def fixed_order(self) -> bool:
+        """True if kernels on GPUs are to sum in the same order in every run, since the bits of two are compared. Not if
+        the second has no gradients: the faster kernels, whose order is their own, must be right, too."""
+        return self.device == "cuda" and self.again != "no_grad"
+
+    @property
     def softmax_scale(self) -> float:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 

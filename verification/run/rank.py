@@ -7,8 +7,8 @@ of `ring`, its recording transport, buffer meter and default bucket, nothing els
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -283,8 +283,14 @@ def _to_be_cast(case: Case, qkv: Tensors) -> tuple[Tensors, str]:
     return (*narrow, *wide), "qkv"
 
 
-def _run_context(variant: str, case: Case) -> AbstractContextManager[None]:
+@contextmanager
+def _run_context(variant: str, case: Case) -> Iterator[None]:
     """Return the context of that kind of run. Enter it for one forward or backward only, not for other tensors."""
+    with second_run.sums_in_fixed_order() if case.fixed_order else nullcontext(), _variant_context(variant, case):
+        yield
+
+
+def _variant_context(variant: str, case: Case) -> AbstractContextManager[None]:
     if variant == "autocast" or _casts(variant, case):
         dtype = case.torch_dtype if case.torch_dtype.itemsize == 2 else torch.bfloat16
         return torch.autocast(case.device, dtype, enabled=case.dtype != "float32")

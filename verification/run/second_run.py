@@ -37,6 +37,17 @@ def another_default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
+def sums_in_fixed_order() -> Iterator[None]:
+    """Make kernels sum in the same order in every run."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextmanager
 def _empty_ring_caches() -> Iterator[None]:
     """Empty the ring's caches before, so that all is computed again, and after, so that nothing of it is reused."""
     clear_caches(("ring",))

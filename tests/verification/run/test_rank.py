@@ -29,7 +29,7 @@ from verification.run import rank as execute
 from verification.run.backends import GlooBackend, SimBackend
 from verification.run.layouts import strided_copy
 from verification.run.memory_meter import Meter, Workspace
-from verification.run.rank import CallResult, observe, repeats
+from verification.run.rank import CallResult, RankCall, observe, repeats
 from verification.run.recording_transport import RecordingTransport
 from verification.run.second_run import ALIGNMENT, another_default_device, in_one_storage
 from verification.runner import PROFILES, RunPlan, laws_on
@@ -124,6 +124,22 @@ def test_missing_second_results_are_not_compared() -> None:
     ):  # fmt: skip
         changed: dict[str, Any] = {name: other}
         assert not repeats(run, replace(run, **changed))
+
+
+def test_bits_are_compared_on_gpus_where_sums_have_a_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-4 adds the gradients of three query heads of a key/value head in any order otherwise."""
+    fixed: list[bool] = []
+
+    def attend(q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        fixed.append(torch.are_deterministic_algorithms_enabled())
+        return q.clone()
+
+    monkeypatch.setattr(execute, "ring_attention", attend)
+    for drawn, expected in (("alike", True), ("no_grad", False)):
+        on_gpu = plain(1, tokens=4, heads=4, kv_heads=4, again=drawn, device="cuda")
+        x = torch.ones(1, 4, 4, 8)
+        RankCall.forward(SoloTransport(), on_gpu, (x, x, x, x, x))
+        assert fixed.pop() is expected and not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("kind", (SimBackend, GlooBackend))
