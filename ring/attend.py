@@ -38,7 +38,7 @@ def forward(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of the rows and heads of a block. transport: of the ranks with these heads."""
-    like = q if q.shape[3] == v.shape[3] else _output_like(q, v)
+    like = output_like(q, v)
     accumulator, queries, scoring = accumulator_for(like, sinks), StridedView(q), block.scoring
     exchange = Exchange(block.plan, transport, k, v)
     for arrival, calls in zip(exchange.arrivals(), block.forward.arrivals, strict=True):
@@ -144,9 +144,9 @@ def _in_place(call: KernelCall, rows: _QueryRows) -> Into:
     )
 
 
-def _output_like(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def output_like(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the shape, dtype and device of the output, without memory of its own."""
-    return q[..., :1].expand(*q.shape[:3], v.shape[3])
+    return q if q.shape[3] == v.shape[3] else q[..., :1].expand(*q.shape[:3], v.shape[3])
 
 
 def accumulator_for(like: torch.Tensor, sinks: torch.Tensor | None) -> OutputMerge:

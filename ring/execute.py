@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ring import attend
+from ring import attend, attend_parts
 from ring.attend import row_delta
 from ring.caching.bounded_cache import BoundedCache
 from ring.comm import buffer_meter
@@ -32,6 +33,7 @@ from ring.comm.transport import Transport
 from ring.compute import kernel_counts
 from ring.compute.gpu import graph_replay
 from ring.consensus import CallSetting
+from ring.lowering import BlockPrograms
 from ring.plan.plan import MAX_BYTES
 from ring.precision import accumulator_dtype
 from ring.programs import CallProgram, Programs, make_programs
@@ -83,7 +85,8 @@ def _forward(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     if not programs.divides_heads:
-        return attend.forward(*programs.block(transport, 0), q, k, v, sinks)
+        block, ranks = programs.block(transport, 0)
+        return _attend(block).forward(block, ranks, q, k, v, sinks)
     batch, tokens, heads, _ = q.shape
     out = q.new_empty(batch, tokens, heads, v.shape[3])
     lse = q.new_empty(batch, tokens, heads, 1, dtype=accumulator_dtype(q.dtype))
@@ -93,13 +96,17 @@ def _forward(
         heads = programs.stages[stage][place].queries
         (block, ranks), (q, k, v) = programs.block(transport, stage), tensors
         own_sinks = None if sinks is None else sinks[heads.start : heads.stop]
-        out, lse = attend.forward(block, ranks, q, k, v, own_sinks)
+        out, lse = _attend(block).forward(block, ranks, q, k, v, own_sinks)
         return out, _as_rows(lse)
 
     of_queries, of_keys = _rows(programs)
     shards = [(of_queries("queries"), q), (of_keys("keys"), k), (of_keys("values"), v)]
     _by_heads(programs, transport, "forward", shards, [(of_queries("output"), out), (of_queries("lse"), lse)], compute)
     return out, _as_lse(lse).contiguous()
+
+
+def _attend(block: BlockPrograms) -> ModuleType:
+    return attend_parts if block.plan.chunked else attend
 
 
 def backward(
@@ -136,7 +143,8 @@ def _backward(
     if programs.divides_heads:
         grads = _backward_by_heads(transport, program, shards, (out, lse, dout), dlse)
     else:
-        grads = attend.backward(*programs.block(transport, 0), program.blocks[0], tensors[:6], dlse)
+        block, ranks = programs.block(transport, 0)
+        grads = _attend(block).backward(block, ranks, program.blocks[0], tensors[:6], dlse)
     return grads + [_sink_gradient(x, lse, row_delta(dout, out, dlse)) for x in sinks]
 
 
@@ -157,9 +165,10 @@ def _backward_by_heads(
 
     def compute(stage: int, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         q, k, v, out, lse, dout, *dlse = tensors
-        block = *programs.block(transport, stage), program.blocks[stage]
+        block, ranks = programs.block(transport, stage)
         through = _as_lse(dlse[0]) if dlse else None
-        return attend.backward(*block, (q, k, v, out, _as_lse(lse), dout), through, wide=summed)
+        saved = q, k, v, out, _as_lse(lse), dout
+        return _attend(block).backward(block, ranks, program.blocks[stage], saved, through, wide=summed)
 
     wanted = [(of_queries("gradients of queries"), dq)]
     wanted += [(of_keys("gradients of keys", summed), dk), (of_keys("gradients of values", summed), dv)]

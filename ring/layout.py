@@ -33,6 +33,7 @@ from reference.pattern import Pattern
 from reference.svg import Picture
 from ring.balance import owners, zigzag_owners
 from ring.layout_picture import layout_picture
+from ring.plan.pieces import chunk_lengths
 
 MAX_TOKENS = 2**40  # plans count rows, slots and products of rates in 64 bits
 # An explicit order with at most this many runs per rank is stored as runs: a plan iterates over them.
@@ -101,11 +102,40 @@ class Layout:
         check_tokens(lengths, n)
         if lengths is not None:
             return cls._of_owners(zigzag_owners(lengths, p), p)
-        edges = _even_cuts(n, 2 * p)
-        chunks = [c for r in range(p) for c in (r, 2 * p - 1 - r)]
-        runs = [Run(edges[c], 1, edges[c + 1] - edges[c]) for c in chunks]
+        return cls._of_groups(n, _even_cuts(n, 2 * p))
+
+    @classmethod
+    def _of_groups(cls, n: int, edges: Sequence[int]) -> Layout:
+        """Rank r holds the groups r and 2 p - 1 - r of the 2 p between the edges."""
+        p = len(edges) // 2
+        groups = [c for r in range(p) for c in (r, 2 * p - 1 - r)]
+        runs = [Run(edges[c], 1, edges[c + 1] - edges[c]) for c in groups]
         counts = [runs[2 * r].length + runs[2 * r + 1].length for r in range(p)]
         return cls(n, _cuts(counts), tuple(run for run in runs if run.length))
+
+    @classmethod
+    def whole_chunks(cls, n: int, p: int, chunk: int, documents: Sequence[int] | None = None) -> Layout:
+        """Ranks hold whole chunks, as `ring_attention` needs them with `same_bits=chunk`. All chunks, in order, are cut
+        into 2 p groups, the first ones a chunk longer where they do not divide; rank r holds the groups r and
+        2 p - 1 - r, as in `zigzag`.
+
+        Args:
+            n, p: numbers of tokens, 0 to 2^40, and of ranks, at least 1.
+            chunk: tokens of a chunk, counted from the begin of each document, whose last one may be shorter.
+            documents: lengths of consecutive documents, as in `Pattern`; None: one document.
+
+        Raises:
+            ValueError: the lengths do not add up to n, or a chunk has no tokens.
+        """
+        _check_sizes(n, p)
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+            raise ValueError(f"chunk must be a number of tokens, at least 1, got {chunk!r}")
+        lengths = checked_documents(documents)
+        check_tokens(lengths, n)
+        ends = np.append(0, np.cumsum(chunk_lengths(lengths, n, chunk))).tolist()
+        each, more = divmod(len(ends) - 1, 2 * p)
+        edges = [ends[group * each + min(group, more)] for group in range(2 * p + 1)]
+        return cls._of_groups(n, edges)
 
     @classmethod
     def striped(cls, n: int, p: int) -> Layout:

@@ -80,7 +80,8 @@ class BlockPrograms:
 
     def backward(self, q: torch.Tensor, dlse: bool, repeatable: bool) -> Program:
         """Make the program of a backward. dlse, repeatable: see `ring.compute.kernel_choice.choose`."""
-        return self._in_place(self._lower(q, True, dlse, repeatable), q)
+        program = self._lower(q, True, dlse, repeatable)
+        return program if self.plan.chunked else self._in_place(program, q)
 
     def _in_place(self, program: Program, q: torch.Tensor) -> Program:
         """Mark the calls that write gradients in place. None is marked for an exchange by heads, where a
@@ -102,6 +103,8 @@ class BlockPrograms:
 
     def _lower(self, q: torch.Tensor, backward: bool, *how: bool) -> Program:
         def calls(tile: Tile) -> list[KernelCall]:
+            if tile.part is not None:
+                return [KernelCall(kernel_choice.choose_fixed(self._setting, tile, backward, *how), tile)]
             kernel = kernel_choice.choose(self._setting, tile, backward, *how)
             portions = kernel_calls.portions(kernel, tile, q, self._setting.dims[1]) if backward else [tile]
             return [KernelCall(kernel, portion) for portion in portions]

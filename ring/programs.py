@@ -117,6 +117,7 @@ def make_programs(call: Call, exchange: ExchangeSpec, rank: int) -> Programs:
     bucket = call.settings.bucket
     if bucket is None:
         bucket = default_bucket(call.layout, heads, kv_heads, call.q.dtype, call.q.device.type, call.key_layout)
+        bucket = max(bucket, call.settings.same_bits or 0)
     dividing, same_heads = exchange.dividing(rank), exchange.same_heads(rank)
     layouts = call.layout, call.key_layout
     stages: tuple[tuple[HeadBlock, ...], ...] = ((HeadBlock(range(heads), range(kv_heads)),),)
@@ -134,7 +135,7 @@ def make_programs(call: Call, exchange: ExchangeSpec, rank: int) -> Programs:
             for block in own
         ),
         *places, call.settings.return_lse, shares_keys(stages),
-        (call.pattern, call.layout.digest, call.key_layout.digest, heads, kv_heads, exchange.name, bucket),
+        (call.pattern, call.layout.digest, call.key_layout.digest, heads, kv_heads, exchange.name, bucket, call.settings.same_bits),
     )  # fmt: skip
 
 
@@ -154,6 +155,6 @@ def _block_programs(
     plan = plan_of(
         pattern, layouts[0], rank, heads, kv_heads, exchange.keys, bucket, own,
         varlen=kernel_choice.max_varlen_tokens(setting), window=kernel_choice.max_window(setting),
-        key_layout=layouts[1],
+        key_layout=layouts[1], chunk=call.settings.same_bits,
     )  # fmt: skip
     return BlockPrograms(plan, call.q, setting)

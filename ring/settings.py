@@ -16,6 +16,7 @@ from ring.compute.kernels import NAMES
 from ring.layout import MAX_TOKENS
 from ring.plan.exchange import check_name
 from ring.plan.exchanges import RING
+from ring.plan.whole_chunks import STEP
 
 _LARGEST = sys.float_info.max
 _LARGEST_SOFTCAP = 1e30  # scores are divided by it, and multiplied, in fp32
@@ -52,6 +53,14 @@ def _check_return_lse(return_lse: object) -> None:
         raise ValueError(f"return_lse must be True or False, got {return_lse!r}")
 
 
+def _check_same_bits(chunk: object) -> None:
+    valid = isinstance(chunk, int) and not isinstance(chunk, bool) and 1 <= chunk <= MAX_TOKENS and not chunk % STEP
+    if chunk is not None and not valid:
+        raise ValueError(
+            f"same_bits must be None or the tokens of a chunk, a multiple of {STEP} up to 2**40, got {describe(chunk)}"
+        )
+
+
 def _compared(default: Any, validate: Any) -> Any:
     """Return a field that must be equal on all ranks. validate: raises ValueError for a wrong value."""
     return field(default=default, metadata={"validate": validate})
@@ -67,6 +76,7 @@ class Settings:
     scale: float | None = _compared(None, _check_scale)
     softcap: float | None = _compared(None, check_softcap)
     return_lse: bool = _compared(False, _check_return_lse)
+    same_bits: int | None = _compared(None, _check_same_bits)
     check: bool = True
     name: str | None = None
 

@@ -16,6 +16,8 @@ from ring.compute.kernels import FUSED, KERNELS
 from ring.compute.kernels.kernel import Scores
 from ring.layout import Layout
 from ring.plan.exchange import parse
+from ring.plan.head_shares import head_shares, shares_keys
+from ring.plan.whole_chunks import STEP_ON_GPUS, cut_chunk
 from ring.precision import accumulator_dtype
 from ring.settings import Settings
 
@@ -130,6 +132,38 @@ def validate(call: Call, transport: Transport) -> None:
     call.pattern.validate(call.q.shape[2])
     if call.sinks is not None:
         _validate_sinks(call.sinks, call.q)
+    if call.settings.same_bits is not None:
+        _validate_same_bits(call, call.settings.same_bits, transport.world_size)
+
+
+def _validate_same_bits(call: Call, chunk: int, ranks: int) -> None:
+    """Refuse what could change bits from one number of ranks to another (ring/SAME_BITS.md)."""
+    settings, q = call.settings, call.q
+    if q.is_cuda and chunk % STEP_ON_GPUS:
+        raise ValueError(f"same_bits must be a multiple of {STEP_ON_GPUS} tokens on GPUs, got {chunk}")
+    if settings.bucket is not None and settings.bucket < chunk:
+        raise ValueError(f"bucket must be None or at least same_bits, {chunk} tokens, got {settings.bucket}")
+    names = {kernel.name for kernel in KERNELS if kernel.fixed_bits and kernel.device in (None, q.device.type)}
+    if settings.kernel not in ("auto", *names):
+        raise NotImplementedError(
+            f"kernel {settings.kernel!r} has no fixed bits on {q.device.type}, got same_bits={chunk}: use 'auto' or "
+            f"{' or '.join(map(repr, sorted(names)))}"
+        )
+    degree, heads, kv_heads = parse(settings.exchange, ranks).degree, q.shape[2], call.k.shape[2]
+    if shares_keys(head_shares(heads, kv_heads, degree, kv_heads)):
+        raise NotImplementedError(
+            f"exchange {settings.exchange!r} divides the query heads of a key/value head with same_bits={chunk}: got "
+            f"{kv_heads} key/value heads for {degree} ranks that divide heads, which must divide them; write 'direct'"
+        )
+    documents = call.pattern.documents
+    for name, layout in (("layout", call.layout), ("key_layout", call.key_layout)):
+        cut = cut_chunk(layout, documents, chunk)
+        if cut is not None:
+            of_documents = "" if documents is None else ", documents"
+            raise ValueError(
+                f"{name} must hold chunks of same_bits={chunk} tokens whole and in order, but does not at position "
+                f"{cut[1]} on rank {cut[0]}: write Layout.whole_chunks({layout.n}, {ranks}, {chunk}{of_documents})"
+            )
 
 
 def _validate_tensors(call: Call, queries: int, keys: int) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from ring.comm import buffer_meter
 from ring.comm.transport import Message, Outgoing, Pending, Transport
+from ring.compute.part_sums import PartSum
 from ring.plan.plan import Plan, SlotMap, Step
 from ring.plan.schedule import Transfer
 from ring.precision import accumulator_dtype
@@ -35,8 +36,8 @@ class Arrival:
 
     key: StridedView
     value: StridedView
-    key_grad: StridedView | GradientSum | None = None
-    value_grad: StridedView | GradientSum | None = None
+    key_grad: StridedView | GradientSum | PartSum | None = None
+    value_grad: StridedView | GradientSum | PartSum | None = None
 
 
 class Exchange:
@@ -73,7 +74,7 @@ class Exchange:
 
     def _round_trips(self, dk: GradientSum, dv: GradientSum) -> Iterator[Arrival]:
         plan, sizes, kind = self.plan, self.plan.sizes, _gradient_dtype(self.plan, self.k)
-        grads = [self._allocate(f"gradients {i}", sizes.receive, kind) for i in range(sizes.receive_buffers)]
+        grads = [self._allocate(f"gradients {i}", sizes.sent_back, kind) for i in range(sizes.receive_buffers)]
         returned = self._allocate("returned gradients", sizes.returned, kind)
         due: tuple[Step, Pending] | None = None
         for arrival, number in self._numbered_arrivals():
@@ -91,6 +92,45 @@ class Exchange:
             due = step, self._return(step, number, grad, returned)
         if due is not None:
             self._last = due, returned
+
+    def part_round_trips(self, dk: PartSum, dv: PartSum) -> Iterator[Arrival]:
+        """Yield the arrivals of a backward with `same_bits`: sums of nodes return to the owner of their keys. The last
+        are still in flight at the end: call `last_parts_returned`, then `finish`.
+        """
+        if not self.plan.steps:
+            yield Arrival(StridedView(self.k), StridedView(self.v), dk, dv)
+            return
+        with self._buffers("backward"):
+            yield from self._part_round_trips(dk, dv)
+
+    def _part_round_trips(self, dk: PartSum, dv: PartSum) -> Iterator[Arrival]:
+        plan, sizes, kind = self.plan, self.plan.sizes, _gradient_dtype(self.plan, self.k)
+        grads = [self._allocate(f"gradients {i}", sizes.sent_back, kind) for i in range(sizes.receive_buffers)]
+        returned = self._allocate("returned gradients", sizes.returned, kind)
+        for arrival, number in self._numbered_arrivals():
+            if number == 0:
+                yield Arrival(arrival.key, arrival.value, dk, dv)
+                continue
+            step, grad = plan.steps[number - 1], grads[(number - 1) % len(grads)]
+            sums = PartSum(), PartSum()
+            yield Arrival(arrival.key, arrival.value, *sums)
+            for view, total in zip(StridedView.of_slots(grad, self._slot), sums, strict=True):
+                for one in step.sums:
+                    view.put(one.slots, one.columns, total.take(one.tree, one.node))
+            if self._last is not None:
+                self.last_parts_returned(dk, dv)
+                self._last[0][1].wait()
+            self._last = (step, self._return(step, number, grad, returned)), returned
+
+    def last_parts_returned(self, dk: PartSum, dv: PartSum) -> None:
+        """Wait for the sums returned last, and add them."""
+        if self._last is None:
+            return
+        (step, pending), returned = self._last
+        pending.arrive()
+        for view, total in zip(StridedView.of_slots(returned, self._slot), (dk, dv), strict=True):
+            for one in step.returned:  # copied: the buffer is used again
+                total.insert(one.tree, one.node, view.view(one.slots, one.columns).clone())
 
     def last_returned(self, dk: GradientSum, dv: GradientSum) -> None:
         """Wait for the gradients returned last, and add them. Call it after the round trips."""
@@ -198,13 +238,13 @@ def outgoing(plan: Plan, direction: str, k: torch.Tensor, v: torch.Tensor) -> li
         messages += sent(source, slots, k.dtype, f"keys and values {number}", step.sends)
         if direction == "backward":
             source = f"gradients {(number - 1) % sizes.receive_buffers}"
-            messages += sent(source, sizes.receive, kind, f"gradients {number}", step.return_sends)
+            messages += sent(source, sizes.sent_back, kind, f"gradients {number}", step.return_sends)
     return messages
 
 
 def _gradient_dtype(plan: Plan, k: torch.Tensor) -> torch.dtype:
     """Return the dtype of gradients that return to their owner."""
-    return k.dtype if plan.exchange.straight and k.is_cuda else accumulator_dtype(k.dtype)
+    return k.dtype if plan.exchange.straight and k.is_cuda and not plan.chunked else accumulator_dtype(k.dtype)
 
 
 def _packs_in_one_pass(k: torch.Tensor, send_buffer: torch.Tensor) -> bool:

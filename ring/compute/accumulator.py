@@ -72,7 +72,10 @@ class Accumulator:
         if sinks is not None:
             self.lse.copy_(sinks[:, None])
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Make the memory of the results, which a first partial result otherwise spares."""
+        if self._begun:
+            return
         batch, tokens, heads, dim = self._like.shape
         dtype, device = self._dtype, self._like.device
         self._out_tensor = torch.zeros(batch, tokens, heads, dim, dtype=dtype, device=device)
@@ -88,13 +91,13 @@ class Accumulator:
     @property
     def out(self) -> torch.Tensor:
         if not self._begun:
-            self._begin()
+            self.begin()
         return self._out_tensor
 
     @property
     def lse(self) -> torch.Tensor:
         if not self._begun:
-            self._begin()
+            self.begin()
         return self._lse_tensor
 
     def merge(self, rows: Rows, heads: Heads, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -104,7 +107,7 @@ class Accumulator:
             if self._only is None and is_everything(rows, heads, tokens, count):
                 self._only = out, lse
                 return
-            self._begin()
+            self.begin()
         old_lse = self._lse.view(rows, heads).squeeze(-1)
         merged, merged_lse = merge(self._out.view(rows, heads), old_lse, out, lse)
         self._out.put(rows, heads, merged)
@@ -128,7 +131,8 @@ class Sum:
         self._only: torch.Tensor | None = None
         self._begun = False
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Make the memory of the sum, which a first summand otherwise spares."""
         like = self._like
         self._tensor = torch.zeros(like.shape, dtype=accumulator_dtype(like.dtype), device=like.device)
         self._out = StridedView(self._tensor)
@@ -140,7 +144,7 @@ class Sum:
     @property
     def out(self) -> torch.Tensor:
         if not self._begun:
-            self._begin()
+            self.begin()
         return self._tensor
 
     def place(self, rows: Rows, heads: Heads) -> torch.Tensor | None:
@@ -154,13 +158,13 @@ class Sum:
             if self._only is None and is_everything(rows, heads, tokens, count):
                 self._only = tile
                 return
-            self._begin()
+            self.begin()
         self._out.add(rows, heads, tile)
 
     def materialize(self) -> None:
         """Copy a summand that was not copied yet: its buffer is about to change."""
         if self._only is not None:
-            self._begin()
+            self.begin()
 
     def result(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the sum in `dtype`."""

@@ -46,6 +46,16 @@ def choose(
     return fastest(kernels, setting.capability, work) if kernels else MATH
 
 
+def choose_fixed(
+    setting: KernelSetting, tile: Tile, backward: bool = False, dlse: bool = False, repeatable: bool = False
+) -> Kernel:
+    """Return the kernel of a part (`ring.plan.parts`), which depends on neither ranks nor batch: the last in the list
+    of those with fixed bits that take it. Arguments as of `choose`; the backward is repeatable in any case.
+    """
+    kernels = [x for x in usable(setting) if x.fixed_bits and x.takes_tile(tile, dlse, backward)]
+    return kernels[-1] if kernels else MATH
+
+
 def usable(setting: KernelSetting, repeatable: bool = False) -> tuple[Kernel, ...]:
     """Return the fused kernels that a call may use. repeatable: those in their places that repeat their bits."""
     kernels = [kernel for kernel in setting.candidates if kernel.takes(setting)]

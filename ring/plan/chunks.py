@@ -48,16 +48,20 @@ class SlotRanges:
 @dataclass(frozen=True, eq=False)
 class Entries:
     """The contents of messages, in order: subranges, the slots of each of their rows, and the hops that they travel
-    round the ring (0 for `direct`).
+    round the ring (0 for `direct`). whole: none is split between chunks.
     """
 
     message: Ints
     travel: Ints
     subranges: Subranges
     width: Ints
+    whole: bool = False
 
     def take(self, which: Ints) -> Entries:
-        return Entries(self.message[which], self.travel[which], self.subranges.take(which), self.width[which])
+        return replace(
+            self, message=self.message[which], travel=self.travel[which], subranges=self.subranges.take(which),
+            width=self.width[which],
+        )  # fmt: skip
 
     @cached_property
     def slots(self) -> Ints:
@@ -65,7 +69,8 @@ class Entries:
 
     @cached_property
     def widest(self) -> int:
-        return int(self.width.max(initial=1))
+        """Most slots that are never split."""
+        return int((self.slots if self.whole else self.width).max(initial=1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +104,7 @@ def whole_messages(entries: Entries) -> Chunks:
     """Return every message as one chunk."""
     slots = entries.slots
     begin = np.cumsum(slots) - slots
-    new = group_starts(entries.message)
-    return Chunks(entries, np.zeros_like(begin), begin - begin[new][np.cumsum(new) - 1])
+    return _chunked(entries, np.zeros_like(begin), begin)
 
 
 def cut(entries: Entries, most: int) -> Chunks:
@@ -110,6 +114,8 @@ def cut(entries: Entries, most: int) -> Chunks:
     rows 0 1 of the first entry; row 2 of the first and 0 of the second; row 1 of the second. Two entries become four.
     """
     begin, width = whole_messages(entries).slot, entries.width
+    if entries.whole:
+        return _chunked(entries, begin // most, begin)
     first_chunk = begin // most
     chunks = (begin + entries.slots - width) // most - first_chunk + 1
     which = np.repeat(np.arange(len(chunks)), chunks)
@@ -121,11 +127,15 @@ def cut(entries: Entries, most: int) -> Chunks:
     which, chunk, low, high = which[some], chunk[some], low[some], high[some]
     begin = begin[some] + low * width[some]
     entries = entries.take(which)
-    entries = replace(entries, subranges=entries.subranges.part(low, high - low))
+    return _chunked(replace(entries, subranges=entries.subranges.part(low, high - low)), chunk, begin)
+
+
+def _chunked(entries: Entries, chunk: Ints, begin: Ints) -> Chunks:
+    """Return entries with their chunks. begin: first slot of each in its message."""
     new = group_starts(entries.message, chunk)
     return Chunks(entries, chunk, begin - begin[new][np.cumsum(new) - 1])
 
 
 def buffer_slots(slots: int, most: int, widest: int) -> int:
-    """Return the most slots that a chunk of a message takes: a row is never split between chunks."""
+    """Return the most slots that a chunk of a message takes. widest: slots that are never split, such as a row's."""
     return min(slots, most + widest - 1)

@@ -25,7 +25,7 @@ The slot maps of that step: rows 0 and 2 of head 0 are copied to slots 0 and 1 o
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -36,6 +36,7 @@ from ring.layout import Layout
 from ring.plan.blocks import Heads
 from ring.plan.chunks import SlotRanges
 from ring.plan.exchanges.key_exchange import KeyExchange
+from ring.plan.parts import ReturnedSum, Trees, part_tiles, returns_of
 from ring.plan.ranges import Ints, Ranges, group_starts, ragged_arange, ranges_of
 from ring.plan.rows import Rows, folds
 from ring.plan.schedule import KeyRows, Schedule, Sizes, Transfer
@@ -71,6 +72,8 @@ class Step:
     carried: int
     scatters: tuple[SlotMap, ...]  # own rows to add returned gradients to
     once: bool  # each received slot is read by exactly one tile, so its gradient can be written instead of added
+    sums: tuple[ReturnedSum, ...] = ()  # with `same_bits`, in place of the gradients of received slots: those that return
+    returned: tuple[ReturnedSum, ...] = ()  # and those that come back, in place of scatters
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +87,7 @@ class Plan:
     steps: tuple[Step, ...]
     sizes: Sizes  # of the buffers, in slots
     setting: Hashable  # arguments of the plan except the rank: equal on ranks with matching plans
+    chunked: bool = False  # of parts, whose results are summed in trees
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
@@ -110,6 +114,7 @@ _plans: BoundedCache[Hashable, Plan] = BoundedCache(128, most_bytes=MAX_BYTES)
 def plan_of(
     pattern: Pattern, layout: Layout, rank: int, heads: int, kv_heads: int, exchange: KeyExchange, bucket: int,
     own: int | None = None, *, varlen: int = 0, window: int = 0, key_layout: Layout | None = None,
+    chunk: int | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan of `rank`. The arguments must be valid (`ring.validation` checks them).
 
@@ -121,11 +126,12 @@ def plan_of(
             it where they are less than half of the work. 0: none share a call.
         window: longest window, in rows, that a call on own keys takes as such; 0: none.
         key_layout: layout of the keys, for as many ranks; None: that of the queries, `layout`.
+        chunk: `same_bits` of the call. Then calls take a part each (`ring.plan.parts`), and limits bound messages only.
     """
     layouts = layout, layout if key_layout is None else key_layout
     digests = tuple(x.digest for x in layouts)  # a key without the layouts, which may list their orders
     limits = Limits(bucket, bucket if own is None else own, varlen, window)
-    rest = rank, heads, kv_heads, exchange, limits
+    rest = rank, heads, kv_heads, exchange, limits, chunk
     return _plans.get_or_make(
         (pattern, digests, *rest), lambda: _plan(pattern, layouts, *rest), lambda plan: plan.nbytes
     )
@@ -139,10 +145,14 @@ def _plan(
     kv_heads: int,
     exchange: KeyExchange,
     limits: Limits,
+    chunk: int | None,
 ) -> Plan:
     layout, key_layout = layouts
-    ranges = ranges_of(pattern, layout, heads, kv_heads, key_layout)
+    ranges = ranges_of(pattern, layout, heads, kv_heads, key_layout, chunk)
     route = exchange.schedule(KeyRows(ranges, key_layout, rank, kv_heads, limits.bucket))
+    setting = pattern, layout.digest, key_layout.digest, heads, kv_heads, exchange.name, limits.bucket, chunk
+    if chunk is not None:
+        return _plan_of_parts(ranges, key_layout, route, rank, kv_heads, exchange, limits, setting)
     local, *received = tiles_of(ranges, key_layout, route, rank=rank, kv_heads=kv_heads, limits=limits)
     return Plan(
         rank=rank,
@@ -151,8 +161,34 @@ def _plan(
         local=local,
         steps=_steps(ranges, key_layout, route, received, rank=rank, kv_heads=kv_heads, once=exchange.straight),
         sizes=route.sizes,
-        setting=(pattern, layout.digest, key_layout.digest, heads, kv_heads, exchange.name, limits.bucket),
+        setting=setting,
     )
+
+
+def _plan_of_parts(
+    ranges: Ranges, layout: Layout, route: Schedule, rank: int, kv_heads: int, exchange: KeyExchange, limits: Limits,
+    setting: Hashable,
+) -> Plan:  # fmt: skip
+    """Build the plan of a call with `same_bits`. layout: of the keys."""
+
+    @lru_cache(maxsize=None)
+    def route_of(reader: int) -> Schedule:
+        return route if reader == rank else exchange.schedule(KeyRows(ranges, layout, reader, kv_heads, limits.bucket))
+
+    trees = Trees(ranges, rank)
+    local, *received = (tuple(x) for x in part_tiles(ranges, layout, route, trees, rank, kv_heads))
+    steps = _steps(ranges, layout, route, received, rank=rank, kv_heads=kv_heads, once=False)
+    returns = returns_of(ranges, route_of, trees, rank, layout.world_size)
+    steps = tuple(
+        replace(
+            step, return_sends=own.transfers, return_receives=others.transfers, carried=0, scatters=(), sums=own.sums,
+            returned=others.sums,
+        )
+        for step, (own, others) in zip(steps, returns, strict=True)
+    )  # fmt: skip
+    gradients, returned = (max((x[side].slots for x in returns), default=0) for side in (0, 1))
+    sizes = replace(route.sizes, gradients=gradients, returned=returned)
+    return Plan(rank, layout.counts[rank], exchange, local, steps, sizes, setting, chunked=True)
 
 
 def _steps(

@@ -37,6 +37,7 @@ from ring.caching.bounded_cache import BoundedCache
 from ring.layout import Layout
 from ring.plan.blocks import Block, blocks_of
 from ring.plan.pieces import DocumentTable, Ints, Pieces
+from ring.plan.whole_chunks import straight_runs
 
 COLUMNS = ("block", "segment", "section", "rank", "count", "row", "row_step", "first", "step")
 
@@ -74,6 +75,7 @@ class Ranges:
     listing: Listing | None = None
     packed: bool = False  # several documents, or slices
     first_key: int | None = None  # ranges from this one on hold keys, those before it queries; None: all hold both
+    chunked: bool = False  # each lies within one chunk of the sequence, and travels whole
 
     @property
     def queries(self) -> Ints:
@@ -176,23 +178,34 @@ class Subranges:
 _tables: BoundedCache[Hashable, Ranges] = BoundedCache(64, most_bytes=2**28)
 
 
-def ranges_of(pattern: Pattern, layout: Layout, heads: int, kv_heads: int, key_layout: Layout | None = None) -> Ranges:
-    """Return the ranges of all ranks. key_layout: of the keys; None: `layout`."""
+def ranges_of(
+    pattern: Pattern, layout: Layout, heads: int, kv_heads: int, key_layout: Layout | None = None,
+    chunk: int | None = None,
+) -> Ranges:  # fmt: skip
+    """Return the ranges of all ranks. key_layout: of the keys; None: `layout`. chunk: cut them at chunks of so many
+    tokens, which the layouts must hold whole.
+    """
     layouts = (layout,) if key_layout in (None, layout) else (layout, key_layout)
-    key = pattern, tuple(x.digest for x in layouts), heads, kv_heads
-    return _tables.get_or_make(key, lambda: _ranges(pattern, layouts, heads, kv_heads), lambda table: table.nbytes)
+    key = pattern, tuple(x.digest for x in layouts), heads, kv_heads, chunk
+    return _tables.get_or_make(key, lambda: _ranges(pattern, layouts, heads, kv_heads, chunk), lambda table: table.nbytes)
 
 
-def _ranges(pattern: Pattern, layouts: tuple[Layout, ...], heads: int, kv_heads: int) -> Ranges:
+def _ranges(
+    pattern: Pattern, layouts: tuple[Layout, ...], heads: int, kv_heads: int, chunk: int | None
+) -> Ranges:
     """Build the table. layouts: one for queries and keys, or one for each."""
     n = max(layout.n for layout in layouts)
+    if chunk is not None:
+        return ranges_of_runs(pattern, [straight_runs(layout) for layout in layouts], n, heads, kv_heads, chunk)
     if any(layout.listed is not None for layout in layouts):
         blocks = blocks_of(replace(pattern, documents=None), n, heads, kv_heads)
         return _listed_ranges(blocks, layouts, DocumentTable.of(pattern.documents, n))
     return ranges_of_runs(pattern, [_runs_of(layout) for layout in layouts], n, heads, kv_heads)
 
 
-def ranges_of_runs(pattern: Pattern, runs_of_each: Sequence[Ints], n: int, heads: int, kv_heads: int) -> Ranges:
+def ranges_of_runs(
+    pattern: Pattern, runs_of_each: Sequence[Ints], n: int, heads: int, kv_heads: int, chunk: int | None = None
+) -> Ranges:
     """Build the table from runs as `_runs_of` returns them: of both queries and keys, or of each. n: tokens."""
     blocks = blocks_of(replace(pattern, documents=None), n, heads, kv_heads)
     documents = DocumentTable.of(pattern.documents, n)
@@ -205,9 +218,12 @@ def ranges_of_runs(pattern: Pattern, runs_of_each: Sequence[Ints], n: int, heads
             else:
                 segments = documents.cut(block.whole_segment)
                 tables.append(_arithmetic_ranges(index, block, Pieces.of(runs, segments), segments))
+    if chunk is not None:
+        tables = [_cut_at_chunks(table, documents, chunk) for table in tables]
     columns: dict[str, Any] = {name: concatenated([table[name] for table in tables]) for name in COLUMNS}
     first_key = sum(len(table["rank"]) for table in tables[: len(blocks)]) if len(runs_of_each) > 1 else None
-    return Ranges(blocks, packed=_packed(blocks, documents), first_key=first_key, **columns)
+    packed = _packed(blocks, documents)
+    return Ranges(blocks, packed=packed, first_key=first_key, chunked=chunk is not None, **columns)
 
 
 def _packed(blocks: Sequence[Block], documents: DocumentTable) -> bool:
@@ -257,6 +273,22 @@ def _arithmetic_ranges(index: int, block: Block, pieces: Pieces, documents: Docu
     some = np.flatnonzero(count > 0)
     some = some[np.lexsort((piece.rank[some], segment[some]))]
     return {name: column[some] for name, column in columns.items()}
+
+
+def _cut_at_chunks(columns: dict[str, Ints], documents: DocumentTable, chunk: int) -> dict[str, Ints]:
+    """Cut ranges where a chunk of their document ends. columns: of ranges within one document each."""
+    first, step, count = columns["first"], columns["step"], columns["count"]
+    start = first - documents.begin[documents.holding(first)]
+    first_chunk = start // chunk
+    parts = (start + (count - 1) * step) // chunk - first_chunk + 1
+    which = np.repeat(np.arange(len(parts)), parts)
+    number, start, step = first_chunk[which] + ragged_arange(parts), start[which], step[which]
+    low = np.maximum(-((start - number * chunk) // step), 0)
+    high = np.minimum(-((start - (number + 1) * chunk) // step), count[which])
+    cut = {name: column[which] for name, column in columns.items()}
+    cut |= {"first": cut["first"] + low * step, "row": cut["row"] + low * cut["row_step"], "count": high - low}
+    some = np.flatnonzero(high > low)
+    return {name: column[some] for name, column in cut.items()}
 
 
 def _on_grid(step: Ints, target: Ints, rate: int) -> tuple[Ints, Ints, Ints]:

@@ -71,6 +71,8 @@ def needs_of(ranges: Ranges) -> Iterator[tuple[slice, Needs]]:
 def _needs(ranges: Ranges, queries: Subranges, keys: Subranges) -> Needs:
     pairs = pair_up(ranges, queries, keys) + slice_pairs(ranges, queries, keys)
     needs = Needs.join([_remote(ranges, table) for table in pairs])
+    if ranges.chunked:
+        needs = replace(needs, first=np.zeros_like(needs.first), count=ranges.count[needs.range])
     # Merge overlapping and adjacent entries. Offset each range by `span`, so that entries of two ranges never merge.
     span = int(ranges.count.max(initial=0)) + 2
     needs = needs.take(np.lexsort((needs.range * span + needs.first, needs.rank)))

@@ -75,12 +75,20 @@ class Stage:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Slots of the buffers that a schedule needs, and the number of receive buffers, used in turn."""
+    """Slots of the buffers that a schedule needs, and the number of receive buffers, used in turn. As many buffers have
+    gradients of received slots: of so many; None: as many as are received.
+    """
 
     receive: int
     send: int
     returned: int
     receive_buffers: int = 2
+    gradients: int | None = None
+
+    @property
+    def sent_back(self) -> int:
+        """Slots of a buffer of gradients that return."""
+        return self.receive if self.gradients is None else self.gradients
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -66,6 +67,59 @@ class Sequences:
         return self.query.tobytes(), self.key.tobytes()
 
 
+class Node(NamedTuple):
+    """A node of the binary tree over the parts 0, 1, ...: it holds those from number 2^level on, 2^level at most."""
+
+    level: int
+    number: int
+
+    @property
+    def parent(self) -> Node:
+        return Node(self.level + 1, self.number // 2)
+
+    @property
+    def sibling(self) -> Node:
+        return Node(self.level, self.number ^ 1)
+
+    def is_root(self, parts: int) -> bool:
+        """Return True if it holds all of so many parts."""
+        return self.number == 0 and 1 << self.level >= parts
+
+    def is_alone(self, parts: int) -> bool:
+        """Return True if no part is in its sibling, to the right: then its parent is the same."""
+        return self.number % 2 == 0 and (self.number + 1) << self.level >= parts
+
+
+@dataclass(frozen=True, eq=False)
+class SumTree:
+    """The tree in which the results of a range are summed, for a set of its heads (`ring.plan.parts`).
+
+    rows, heads: of the shard, for a range of the own shard. alone: these heads are in no other block, so that no other
+    tree has results of the same rows.
+    """
+
+    rows: Rows
+    heads: Heads
+    parts: int
+    block: int
+    alone: bool
+
+
+class Leaf(NamedTuple):
+    """The place of a tile's results in a tree: the number of its part, and the first of the tree's rows that it has."""
+
+    tree: SumTree
+    number: int
+    first: int
+
+
+class Part(NamedTuple):
+    """The places of a tile's results: those of its query rows, and the gradients of its keys."""
+
+    query: Leaf
+    key: Leaf
+
+
 @dataclass(frozen=True, eq=False)
 class Tile:
     """Query rows against key rows, folded over segments, for heads that share them.
@@ -85,6 +139,7 @@ class Tile:
     key_positions: torch.Tensor | None = None
     sequences: Sequences | None = None
     window: int | None = None
+    part: Part | None = None  # with `same_bits`
 
     @property
     def is_triangle(self) -> bool:

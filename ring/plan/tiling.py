@@ -71,17 +71,17 @@ def tiles_of(
     ranges: Ranges, layout: Layout, route: Schedule, *, rank: int, kv_heads: int, limits: Limits
 ) -> list[tuple[Tile, ...]]:
     """Return the tiles that `rank` computes with its own keys, then those of every stage."""
-    own, received = merge_adjacent(ranges, rank), _received_keys(ranges, layout, route, rank, kv_heads)
+    own, received = merge_adjacent(ranges, rank), received_keys(ranges, layout, route, rank, kv_heads)
     runs = window_runs(own, limits.bucket, limits.window) if limits.window else None
     tiles: list[list[Tile]] = [[] for _ in range(len(route.stages) + 1)]
     if runs is not None:
         tiles[0] += _window_tiles(runs, rank, limits)
     # Slices tell distances, which adjacent ranges that were merged no longer have.
-    parts: list[tuple[Ranges, _Keys, int, tuple[_Join, ...]]] = [
-        (own, _own_keys(own, rank), limits.own, (partial(_outside_runs, runs=runs),))
+    parts: list[tuple[Ranges, Keys, int, tuple[_Join, ...]]] = [
+        (own, own_keys(own, rank), limits.own, (partial(_outside_runs, runs=runs),))
     ]
     if any(block.slices for block in ranges.blocks):
-        parts.append((ranges, _own_keys(ranges, rank), limits.own, (slice_pairs,)))
+        parts.append((ranges, own_keys(ranges, rank), limits.own, (slice_pairs,)))
     parts.append((ranges, received, limits.bucket, (pair_up, slice_pairs)))
     for table, keys, fold_limit, joins in parts:
         for stage, tile in _tiles(table, keys.cut(limits.bucket), rank, joins, limits, fold_limit):
@@ -94,7 +94,7 @@ def tiles_of(
 
 
 @dataclass(frozen=True, eq=False)
-class _Keys:
+class Keys:
     """Subranges of keys in ascending order of range, the stage after which each can be read, and its address.
 
                               packed   address of element e           base            scale
@@ -112,48 +112,56 @@ class _Keys:
     scale: Ints
 
     @classmethod
-    def of(cls, subranges: Subranges, *, stage: Ints | int, packed: bool, base: Ints | int, scale: Ints | int) -> _Keys:
+    def of(cls, subranges: Subranges, *, stage: Ints | int, packed: bool, base: Ints | int, scale: Ints | int) -> Keys:
         """Build the columns: an array has a value for each subrange, a number is the value of all."""
         columns = (np.full(len(subranges), column) for column in (stage, packed, base, scale))
         return cls(subranges, *columns)
 
-    def take(self, which: Ints) -> _Keys:
+    def take(self, which: Ints) -> Keys:
         columns = (column[which] for column in (self.stage, self.packed, self.base, self.scale))
-        return _Keys(self.subranges.take(which), *columns)
+        return Keys(self.subranges.take(which), *columns)
 
-    def cut(self, most: int) -> _Keys:
+    @classmethod
+    def joined(cls, *parts: Keys) -> Keys:
+        """Return all keys of several, in ascending order of range."""
+        names = ("stage", "packed", "base", "scale")
+        columns = (np.concatenate([getattr(x, name) for x in parts]) for name in names)
+        keys = cls(Subranges.join([x.subranges for x in parts]), *columns)
+        return keys.take(np.argsort(keys.subranges.range, kind="stable"))
+
+    def cut(self, most: int) -> Keys:
         """Cut the subranges into parts of at most `most` elements."""
         subranges, which = self.subranges.cut(most)
         skip = subranges.first - self.subranges.first[which]
         base = self.base[which] + np.where(self.packed[which], skip * self.scale[which], 0)
-        return _Keys(subranges, self.stage[which], self.packed[which], base, self.scale[which])
+        return Keys(subranges, self.stage[which], self.packed[which], base, self.scale[which])
 
 
-def _own_keys(own: Ranges, rank: int) -> _Keys:
+def own_keys(own: Ranges, rank: int) -> Keys:
     """Return the rank's own keys, readable from the start. own: its ranges, merged where they are adjacent."""
     whole = Subranges.whole(own, own.keys[own.rank[own.keys] == rank])
-    return _Keys.of(whole, stage=0, packed=False, base=0, scale=1)
+    return Keys.of(whole, stage=0, packed=False, base=0, scale=1)
 
 
-def _received_keys(ranges: Ranges, layout: Layout, route: Schedule, rank: int, kv_heads: int) -> _Keys:
+def received_keys(ranges: Ranges, layout: Layout, route: Schedule, rank: int, kv_heads: int) -> Keys:
     """Return the remote keys of all stages at once: there may be hundreds of stages with few keys each."""
     if route.whole:
         return _gathered_keys(ranges, layout, route, rank, kv_heads)
     slots = SlotRanges.join([stage.received for stage in route.stages])
     lengths = [len(stage.received.subranges) for stage in route.stages]
     stage, index = np.repeat(np.arange(1, len(lengths) + 1), lengths), slots.subranges.range
-    keys = _Keys.of(slots.subranges, stage=stage, packed=True, base=slots.slot, scale=ranges.width[index])
+    keys = Keys.of(slots.subranges, stage=stage, packed=True, base=slots.slot, scale=ranges.width[index])
     return keys.take(np.argsort(index, kind="stable"))
 
 
-def _gathered_keys(ranges: Ranges, layout: Layout, route: Schedule, rank: int, kv_heads: int) -> _Keys:
+def _gathered_keys(ranges: Ranges, layout: Layout, route: Schedule, rank: int, kv_heads: int) -> Keys:
     """Return the remote keys of whole shards. One stage receives them all; a single rank has none."""
     bases = np.zeros(layout.world_size, np.int64)
     for stage in route.stages:
         for transfer in stage.receives:
             bases[transfer.peer] = transfer.start
     remote = Subranges.whole(ranges, ranges.keys[ranges.rank[ranges.keys] != rank])
-    return _Keys.of(remote, stage=1, packed=False, base=bases[ranges.rank[remote.range]], scale=kv_heads)
+    return Keys.of(remote, stage=1, packed=False, base=bases[ranges.rank[remote.range]], scale=kv_heads)
 
 
 # --- one mask for each part ---
@@ -237,7 +245,7 @@ class _Draft:
 
 def _window_tiles(runs: WindowRuns, rank: int, limits: Limits) -> Iterator[Tile]:
     """Yield the tiles of runs with themselves."""
-    keys = _own_keys(runs.table, rank)
+    keys = own_keys(runs.table, rank)
     own, causal = keys.subranges, runs.table.causal
     none = np.zeros_like(own.range)
     for mask, sight in ((Mask.CAUSAL, Sight.UP_TO), (Mask.FULL, Sight.ALL)):
@@ -251,7 +259,7 @@ def _window_tiles(runs: WindowRuns, rank: int, limits: Limits) -> Iterator[Tile]
 
 
 def _tiles(
-    ranges: Ranges, keys: _Keys, rank: int, joins: Sequence[_Join], limits: Limits, fold_limit: int
+    ranges: Ranges, keys: Keys, rank: int, joins: Sequence[_Join], limits: Limits, fold_limit: int
 ) -> Iterator[tuple[int, Tile]]:
     """Yield (stage, tile) for all calls of `rank` with these keys. fold_limit: most key tokens of several segments."""
     queries, _ = Subranges.whole(ranges, ranges.queries[ranges.rank[ranges.queries] == rank]).cut(limits.rows)
@@ -275,14 +283,14 @@ def _outside_runs(ranges: Ranges, queries: Subranges, keys: Subranges, runs: Win
 
 
 def _drafts(
-    ranges: Ranges, keys: _Keys, mask: Mask, pairs: RangePairs, fold_limit: int, limits: Limits
+    ranges: Ranges, keys: Keys, mask: Mask, pairs: RangePairs, fold_limit: int, limits: Limits
 ) -> Iterator[_Draft]:
     """Fold range pairs of one mask over segments as far as the limits allow. fold_limit: most key tokens of a strided
     view. Gathered keys are copied, so the bucket bounds them.
     """
     if not len(pairs):
         return
-    addresses = _Addresses.of(ranges, keys, pairs)
+    addresses = Addresses.of(ranges, keys, pairs)
     q, k = pairs.query, pairs.key
     segment, call = pairs.segment, addresses.call
     if pairs.sliced:
@@ -308,15 +316,15 @@ def _drafts(
             packed=bool(keys.packed[pairs.item[first]]),
             query=query,
             key=key,
-            query_positions=_query_positions(ranges, pairs.take(fold.members)) if by_position else None,
-            key_positions=_key_positions(ranges, pairs.take(fold.members)) if by_position else None,
+            query_positions=query_positions(ranges, pairs.take(fold.members)) if by_position else None,
+            key_positions=key_positions(ranges, pairs.take(fold.members)) if by_position else None,
             sequences=_sequences(fold, q, k),
             alone=len(fold.members) > 1 and (pairs.sliced or fold.kind is FoldKind.VARLEN),
         )
 
 
 @dataclass(frozen=True, eq=False)
-class _Addresses:
+class Addresses:
     """Start and step of the queries and keys of range pairs: rows, slots, or places in a listing."""
 
     ranges: Ranges
@@ -332,7 +340,7 @@ class _Addresses:
     shape: tuple[Ints, ...]  # equal for pairs of a call that differ only in where they begin
 
     @classmethod
-    def of(cls, ranges: Ranges, keys: _Keys, pairs: RangePairs) -> _Addresses:
+    def of(cls, ranges: Ranges, keys: Keys, pairs: RangePairs) -> Addresses:
         q, k, item = pairs.query, pairs.key, pairs.item
         query, query_step = ranges.rows(q)
         row, row_step = ranges.rows(k)
@@ -371,14 +379,14 @@ def _sequences(fold: Fold, queries: Subranges, keys: Subranges) -> Sequences | N
     return Sequences.of(queries.count[fold.members], keys.count[fold.members])
 
 
-def _query_positions(ranges: Ranges, pairs: RangePairs) -> Ints:
+def query_positions(ranges: Ranges, pairs: RangePairs) -> Ints:
     """Return (pairs, elements): the positions of queries, negated where they see the keys from a position on."""
     position = _positions(ranges, pairs.query)
     return -position if pairs.sight is Sight.FROM else position
 
 
-def _key_positions(ranges: Ranges, pairs: RangePairs) -> Ints:
-    """Return (pairs, elements): the least of the `_query_positions` that sees each key."""
+def key_positions(ranges: Ranges, pairs: RangePairs) -> Ints:
+    """Return (pairs, elements): the least of the `query_positions` that sees each key."""
     position = _positions(ranges, pairs.key) - pairs.bound[:, None]
     return -position if pairs.sight is Sight.FROM else position
 

@@ -134,5 +134,5 @@ FA4 = Kernel(
     limits="dtype float16 or bfloat16 and on GPUs of compute capability 9.0 head dims "
     f"{', '.join(map(str, _DIMS))}, or 192 with values of 128 and equal heads",
     softcap=True, dlse=True, max_varlen_tokens=ANY_LENGTH, max_window=ANY_LENGTH, in_place=True, workspace=workspace,
-    compiles=True, measured=True, missing=_missing,
+    compiles=True, measured=True, fixed_bits=True, missing=_missing,
 )  # fmt: skip

@@ -40,7 +40,7 @@ class _Requests:
     whole: Chunks
     cut: Chunks
     slots: Ints  # (reader, distance)
-    widest: int  # slots of a row
+    widest: int  # slots that are never split: of a row, or of a range that travels whole
 
     def buffer_slots(self, messages: Sequence[_Request], chunk: int | None) -> int:
         """Return the slots of a buffer for these messages, or for any of their chunks."""
@@ -89,14 +89,14 @@ def _requests(ranges: Ranges, p: int, rank: int, most: int) -> _Requests:
     for _, needs in needs_of(ranges):
         owner, width = ranges.rank[needs.range], ranges.width[needs.range]
         np.add.at(slots, (needs.rank, (needs.rank - owner) % p), needs.count * width)
-        widest = max(widest, int(width.max(initial=1)))
+        widest = max(widest, int((width * needs.count if ranges.chunked else width).max(initial=1)))
         own.append(needs.take(np.flatnonzero((needs.rank == rank) | (owner == rank))))
     needs = Needs.join(own)
     message = p * needs.rank + (needs.rank - ranges.rank[needs.range]) % p
     order = np.lexsort((needs.range, message))
     needs, message = needs.take(order), message[order]
     subranges = Subranges(needs.range, first=needs.first, count=needs.count)
-    entries = Entries(message, travel=np.zeros_like(message), subranges=subranges, width=ranges.width[needs.range])
+    entries = Entries(message, travel=np.zeros_like(message), subranges=subranges, width=ranges.width[needs.range], whole=ranges.chunked)
     return _Requests(p, most, whole=whole_messages(entries), cut=cut(entries, most), slots=slots, widest=widest)
 
 

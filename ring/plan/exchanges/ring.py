@@ -140,7 +140,7 @@ def _all_travelling(ranges: Ranges, most: int, groups: RelayGroups) -> _Travelli
     subranges, travel, message = Subranges.join(parts), concatenated(travels), concatenated(messages)
     order = np.lexsort((subranges.range, -travel, message))
     subranges, travel, message = subranges.take(order), travel[order], message[order]
-    chunks = cut(Entries(message, travel, subranges, ranges.width[subranges.range]), most)
+    chunks = cut(Entries(message, travel, subranges, ranges.width[subranges.range], ranges.chunked), most)
     entries = chunks.entries
     slots = np.zeros((groups.count * groups.ranks, chunks.count, groups.hops + 2), np.int64)
     np.add.at(slots, (entries.message, chunks.chunk, entries.travel), entries.slots)
