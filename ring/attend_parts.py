@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -51,20 +52,17 @@ def backward(
     rows = StridedView(dout), StridedView(out), lse_view(lse), row_delta(dout, out, dlse)
     through = None if dlse is None else lse_view(dlse)
     queries, exchange = StridedView(q), Exchange(block.plan, transport, k, v)
-    for arrival, calls in zip(exchange.part_round_trips(dk, dv), program.arrivals, strict=True):
-        assert isinstance(arrival.key_grad, PartSum) and isinstance(arrival.value_grad, PartSum)
+    for (arrival, *of_keys), calls in zip(exchange.part_round_trips(dk, dv, PartSum), program.arrivals, strict=True):
         for call in calls:
             part = call.tile.part
             assert part is not None
             saved = [x.view(call.tile.query_rows, call.tile.query_heads) for x in rows]
             lse_grad = None if through is None else through.view(call.tile.query_rows, call.tile.query_heads)
-            grads = _backward(call, _operands(call, queries, arrival), saved, lse_grad, block.scoring)
-            for total, leaf, grad in zip(
-                (dq, arrival.key_grad, arrival.value_grad), (part.query, part.key, part.key), grads, strict=True
-            ):
-                total.add(leaf, grad)
+            summands = _backward(call, _operands(call, queries, arrival), saved, lse_grad, block.scoring)
+            for total, leaf, summand in zip((dq, *of_keys), (part.query, part.key, part.key), summands, strict=True):
+                total.add(leaf, summand)
     grads = [dq.result(q, q.dtype)]
-    exchange.last_parts_returned(dk, dv)
+    exchange.last_sums_returned(dk, dv)
     dtype = accumulator_dtype(q.dtype) if wide else q.dtype
     grads += [dk.result(k, dtype), dv.result(v, dtype)]
     exchange.finish()
@@ -135,7 +133,7 @@ def _batched(x: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _fixed_order() -> Iterator[None]:
     """Make kernels of a backward sum in a fixed order. New memory is left as it is."""
-    memory = torch.utils.deterministic
+    memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     memory.fill_uninitialized_memory = False

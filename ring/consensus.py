@@ -134,7 +134,9 @@ def _with_exchange(call: Call, transport: Transport, hosts: tuple[int, ...]) -> 
     exchange = call.settings.exchange
     automatic = is_auto(exchange)
     if automatic and call.settings.same_bits is not None:
-        raise NotImplementedError("exchange 'auto' is not predicted with same_bits: name one, as 'direct'; bits are equal")
+        raise NotImplementedError(
+            "exchange 'auto' is not predicted with same_bits: name one, as 'direct'; bits are equal"
+        )
     call = _exchanged(call, DIRECT.name if automatic else with_number(exchange, hosts))
     validate(call, transport)
     if not automatic:

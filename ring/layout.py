@@ -33,7 +33,6 @@ from reference.pattern import Pattern
 from reference.svg import Picture
 from ring.balance import owners, zigzag_owners
 from ring.layout_picture import layout_picture
-from ring.plan.pieces import chunk_lengths
 
 MAX_TOKENS = 2**40  # plans count rows, slots and products of rates in 64 bits
 # An explicit order with at most this many runs per rank is stored as runs: a plan iterates over them.
@@ -132,7 +131,8 @@ class Layout:
             raise ValueError(f"chunk must be a number of tokens, at least 1, got {chunk!r}")
         lengths = checked_documents(documents)
         check_tokens(lengths, n)
-        ends = np.append(0, np.cumsum(chunk_lengths(lengths, n, chunk))).tolist()
+        chunks = (min(chunk, length - at) for length in lengths or (n,) for at in range(0, length, chunk))
+        ends = list(accumulate(chunks, initial=0))
         each, more = divmod(len(ends) - 1, 2 * p)
         edges = [ends[group * each + min(group, more)] for group in range(2 * p + 1)]
         return cls._of_groups(n, edges)

@@ -135,7 +135,10 @@ def make_programs(call: Call, exchange: ExchangeSpec, rank: int) -> Programs:
             for block in own
         ),
         *places, call.settings.return_lse, shares_keys(stages),
-        (call.pattern, call.layout.digest, call.key_layout.digest, heads, kv_heads, exchange.name, bucket, call.settings.same_bits),
+        (
+            call.pattern, call.layout.digest, call.key_layout.digest, heads, kv_heads, exchange.name, bucket,
+            call.settings.same_bits,
+        ),
     )  # fmt: skip
 
 

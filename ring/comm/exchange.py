@@ -11,23 +11,39 @@ it is sent, and most kernels return it in 16 bits anyway. The owner sums it in f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol, TypeVar
 
 import torch
 
 from ring.comm import buffer_meter
 from ring.comm.transport import Message, Outgoing, Pending, Transport
-from ring.compute.part_sums import PartSum
 from ring.plan.plan import Plan, SlotMap, Step
 from ring.plan.schedule import Transfer
+from ring.plan.tile import Node, SumTree
 from ring.precision import accumulator_dtype
 from ring.strided_view import GradientSum, OverwritingView, Slot, StridedView
 
 # Limit on a shard's rows and a buffer's slots: `ring.comm.packing` has them, and twice the slots, in 32-bit integers.
 _MAX_COUNTED = 2**30
+
+
+class NodeSums(Protocol):
+    """Sums of gradients over trees of parts (`ring.plan.parts`)."""
+
+    def insert(self, tree: SumTree, node: Node, value: torch.Tensor) -> None:
+        """Add the sum of a node, (1, B, groups, 1, L, D)."""
+        ...
+
+    def take(self, tree: SumTree, node: Node) -> torch.Tensor:
+        """Return the sum of a node whose parts were all added."""
+        ...
+
+
+Sums = TypeVar("Sums", bound=NodeSums)
 
 
 @dataclass(frozen=True)
@@ -36,8 +52,8 @@ class Arrival:
 
     key: StridedView
     value: StridedView
-    key_grad: StridedView | GradientSum | PartSum | None = None
-    value_grad: StridedView | GradientSum | PartSum | None = None
+    key_grad: StridedView | GradientSum | None = None
+    value_grad: StridedView | GradientSum | None = None
 
 
 class Exchange:
@@ -93,36 +109,37 @@ class Exchange:
         if due is not None:
             self._last = due, returned
 
-    def part_round_trips(self, dk: PartSum, dv: PartSum) -> Iterator[Arrival]:
-        """Yield the arrivals of a backward with `same_bits`: sums of nodes return to the owner of their keys. The last
-        are still in flight at the end: call `last_parts_returned`, then `finish`.
+    def part_round_trips(self, dk: Sums, dv: Sums, make: Callable[[], Sums]) -> Iterator[tuple[Arrival, Sums, Sums]]:
+        """Yield the arrivals of a backward with `same_bits`, and the sums of the gradients of their keys and values.
+        Those of received keys return to the owner. The last are still in flight at the end: call `last_sums_returned`,
+        then `finish`. make: makes sums.
         """
         if not self.plan.steps:
-            yield Arrival(StridedView(self.k), StridedView(self.v), dk, dv)
+            yield Arrival(StridedView(self.k), StridedView(self.v)), dk, dv
             return
         with self._buffers("backward"):
-            yield from self._part_round_trips(dk, dv)
+            yield from self._part_round_trips(dk, dv, make)
 
-    def _part_round_trips(self, dk: PartSum, dv: PartSum) -> Iterator[Arrival]:
+    def _part_round_trips(self, dk: Sums, dv: Sums, make: Callable[[], Sums]) -> Iterator[tuple[Arrival, Sums, Sums]]:
         plan, sizes, kind = self.plan, self.plan.sizes, _gradient_dtype(self.plan, self.k)
         grads = [self._allocate(f"gradients {i}", sizes.sent_back, kind) for i in range(sizes.receive_buffers)]
         returned = self._allocate("returned gradients", sizes.returned, kind)
         for arrival, number in self._numbered_arrivals():
             if number == 0:
-                yield Arrival(arrival.key, arrival.value, dk, dv)
+                yield arrival, dk, dv
                 continue
             step, grad = plan.steps[number - 1], grads[(number - 1) % len(grads)]
-            sums = PartSum(), PartSum()
-            yield Arrival(arrival.key, arrival.value, *sums)
+            sums = make(), make()
+            yield arrival, *sums
             for view, total in zip(StridedView.of_slots(grad, self._slot), sums, strict=True):
                 for one in step.sums:
                     view.put(one.slots, one.columns, total.take(one.tree, one.node))
             if self._last is not None:
-                self.last_parts_returned(dk, dv)
+                self.last_sums_returned(dk, dv)
                 self._last[0][1].wait()
             self._last = (step, self._return(step, number, grad, returned)), returned
 
-    def last_parts_returned(self, dk: PartSum, dv: PartSum) -> None:
+    def last_sums_returned(self, dk: NodeSums, dv: NodeSums) -> None:
         """Wait for the sums returned last, and add them."""
         if self._last is None:
             return

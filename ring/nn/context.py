@@ -92,6 +92,8 @@ class ContextParallel:
             "auto", the fastest by prediction (see `ring_attention`).
         bucket: maximum key/value tokens per receive buffer and kernel call; None: chosen by a memory budget.
         kernel: "auto", "math", "flash" or, on GPUs, "cudnn" or "fa4".
+        same_bits: tokens of a chunk, for attention with the same bits on any number of ranks, or None; the layout holds
+            whole chunks of the documents, as `Layout.whole_chunks` (see `ring_attention`).
         check: compare the ranks' arguments before any tensor moves. Without it a wrong call may cause a hang.
         documents: lengths of the documents that the sequence is packed from, which replace those of modules' patterns;
             None: those of the patterns. `with_documents` makes a handle for each packed batch.
@@ -107,6 +109,7 @@ class ContextParallel:
     exchange: str
     bucket: int | None
     kernel: str
+    same_bits: int | None
     check: bool
     transport: Transport
     _packed: Pattern | None  # any pattern over the documents, if there are any
@@ -119,6 +122,7 @@ class ContextParallel:
         exchange: str = "direct",
         bucket: int | None = None,
         kernel: str = "auto",
+        same_bits: int | None = None,
         check: bool = True,
         documents: tuple[int, ...] | None = None,
     ) -> None:
@@ -132,8 +136,8 @@ class ContextParallel:
             )
         cache: dict[Hashable, object] = {}
         self.__dict__.update(
-            layout=layout, group=group, exchange=exchange, bucket=bucket, kernel=kernel, check=check,
-            transport=transport, _packed=packed, _cache=cache,
+            layout=layout, group=group, exchange=exchange, bucket=bucket, kernel=kernel, same_bits=same_bits,
+            check=check, transport=transport, _packed=packed, _cache=cache,
         )  # fmt: skip
 
     def with_documents(self, documents: tuple[int, ...] | None) -> ContextParallel:
@@ -195,6 +199,7 @@ class ContextParallel:
 
     def __repr__(self) -> str:
         packed = "" if self.documents is None else f", documents={first_few(self.documents)}"
+        packed = packed if self.same_bits is None else f", same_bits={self.same_bits}{packed}"
         return (
             f"ContextParallel(rank {self.rank} of {self.world_size}, {self.tokens} of {self.layout.n} tokens, "
             f"exchange={self.exchange!r}, bucket={self.bucket}, kernel={self.kernel!r}, check={self.check}{packed})"
@@ -318,7 +323,7 @@ class ContextParallel:
         settings: dict[str, Any] = {
             "layout": self.layout, "group": group, "exchange": self.exchange,
             "bucket": self.bucket, "kernel": self.kernel, "scale": scale, "softcap": softcap, "sinks": sinks,
-            "check": self.check, "name": name,
+            "same_bits": self.same_bits, "check": self.check, "name": name,
         }  # fmt: skip
         try:
             self._check_pattern(pattern)

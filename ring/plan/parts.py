@@ -92,8 +92,8 @@ def _part_table(ranges: Ranges) -> PartTable:
     order = np.lexsort((key_number, reader, keys))
     for key, rank, number in zip(keys[order].tolist(), reader[order].tolist(), key_number[order].tolist(), strict=True):
         computed.setdefault((key, rank), []).append(number)
-    counts = (np.bincount(x, minlength=len(first)) for x in (queries, keys))
-    return PartTable(tuple(tables), _numbered(queries, first[keys]), key_number, *counts, computed)
+    query_count, key_count = (np.bincount(x, minlength=len(first)) for x in (queries, keys))
+    return PartTable(tuple(tables), _numbered(queries, first[keys]), key_number, query_count, key_count, computed)
 
 
 def _numbered(of: Ints, position: Ints) -> Ints:
@@ -155,7 +155,9 @@ def _readers(ranges: Ranges, side: str) -> dict[int, int]:
     return count
 
 
-def part_tiles(ranges: Ranges, layout: Layout, route: Schedule, trees: Trees, rank: int, kv_heads: int) -> list[list[Tile]]:
+def part_tiles(
+    ranges: Ranges, layout: Layout, route: Schedule, trees: Trees, rank: int, kv_heads: int
+) -> list[list[Tile]]:
     """Return the tiles that a rank computes with its own keys, then those of every stage: a part each."""
     keys = Keys.joined(own_keys(ranges, rank), received_keys(ranges, layout, route, rank, kv_heads))
     tiles: list[list[tuple[tuple[int, ...], Tile]]] = [[] for _ in range(len(route.stages) + 1)]
@@ -197,7 +199,8 @@ def _tiles(
 
 
 def _masks(ranges: Ranges, pairs: RangePairs) -> list[Mask]:
-    """Return the mask of each pair: causal where query i sees the keys up to i, by position where neither that nor all.
+    """Return the mask of each pair: causal where query i sees the keys up to i, by position where it is neither that
+    nor full.
     """
     q, k = pairs.query, pairs.key
     first, last = (ranges.position(k.range, k.first + x) for x in (0, k.count - 1))
@@ -205,10 +208,13 @@ def _masks(ranges: Ranges, pairs: RangePairs) -> list[Mask]:
         full = first >= ranges.position(q.range, q.first + q.count - 1) + pairs.bound
     else:
         full = last <= ranges.position(q.range, q.first) + pairs.bound
-    full |= np.full(len(pairs), pairs.sight is Sight.ALL)
     alike = (ranges.step[q.range] == ranges.step[k.range]) & (q.count == k.count)
-    causal = alike & (ranges.position(q.range, q.first) + pairs.bound == first) & np.full(len(q), pairs.sight is Sight.UP_TO)
-    return [Mask.FULL if a else Mask.CAUSAL if b else Mask.POSITION for a, b in zip(full.tolist(), causal.tolist())]
+    square = alike & (ranges.position(q.range, q.first) + pairs.bound == first)
+    if pairs.sight is Sight.ALL:
+        return [Mask.FULL] * len(pairs)
+    some = Mask.CAUSAL if pairs.sight is Sight.UP_TO else Mask.POSITION
+    kinds = np.where(full, Mask.FULL, np.where(square, some, Mask.POSITION))
+    return [Mask(kind) for kind in kinds.tolist()]
 
 
 # --- gradients of keys that return ---

@@ -97,8 +97,3 @@ class Pieces:
             self.rank[which], self.row[which], self.start[which], self.step[which], self.length[which],
             self.origin[which], self.document[which],
         )  # fmt: skip
-
-def chunk_lengths(documents: Sequence[int] | None, n: int, chunk: int) -> Ints:
-    """Return the tokens of every chunk of all documents, in order."""
-    chunks = DocumentTable.of(documents, n).cut(chunk)
-    return chunks.end - chunks.begin

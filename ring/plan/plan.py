@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 
@@ -72,7 +72,9 @@ class Step:
     carried: int
     scatters: tuple[SlotMap, ...]  # own rows to add returned gradients to
     once: bool  # each received slot is read by exactly one tile, so its gradient can be written instead of added
-    sums: tuple[ReturnedSum, ...] = ()  # with `same_bits`, in place of the gradients of received slots: those that return
+    sums: tuple[
+        ReturnedSum, ...
+    ] = ()  # with `same_bits`, in place of the gradients of received slots: those that return
     returned: tuple[ReturnedSum, ...] = ()  # and those that come back, in place of scatters
 
 
@@ -171,7 +173,7 @@ def _plan_of_parts(
 ) -> Plan:  # fmt: skip
     """Build the plan of a call with `same_bits`. layout: of the keys."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def route_of(reader: int) -> Schedule:
         return route if reader == rank else exchange.schedule(KeyRows(ranges, layout, reader, kv_heads, limits.bucket))
 

@@ -187,12 +187,12 @@ def ranges_of(
     """
     layouts = (layout,) if key_layout in (None, layout) else (layout, key_layout)
     key = pattern, tuple(x.digest for x in layouts), heads, kv_heads, chunk
-    return _tables.get_or_make(key, lambda: _ranges(pattern, layouts, heads, kv_heads, chunk), lambda table: table.nbytes)
+    return _tables.get_or_make(
+        key, lambda: _ranges(pattern, layouts, heads, kv_heads, chunk), lambda table: table.nbytes
+    )
 
 
-def _ranges(
-    pattern: Pattern, layouts: tuple[Layout, ...], heads: int, kv_heads: int, chunk: int | None
-) -> Ranges:
+def _ranges(pattern: Pattern, layouts: tuple[Layout, ...], heads: int, kv_heads: int, chunk: int | None) -> Ranges:
     """Build the table. layouts: one for queries and keys, or one for each."""
     n = max(layout.n for layout in layouts)
     if chunk is not None:

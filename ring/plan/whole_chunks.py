@@ -18,21 +18,17 @@ STEP_ON_GPUS = 128  # rows or keys of a tile of the fused kernels
 
 def straight_runs(layout: Layout) -> Ints:
     """Return the longest runs of consecutive tokens of all ranks, (runs, 5): rank, row, start, step 1, length."""
-    if layout.runs is not None:
-        shards = [(rank, run) for rank in range(layout.world_size) for run in layout.shard_runs(rank)]
-        if all(run.step == 1 or run.length == 1 for _, run in shards):
-            table = np.array([(rank, run.start, run.length) for rank, run in shards], np.int64).reshape(-1, 3)
-            rank, start, length = table.T
-            first_of_shard = np.array(layout.cuts[:-1], np.int64)[rank]
-            return np.stack((rank, np.cumsum(length) - length - first_of_shard, start, np.ones_like(start), length), 1)
-    order, cuts = layout.order, np.array(layout.cuts[1:-1], np.int64)
-    leads = np.ones(len(order), bool)
-    leads[1:] = np.diff(order) != 1
-    leads[cuts[cuts < len(order)]] = True
-    at = np.flatnonzero(leads)
-    rank = np.searchsorted(layout.cuts, at, side="right") - 1
-    length = np.diff(np.append(at, len(order)))
-    return np.stack((rank, at - np.array(layout.cuts, np.int64)[rank], order[at], np.ones_like(at), length), 1)
+    runs = [(rank, *run) for rank in range(layout.world_size) for run in layout.shard_runs(rank)] if layout.runs else []
+    if layout.runs is not None and all(step == 1 or length == 1 for _, _, step, length in runs):
+        rank, start, _, length = np.array(runs, np.int64).reshape(-1, 4).T
+    else:
+        start, length = layout.order, np.ones(layout.n, np.int64)
+        rank = np.repeat(np.arange(layout.world_size), layout.counts)
+    leads = np.ones(len(start), bool)
+    leads[1:] = (rank[1:] != rank[:-1]) | (start[1:] != start[:-1] + length[:-1])
+    at, row = np.flatnonzero(leads), np.cumsum(length) - length - np.array(layout.cuts, np.int64)[rank]
+    total = np.add.reduceat(length, at) if len(at) else length
+    return np.stack((rank[at], row[at], start[at], np.ones_like(at), total), 1)
 
 
 def cut_chunk(layout: Layout, documents: Sequence[int] | None, chunk: int) -> tuple[int, int] | None:

@@ -77,7 +77,9 @@ class Kernel:
     max_varlen_tokens: int = 0  # most rows and keys of documents that share a call; 0: it takes no such tile
     max_window: int = 0  # longest window, in rows, that it computes as such; 0: it takes no such tile
     repeatable: bool = True  # its backward can sum in the same order in every run
-    fixed_bits: bool = False  # bits of a row depend on its tile's rows, keys and mask alone, not on other heads or folds
+    fixed_bits: bool = (
+        False  # bits of a row depend on its tile's rows, keys and mask alone, not on other heads or folds
+    )
     repeated_by: Kernel | None = None  # the kernel in its place where it must and cannot
     batched: bool = True  # its operands are batched (`ring.strided_view`)
     reads_delta: bool = False  # its backward reads delta

@@ -96,7 +96,13 @@ def _requests(ranges: Ranges, p: int, rank: int, most: int) -> _Requests:
     order = np.lexsort((needs.range, message))
     needs, message = needs.take(order), message[order]
     subranges = Subranges(needs.range, first=needs.first, count=needs.count)
-    entries = Entries(message, travel=np.zeros_like(message), subranges=subranges, width=ranges.width[needs.range], whole=ranges.chunked)
+    entries = Entries(
+        message,
+        travel=np.zeros_like(message),
+        subranges=subranges,
+        width=ranges.width[needs.range],
+        whole=ranges.chunked,
+    )
     return _Requests(p, most, whole=whole_messages(entries), cut=cut(entries, most), slots=slots, widest=widest)
 
 
