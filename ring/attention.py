@@ -92,7 +92,7 @@ def ring_attention(
             than +inf: with `check` they are compared, except on GPUs, where the host would have to wait for them.
         return_lse: also return lse, the log-sum-exp of each row's scores, (batch, query heads, local tokens), in fp32
             (fp64 for fp64). Gradients flow through it.
-        same_bits: tokens of a chunk, a multiple of 16, on GPUs of 128. Then results and gradients of q, k and v have the
+        same_bits: tokens of a chunk, a multiple of 16, on GPUs of 128. Then results and gradients of q, k, v have the
             same bits on any number of ranks, in any layout of whole chunks (`Layout.whole_chunks`), by any exchange and
             bucket, whatever else is in the batch: see ring/SAME_BITS.md. None: no such promise.
         check: compare the ranks' arguments and their positions in the sequence of calls before any tensor moves,
