@@ -8,21 +8,23 @@ What `ring.attend` does as it comes, in the order of the contract.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ring.attend import output_like, row_delta
+from ring.attend import output_like
 from ring.comm.exchange import Arrival, Exchange
 from ring.comm.transport import Transport
 from ring.compute import kernel_calls
 from ring.compute.accumulator import lse_view
-from ring.compute.kernels.kernel import SavedRows, Scores, Tensors3
+from ring.compute.kernels.kernel import Kernel, SavedRows, Scores, Tensors3
 from ring.compute.part_sums import PartOutputs, PartSum
 from ring.lowering import BlockPrograms, KernelCall, Program
+from ring.plan.tile import Tile
 from ring.precision import accumulator_dtype
-from ring.strided_view import StridedView
+from ring.strided_view import StridedView, batched
 
 
 def forward(
@@ -30,15 +32,13 @@ def forward(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return (out, lse) of the rows and heads of a block. transport: of the ranks with these heads."""
-    outputs, queries = PartOutputs(output_like(q, v), sinks), StridedView(q)
+    outputs, queries = PartOutputs(output_like(q, v), sinks, block.plan.disjoint), StridedView(q)
     exchange = Exchange(block.plan, transport, k, v)
     for arrival, calls in zip(exchange.arrivals(), block.forward.arrivals, strict=True):
         for call in calls:
             assert call.tile.part is not None
-            tensors = _operands(call, queries, arrival)
-            out, lse = _forward(call, tensors, block.scoring)
-            outputs.merge(call.tile.part.query, out, lse)
-    return outputs.result(q.dtype)
+            outputs.merge(call.tile.part.query, *_forward(call, queries, arrival, block.scoring))
+    return outputs.result()
 
 
 def backward(
@@ -47,18 +47,15 @@ def backward(
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return (dq, dk, dv) of the rows and heads of a block. tensors, wide: as in `ring.attend.backward`."""
     q, k, v, out, lse, dout = tensors
-    dout, out = dout.contiguous(), out.contiguous()  # the order of a sum over the head dim may depend on strides
     dq, dk, dv = PartSum(), PartSum(), PartSum()
-    rows = StridedView(dout), StridedView(out), lse_view(lse), row_delta(dout, out, dlse)
-    through = None if dlse is None else lse_view(dlse)
-    queries, exchange = StridedView(q), Exchange(block.plan, transport, k, v)
+    rows = [StridedView(q), StridedView(dout), StridedView(out), lse_view(lse)]
+    rows += [] if dlse is None else [lse_view(dlse)]
+    exchange = Exchange(block.plan, transport, k, v)
     for (arrival, *of_keys), calls in zip(exchange.part_round_trips(dk, dv, PartSum), program.arrivals, strict=True):
         for call in calls:
             part = call.tile.part
             assert part is not None
-            saved = [x.view(call.tile.query_rows, call.tile.query_heads) for x in rows]
-            lse_grad = None if through is None else through.view(call.tile.query_rows, call.tile.query_heads)
-            summands = _backward(call, _operands(call, queries, arrival), saved, lse_grad, block.scoring)
+            summands = _backward(call, rows, arrival, block.scoring)
             for total, leaf, summand in zip((dq, *of_keys), (part.query, part.key, part.key), summands, strict=True):
                 total.add(leaf, summand)
     grads = [dq.result(q, q.dtype)]
@@ -69,65 +66,73 @@ def backward(
     return grads
 
 
-def _operands(call: KernelCall, queries: StridedView, arrival: Arrival) -> list[torch.Tensor]:
-    """Return the tile's q, k, v: (1, B, groups, per_group, L, D)."""
-    tile = call.tile
-    keys = tile.key_rows, tile.key_heads
-    return [queries.view(tile.query_rows, tile.query_heads), arrival.key.view(*keys), arrival.value.view(*keys)]
-
-
-def _entries(x: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Iterate over the batch entries and groups of heads of a tile."""
-    return ((slice(b, b + 1), slice(g, g + 1)) for b in range(x.shape[1]) for g in range(x.shape[2]))
-
-
-def _taken(tensors: Sequence[torch.Tensor], batch: slice, group: slice) -> list[torch.Tensor]:
-    """Return one batch entry and group of heads of each tensor, copied: the bits of a matrix product may depend on
-    addresses and strides, and on the other products of a batched one.
-    """
-    return [x[:, batch, group].clone(memory_format=torch.contiguous_format) for x in tensors]
-
-
-def _forward(call: KernelCall, tensors: list[torch.Tensor], scoring: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(call: KernelCall, q: StridedView, arrival: Arrival, scoring: Scores) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a tile."""
-    q, _, v = tensors
-    if call.kernel.batched:
-        q, k, v = (_batched(x) for x in tensors)
-        return kernel_calls.forward(call.kernel, q, k, v, call.tile, scoring)
-    work = accumulator_dtype(q.dtype)
-    out, lse = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=work), q.new_empty(q.shape[:-1], dtype=work)
-    for entry in _entries(q):
-        one_q, one_k, one_v = _taken(tensors, *entry)
-        out[:, *entry], lse[:, *entry] = kernel_calls.forward(call.kernel, one_q, one_k, one_v, call.tile, scoring)
+    tile, kernel = call.tile, call.kernel
+    query, key, value = _views(call, [q], arrival)
+    if not kernel.alone:
+        return kernel_calls.forward(kernel, query, key, value, tile, scoring)
+    results = [kernel_calls.forward(kernel, *entry, tile, scoring) for entry in _entries(kernel, [query, key, value])]
+    out, lse = (_joined(x, query) for x in zip(*results, strict=True))
     return out, lse
 
 
-def _backward(
-    call: KernelCall, tensors: list[torch.Tensor], saved: list[torch.Tensor], dlse: torch.Tensor | None, scoring: Scores
-) -> Tensors3:
-    """Return the tile's summands of dq, dk, dv. saved: dout, out, lse, delta."""
-    if call.kernel.batched:
-        q, k, v = (_batched(x) for x in tensors)
-        dout, out, lse = (_batched(x) for x in saved[:3])
-        rows = SavedRows(dout, out, lse, None, None if dlse is None else _batched(dlse))
-        with _fixed_order():
-            return kernel_calls.backward(call.kernel, q, k, v, rows, call.tile, scoring)
-    work = accumulator_dtype(tensors[0].dtype)
-    grads = [torch.empty(x.shape, dtype=work, device=x.device) for x in tensors]
-    for entry in _entries(tensors[0]):
-        one_q, one_k, one_v = _taken(tensors, *entry)
-        dout, out, lse, delta = _taken(saved, *entry)
-        rows = SavedRows(dout, out, lse.squeeze(-1), delta.squeeze(-1))
-        some = kernel_calls.backward(call.kernel, one_q, one_k, one_v, rows, call.tile, scoring)
-        for grad, x in zip(grads, some, strict=True):
-            grad[:, *entry] = x
-    dq, dk, dv = grads
-    return dq, dk, dv
+def _backward(call: KernelCall, rows: list[StridedView], arrival: Arrival, scoring: Scores) -> list[torch.Tensor]:
+    """Return the tile's summands of dq, dk, dv. rows: q, dout, out, lse and, unless it has no gradient, that of lse."""
+    kernel = call.kernel
+    tensors = _views(call, rows, arrival)
+    with _fixed_order() if kernel.batched else nullcontext():
+        if not kernel.alone:
+            return list(_kernel_backward(kernel, call.tile, tensors, scoring))
+        one = _of_one_group(call.tile)
+        results = [_kernel_backward(kernel, one, entry, scoring) for entry in _entries(kernel, tensors)]
+    return [_joined(x, tensors[0]) for x in zip(*results, strict=True)]
 
 
-def _batched(x: torch.Tensor) -> torch.Tensor:
-    """Return (1, B, G, P, L, D) as a contiguous (B, G P, L, D)."""
-    return x.flatten(2, 3).squeeze(0).contiguous()
+def _kernel_backward(kernel: Kernel, tile: Tile, tensors: Sequence[torch.Tensor], scoring: Scores) -> Tensors3:
+    """Return the summands of these entries. tensors: q, dout, out, lse, k, v or, before k, the gradient of lse."""
+    q, dout, out, lse, *dlse, k, v = tensors
+    if kernel.batched:
+        saved = SavedRows(dout, out, lse, None, *dlse)
+    else:
+        # Summed for as many rows in every call: the order in which a device sums may depend on their number.
+        work = accumulator_dtype(out.dtype)
+        delta = (dout.to(work) * out.to(work)).sum(-1)
+        saved = SavedRows(dout, out, lse.squeeze(-1), delta - dlse[0].squeeze(-1) if dlse else delta)
+    return kernel_calls.backward(kernel, q, k, v, saved, tile, scoring)
+
+
+def _views(call: KernelCall, rows: Sequence[StridedView], arrival: Arrival) -> list[torch.Tensor]:
+    """Return the tile's part of each tensor, then its keys and values: (1, B, groups, per_group, L, D), batched for a
+    kernel that takes all at once.
+    """
+    tile, view = call.tile, StridedView.view if call.kernel.alone else StridedView.batched
+    queries, keys = (tile.query_rows, tile.query_heads), (tile.key_rows, tile.key_heads)
+    return [*(view(x, *queries) for x in rows), view(arrival.key, *keys), view(arrival.value, *keys)]
+
+
+def _entries(kernel: Kernel, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield each batch entry and group of heads of a tile, copied: the bits of a matrix product may depend on addresses
+    and strides, and on the other products of a batched one.
+    """
+    for b in range(tensors[0].shape[1]):
+        for g in range(tensors[0].shape[2]):
+            entry = (x[:, b : b + 1, g : g + 1].clone(memory_format=torch.contiguous_format) for x in tensors)
+            yield [batched(x) for x in entry] if kernel.batched else [*entry]
+
+
+def _joined(entries: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return the results of all entries as those of a tile like q, (1, B, groups, per_group, L, D)."""
+    batch, groups = like.shape[1:3]
+    return torch.cat(list(entries), 2).unflatten(2, (batch, groups)).squeeze(1)
+
+
+def _of_one_group(tile: Tile) -> Tile:
+    """Return the tile with its first group of heads alone."""
+    query, key = (
+        x._replace(groups=1, ids=None if x.ids is None else x.ids[:1]) for x in (tile.query_heads, tile.key_heads)
+    )
+    return replace(tile, query_heads=query, key_heads=key)
 
 
 @contextmanager

@@ -97,6 +97,11 @@ class Plan:
         return self.local + tuple(tile for step in self.steps for tile in step.tiles)
 
     @cached_property
+    def disjoint(self) -> bool:
+        """True if no two trees of parts have rows of a head in common."""
+        return all(tile.part.query.tree.alone for tile in self.tiles if tile.part is not None)
+
+    @cached_property
     def nbytes(self) -> int:
         """Approximate bytes."""
         maps = [slot_map for step in self.steps for slot_map in (*step.gathers, *step.scatters)]

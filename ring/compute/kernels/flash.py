@@ -66,5 +66,5 @@ FLASH = Kernel(
     name="flash", device="cuda", forward=forward, backward=backward,
     takes_dims=lambda capability, dim, value_dim, share: dim % 8 == 0 and dim == value_dim <= 256,
     limits="dtype float16 or bfloat16 and head dims up to 256 that are multiples of 8, the same for keys and values",
-    max_varlen_tokens=2048, max_window=1536, workspace=workspace, measured=True, fixed_bits=True,
+    max_varlen_tokens=2048, max_window=1536, workspace=workspace, measured=True, fixed_bits=True, alone=True,
 )  # fmt: skip

@@ -80,6 +80,7 @@ class Kernel:
     fixed_bits: bool = (
         False  # bits of a row depend on its tile's rows, keys and mask alone, not on other heads or folds
     )
+    alone: bool = False  # but only if a call has one batch entry and key/value head
     repeated_by: Kernel | None = None  # the kernel in its place where it must and cannot
     batched: bool = True  # its operands are batched (`ring.strided_view`)
     reads_delta: bool = False  # its backward reads delta

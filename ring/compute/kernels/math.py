@@ -138,5 +138,5 @@ def _varlen_backward(q: Tensor, k: Tensor, v: Tensor, saved: SavedRows, tile: Ti
 MATH = Kernel(
     name="math", device=None, forward=forward, backward=backward, takes_dims=lambda *_: True,
     limits="any dtype and head dims", dtypes=None, softcap=True, any_scale=True, positions=True, dlse=True,
-    max_varlen_tokens=ANY_LENGTH, max_window=ANY_LENGTH, batched=False, reads_delta=True, fixed_bits=True,
+    max_varlen_tokens=ANY_LENGTH, max_window=ANY_LENGTH, batched=False, reads_delta=True, fixed_bits=True, alone=True,
 )  # fmt: skip
