@@ -69,7 +69,7 @@ def backward(
 def _forward(call: KernelCall, q: StridedView, arrival: Arrival, scoring: Scores) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a tile."""
     tile, kernel = call.tile, call.kernel
-    query, key, value = _views(call, [q], arrival)
+    query, key, value = _views(call, [queries], arrival)
     if not kernel.alone:
         return kernel_calls.forward(kernel, query, key, value, tile, scoring)
     results = [kernel_calls.forward(kernel, *entry, tile, scoring) for entry in _entries(kernel, [query, key, value])]
@@ -93,7 +93,7 @@ def _kernel_backward(kernel: Kernel, tile: Tile, tensors: Sequence[torch.Tensor]
     """Return the summands of these entries. tensors: q, dout, out, lse, k, v or, before k, the gradient of lse."""
     q, dout, out, lse, *dlse, k, v = tensors
     if kernel.batched:
-        saved = SavedRows(dout, out, lse, None, *dlse)
+        saved = SavedRows(dout, out, lse, None, dlse[0] if dlse else None)
     else:
         # Summed for as many rows in every call: the order in which a device sums may depend on their number.
         work = accumulator_dtype(out.dtype)
