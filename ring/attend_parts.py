@@ -66,14 +66,18 @@ def backward(
     return grads
 
 
-def _forward(call: KernelCall, q: StridedView, arrival: Arrival, scoring: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(
+    call: KernelCall, queries: StridedView, arrival: Arrival, scoring: Scores
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a tile."""
-    tile, kernel = call.tile, call.kernel
-    query, key, value = _views(call, [queries], arrival)
+    kernel = call.kernel
+    tensors = _views(call, [queries], arrival)
     if not kernel.alone:
-        return kernel_calls.forward(kernel, query, key, value, tile, scoring)
-    results = [kernel_calls.forward(kernel, *entry, tile, scoring) for entry in _entries(kernel, [query, key, value])]
-    out, lse = (_joined(x, query) for x in zip(*results, strict=True))
+        q, k, v = tensors
+        return kernel_calls.forward(kernel, q, k, v, call.tile, scoring)
+    one = _of_one_group(call.tile)
+    results = [kernel_calls.forward(kernel, q, k, v, one, scoring) for q, k, v in _entries(kernel, tensors)]
+    out, lse = (_joined(x, tensors[0]) for x in zip(*results, strict=True))
     return out, lse
 
 
