@@ -180,10 +180,10 @@ class _Problem:
         check_pattern(pattern)
         arguments = pattern, q_positions, k_positions, sinks
         try:
-            self.q_positions, self.k_positions = checked_positions(q, k, v, *arguments)
+            self.q_positions, self.k_positions = _checked_positions(q, k, v, *arguments)
         except ValueError as error:
             try:
-                checked_positions(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *arguments)
+                _checked_positions(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *arguments)
             except (ValueError, IndexError):
                 raise error from None
             raise ValueError(f"{error}; heads first? Write q.transpose(1, 2), and so for k and v") from None
@@ -283,7 +283,7 @@ class _Problem:
         return x.transpose(1, 2).contiguous()
 
 
-def checked_positions(
+def _checked_positions(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from reference.documents import begins
-from reference.oracle import checked_positions
 from reference.pattern import Branch, Pattern, check_pattern, multiplicity, selected
 from reference.validators import integer, optional, positive
 
@@ -45,14 +44,17 @@ def attention_in_chunks(
     and NotImplementedError for slices.
     """
     check_pattern(pattern)
-    heads, tokens, dtype = (q.shape[2], k.shape[2]), (q.shape[1], k.shape[1]), q.dtype
-    checked_positions(q, k, v, pattern, torch.arange(tokens[0]), torch.arange(tokens[1]), sinks)
-    pattern.validate_tokens(*tokens)
+    fits = q.ndim == k.ndim == v.ndim == 4 and q.shape[::3] == k.shape[::3] and k.shape[:3] == v.shape[:3]
+    if not fits or q.shape[2] % max(1, k.shape[2]) or not q.dtype == k.dtype == v.dtype:
+        given = [(tuple(x.shape), x.dtype) for x in (q, k, v)]
+        raise ValueError(f"q, k, v must be (B, Nq, Hq, D), (B, Nk, Hk, D), (B, Nk, Hk, Dv) of one dtype, got {given}")
+    if dout is None and dlse is not None:
+        raise ValueError("dlse must come with dout, got it alone: write zeros for dout")
     if pattern.has_slices:
         raise NotImplementedError("pattern must have no slices here, got some: write causal, window or documents")
-    if not dtype == k.dtype == v.dtype or (dout is None and dlse is not None):
-        raise ValueError(f"q, k, v must have one dtype, dlse come with dout; got {dtype}, {k.dtype}, {v.dtype}")
-    blocks = [*_blocks(pattern, heads, tokens, integer("chunk", chunk, 1))]
+    heads, tokens, dtype = (q.shape[2], k.shape[2]), (q.shape[1], k.shape[1]), q.dtype
+    pattern.validate_tokens(*tokens)
+    blocks = [*blocks_in_chunks(pattern, heads, tokens, integer("chunk", chunk, 1))]
     scoring = q.shape[3] ** -0.5 if scale is None else scale, optional(positive, "softcap", softcap)
     q, k, v = (x.transpose(1, 2).to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))  # (B, H, N, D)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=q.dtype)
@@ -65,14 +67,13 @@ def attention_in_chunks(
         return out, lse
     dout = dout.to(q.dtype)
     delta = (dout * out.to(q.dtype)).sum(-1).transpose(1, 2)
-    delta = delta if dlse is None else delta - dlse
+    saved = dout.transpose(1, 2), lse, delta if dlse is None else delta - dlse
     sums = [torch.zeros_like(q)], [torch.zeros_like(k), torch.zeros_like(v)]
-    tensors = [q, dout.transpose(1, 2), lse, delta], [k, v]
-    _join_parts(blocks, tensors, sums, partial(_backward, scoring), _add, (0.0, 0.0))
+    _join_parts(blocks, ([q, *saved], [k, v]), sums, partial(_backward, scoring), _add, (0.0, 0.0))
     return out, lse, *(x.transpose(1, 2).contiguous().to(dtype) for x in (*sums[0], *sums[1]))
 
 
-def _blocks(
+def blocks_in_chunks(
     pattern: Pattern, heads: Sequence[int], tokens: Sequence[int], chunk: int
 ) -> Iterator[tuple[Readers, list[Part]]]:
     """Yield the readers and parts of each branch and offset, ascending. heads, tokens: of queries and of keys."""
@@ -102,9 +103,8 @@ def _parts(pattern: Pattern, queries: list[Tensor], keys: list[Tensor]) -> Itera
         visible = multiplicity(pattern, rows, torch.cat([rows[:0], *keys]), 1)[0] > 0
         for key, seen in zip(keys, visible.split([len(x) for x in keys], 1), strict=True):
             if seen.any():
-                of_keys = _first_to_last(seen.any(0))
-                of_rows = _first_to_last(seen[:, of_keys].any(1))
-                yield Part((rows, key), (of_rows, of_keys), ~seen[of_rows, of_keys])
+                places = _first_to_last(seen.any(1)), _first_to_last(seen.any(0))
+                yield Part((rows, key), places, ~seen[places])
 
 
 def _first_to_last(flags: Tensor) -> slice:
@@ -121,17 +121,13 @@ def tree(values: Sequence[T], join: Callable[[T, T], T]) -> T:
 
 def _join_parts(
     blocks: list[tuple[Readers, list[Part]]], tensors: Sequence[Tensors], totals: Sequence[Tensors],
-    compute: Callable[[Tensors, Tensors, Tensor], Sequence[Tensors]], join: Join,
-    empty: Sequence[float],
+    compute: Callable[[Tensors, Tensors, Tensor], Sequence[Tensors]], join: Join, empty: Sequence[float],
 ) -> None:  # fmt: skip
     """Join the roots of all ranges, of what `compute` returns for parts, into `totals`. tensors, totals: of queries and
     of keys, (B, H, N, ...). empty: for rows of a range that a part lacks.
     """
-    places = (
-        (b, kv, parts, readers[kv]) for readers, parts in blocks for b in range(len(totals[0][0])) for kv in readers
-    )
-    for b, kv, parts, readers in places:
-        heads = torch.tensor(readers)[:, None], torch.tensor([[kv]])
+    for readers, parts, kv, b in ((*x, kv, b) for x in blocks for kv in x[0] for b in range(len(totals[0][0]))):
+        heads = torch.tensor(readers[kv])[:, None], torch.tensor([[kv]])
         found: dict[tuple[int, int], tuple[Tensor, list[Tensors]]] = {}  # by side and first position of the range
         for part in parts:
             at = [positions[places] for positions, places in zip(part.ranges, part.places, strict=True)]
