@@ -31,6 +31,7 @@ from reference import validators
 from reference.head_groups import ALL_TO_ALL, KEY_EXCHANGES, Groups, groups_of, head_blocks, ways
 from reference.pattern import Pattern
 from reference.remote_rows import Need, branch_need
+from reference.returned_sums import returned_sums
 
 Ints = NDArray[np.int64]
 EXCHANGES = (*KEY_EXCHANGES, ALL_TO_ALL)
@@ -49,6 +50,9 @@ class Setting:
         value_dim: head dim of the values, Dv; None: head_dim.
         key_positions: of the keys and values, like positions; None: positions.
         lse_gradient: True if lse is an output, so that "all-to-all" sends its gradient.
+        chunk: tokens of a chunk, for attention with the same bits on any ranks (`reference.same_bits`). Ranges of keys
+            then travel whole, and sums of their gradients return to the owner at once, in the accumulator's type.
+            Slices are not counted. None: none.
 
     Raises:
         ValueError: positions, heads, itemsize or sizes are invalid or inconsistent.
@@ -64,6 +68,7 @@ class Setting:
     value_dim: int | None = None
     key_positions: Sequence[Ints] | None = None
     lse_gradient: bool = False
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "positions", tuple(np.asarray(x, np.int64) for x in self.positions))
@@ -85,6 +90,8 @@ class Setting:
                 raise ValueError(f"{name} must hold every number of range({n}) exactly once")
         self.pattern.validate_tokens(self.query_rows.size, self.rows.size)
         self.pattern.validate(self.heads)
+        if self.chunk is not None and self.pattern.has_slices:
+            raise NotImplementedError(f"chunk is {self.chunk} and the pattern has slices; one of them must be None")
 
     @property
     def world(self) -> int:
@@ -148,7 +155,24 @@ class Setting:
     @cached_property
     def needs(self) -> tuple[Need, ...]:
         """Remote rows of each branch."""
-        return tuple(branch_need(self, i, branch) for i, branch in enumerate(self.pattern.branches))
+        needs = tuple(branch_need(self, i, branch) for i, branch in enumerate(self.pattern.branches))
+        if self.chunk is None:
+            return needs
+        return tuple(replace(x, needed=sums > 0) for x, (sums, _) in zip(needs, self._returned, strict=True))
+
+    @cached_property
+    def _returned(self) -> list[tuple[Ints, Ints]]:
+        """`returned_sums` of each branch."""
+        assert self.chunk is not None
+        return [returned_sums(self, i, self.chunk) for i in range(len(self.pattern.branches))]
+
+    @cached_property
+    def returned_slots(self) -> Ints:
+        """(p, p): slots of sums of gradients that rank [d] returns to rank [s], over all blocks, in chunks."""
+        total = np.zeros((self.world, self.world), np.int64)
+        for need, (sums, _) in zip(self.needs, self._returned, strict=True):
+            np.add.at(total.T, self.owner, (sums * need.width).T)
+        return total
 
     @cached_property
     def slots(self) -> Ints:
@@ -180,8 +204,12 @@ class Setting:
 
     @cached_property
     def widest(self) -> int:
-        """W, the greatest width of a block of which some rank needs a remote row; 0 if there is none."""
-        return max((int(x.width.max(where=x.needed.any(axis=0), initial=0)) for x in self.needs), default=0)
+        """W, the greatest width of a block of which some rank needs a remote row, in chunks times the rows of its
+        range; 0 if there is none.
+        """
+        rows = [1] * len(self.needs) if self.chunk is None else [sizes for _, sizes in self._returned]
+        needed = ((x.width * count, x.needed.any(axis=0)) for x, count in zip(self.needs, rows, strict=True))
+        return max((int(slots.max(where=some, initial=0)) for slots, some in needed), default=0)
 
     @cached_property
     def pairs(self) -> Ints:
@@ -237,6 +265,7 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
     ring    a slot goes from rank to rank of a group for so many hops. Its gradient starts at the first rank visited,
             follows it for one hop less, and the last rank returns it to its owner: as many messages.
     gather  every shard, all rows and heads, to every other rank; its gradients back from every other rank.
+            In chunks each rank returns sums of gradients to the owner, whatever brought the keys.
     all-to-all  d receives from s its rows of the heads of d (`head_blocks`); their results go the same way back. Keys
             of these heads travel by the exchange beside it, as in "all-to-all:2+ring", among the ranks that have them.
 
@@ -266,6 +295,8 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
     else:
         keys = (setting.key_counts * setting.kv_heads)[:, None] * (ranks[:, None] != ranks)
         gradients = keys.T
+    if setting.chunk is not None:
+        gradients, narrow = setting.returned_slots, False
     size, gradient_size = setting.slot_bytes(narrow)
     return Traffic(keys * size, keys * size, gradients * gradient_size)
 
@@ -311,7 +342,8 @@ def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False, 
         gather   Hk * (n - n_d)                Hk * n_d                    (p - 1) * Hk * n_d
 
     With several groups that pass keys round, maxima are over these as well. For exchanges by heads see
-    `_buffers_by_head`.
+    `_buffers_by_head`. In chunks W is the most slots of a range, and a buffer of gradients has sums, as `returned` has:
+    see `_sums_slots`.
 
     Forward: the receive buffers (two, so that one fills while the other is used; one for gather) and the send buffer,
     in the working type. Backward: the same again, plus as many gradient buffers as receive buffers and `returned`, in
@@ -331,9 +363,32 @@ def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False, 
     if groups.degree > 1:
         return _buffers_by_head(setting, groups, bucket, narrow, one_sided)
     receive, send, returned = _buffer_slots(setting, groups, bucket)
+    gradients = receive
+    if setting.chunk is not None:
+        (gradients, returned), narrow = _sums_slots(setting, groups, bucket), False
     copies = 1 if groups.exchange == "gather" else 2
     size, gradient_size = setting.slot_bytes(narrow)
-    return Buffers(copies * receive * size, send * size, copies * receive * gradient_size, returned * gradient_size)
+    return Buffers(copies * receive * size, send * size, copies * gradients * gradient_size, returned * gradient_size)
+
+
+def _sums_slots(setting: Setting, groups: Groups, bucket: int) -> tuple[Ints, Ints]:
+    """Slots (p,) of a buffer of sums that a rank returns, and of those that its own keys get, in chunks: of the stage
+    with most. Where a message is cut, these are the most that they can be.
+    """
+    p, ranks, sums = setting.world, np.arange(setting.world), setting.returned_slots
+    if groups.exchange == "gather":
+        return sums.sum(axis=1), sums.sum(axis=0)
+    sent, back = np.zeros((2, p), np.int64)
+    if groups.round:
+        for *_, reader in ways(p, groups.round):
+            sent[reader] = np.maximum(sent[reader], sums[reader, ranks])
+            back = np.maximum(back, sums[reader, ranks])
+        return sent, back
+    for distances, _ in rounds(setting, bucket):
+        readers = (ranks + np.array(distances)[:, None]) % p  # (t, s)
+        back = np.maximum(back, sums[readers, ranks].sum(axis=0))
+        sent = np.maximum(sent, sums[ranks, (ranks - np.array(distances)[:, None]) % p].sum(axis=0))
+    return sent, back
 
 
 def _buffer_slots(setting: Setting, groups: Groups, bucket: int) -> tuple[Ints, Ints, Ints]:

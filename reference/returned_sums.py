@@ -24,23 +24,24 @@ def subtrees(ranks: Sequence[int]) -> Counter[int]:
     return Counter({rank: count for rank, count in found.items() if rank >= 0})
 
 
-def returned_sums(setting: SettingView, index: int, chunk: int) -> Ints:
+def returned_sums(setting: SettingView, index: int, chunk: int) -> tuple[Ints, Ints]:
     """Return how many sums of each key's gradients each rank returns to the owner through branch `index`: (p, n_k), in
-    the order of `Setting.rows`, 0 for the owner. A rank needs the keys of which it returns a sum.
+    the order of `Setting.rows`, 0 for the owner; and the rows of each key's range, (n_k,).
 
-    Ranks have whole chunks, and return sums of all rows of a range.
+    Ranks have whole chunks, and return sums of all rows of a range. A rank needs the keys of which it returns a sum.
     """
     reader, place = setting.query_owner[np.argsort(setting.query_rows)], np.argsort(setting.rows)
-    found = np.zeros((setting.world, place.size), np.int64)
+    found, sizes = np.zeros((setting.world, place.size), np.int64), np.zeros(place.size, np.int64)
     alone = replace(setting.pattern, branches=setting.pattern.branches[index : index + 1])
-    sizes = (setting.heads, setting.kv_heads), (reader.size, place.size)
-    for _, parts in blocks_in_chunks(alone, *sizes, chunk):
+    counts = (setting.heads, setting.kv_heads), (reader.size, place.size)
+    for _, parts in blocks_in_chunks(alone, *counts, chunk):
         for _, own in groupby(sorted(parts, key=_first_key), _first_key):  # in the order of queries, as parts are
             ranges = [part.ranges for part in own]
             for rank, count in subtrees([int(reader[queries[0]]) for queries, _ in ranges]).items():
                 found[rank, place[ranges[0][1]]] = count
+            sizes[place[ranges[0][1]]] = len(ranges[0][1])
     found[setting.owner, np.arange(place.size)] = 0
-    return found
+    return found, sizes
 
 
 def _first_key(part: Part) -> int:

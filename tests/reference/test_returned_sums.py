@@ -19,4 +19,5 @@ def test_sums_of_causal_chunks_in_zigzag_order() -> None:
     chunks = np.arange(24).reshape(8, 3)
     setting = Setting(Pattern.dense(causal=True), [chunks[[0, 1, 6, 7]].ravel(), chunks[2:6].ravel()], 1, 2, 1, 8)
     of_chunk = [[0, 0, 0, 0, 1, 2, 1, 2], [2, 3, 0, 0, 0, 0, 0, 0]]  # keys of rank 0, then of rank 1
-    assert returned_sums(setting, 0, 3).tolist() == np.repeat(of_chunk, 3, axis=1).tolist()
+    sums, sizes = returned_sums(setting, 0, 3)
+    assert sums.tolist() == np.repeat(of_chunk, 3, axis=1).tolist() and sizes.tolist() == [3] * 24
