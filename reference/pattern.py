@@ -406,19 +406,22 @@ class Pattern:
         """Block-causal, as in video: a token sees its own frame and all frames before it.
 
         Args:
-            lengths: tokens of each frame, in order. They add up to the sequence, or its clean half.
-            documents: lengths of the documents that the sequence is packed from; None: one document.
-            noisy: True for a sequence of the clean frames and, after them, their noisy copies. A noisy frame sees
-                itself and the clean frames before its own.
+            lengths: tokens of each frame, in order. They add up to the sequence or, noisy, to half of it.
+            documents: lengths of the documents that the sequence is packed from, with noisy copies; None: one document.
+            noisy: True for documents of clean frames and, after them, their noisy copies, as clean 0, clean 1, noisy
+                0, noisy 1. A noisy frame sees itself and the clean frames of its document before its own.
 
         Raises:
-            ValueError: a length is no integer >= 0, or frames and documents differ in tokens.
+            ValueError: a length is no integer >= 0, frames and documents differ in tokens, or the clean half of a
+                document does not end with a frame.
         """
-        slices, tokens = frame_slices(lengths, _flag("noisy", noisy)), sum(lengths) * (1 + noisy)
+        _flag("noisy", noisy)
+        frame_slices(lengths)
+        tokens = sum(lengths) * (1 + noisy)
         packed = Documents((tokens,)) if documents is None else checked_documents(documents)
         if packed is not None and packed.tokens != tokens:
             raise ValueError(f"frames must have the {packed.tokens} tokens of the documents, got {tokens}")
-        return cls((Branch(slices=tuple(slices)),), documents=packed)
+        return cls((Branch(slices=tuple(frame_slices(lengths, noisy, packed))),), documents=packed)
 
     @classmethod
     def first_tokens(cls, count: int, window: int, documents: tuple[int, ...] | None = None) -> "Pattern":
