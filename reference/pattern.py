@@ -43,6 +43,7 @@ from reference.slices import (
     meet,
     of_kind,
     prefix_slices,
+    sees_paths,
     span_slices,
     tree_slices,
 )  # fmt: skip
@@ -183,6 +184,17 @@ def _check_depths(pattern: "Pattern") -> None:
         raise ValueError(
             f"documents must be left out where positions are depths, as in a tree, got {len(pattern.documents)}: a "
             "tree of several roots is a batch of documents"
+        )
+    if pattern.packed is not None:
+        _check_paths(pattern, pattern.packed.tokens)
+
+
+def _check_paths(pattern: "Pattern", tokens: int) -> None:
+    """Raise ValueError unless the slices are those of a tree."""
+    if not sees_paths(slices_seen(pattern.branches[0], pattern.causal), tokens):
+        raise ValueError(
+            "depths need the slices of a tree, where a token sees all that the one before it on its path sees, and no "
+            "later one, got others: leave depths out, or write Pattern.tree(parents, lengths)"
         )
 
 
@@ -463,6 +475,8 @@ class Pattern:
         """
         self.validate_tokens(_integer("tokens", tokens, 0))
         if self.depths:
+            if self.documents is None:
+                _check_paths(self, tokens)
             ends = np.zeros(tokens, np.int64), np.full(tokens, tokens)
             seen = keys_seen(slices_seen(self.branches[0], self.causal), *ends)
             return torch.from_numpy(np.maximum(seen - 1, 0))

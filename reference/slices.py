@@ -398,6 +398,28 @@ def keys_seen(slices: Iterable[Slice], begin: np.ndarray, end: np.ndarray, rate:
     return seen
 
 
+def sees_paths(slices: Iterable[Slice], tokens: int) -> bool:
+    """Return True if each token of a sequence sees itself and all that one earlier token sees, or itself alone: the
+    path from a root of a tree. Compares sums of a random number for each key, modulo 2**64.
+
+    Args:
+        slices: disjoint ones.
+        tokens: of the sequence.
+    """
+    weights = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, tokens)
+    sums, token = np.append(0, np.cumsum(weights)), np.arange(tokens)
+    seen, parent = np.zeros(tokens, np.int64), np.full(tokens, -1)
+    for q0, q1, k0, k1, low, high in (one.limits for one in slices):
+        query = token[q0:q1]
+        behind = np.clip(query + high + 1, 0, min(k1, tokens))
+        first = np.minimum(np.maximum(query + low, k0), behind)
+        seen[q0:q1] += sums[behind] - sums[first]
+        latest = behind - 1 - (behind - 1 == query)
+        parent[q0:q1] = np.maximum(parent[q0:q1], np.where(latest >= first, latest, -1))
+    of_parent = np.where(parent < 0, 0, seen[parent])
+    return bool(((parent < token) & (seen == weights + of_parent)).all())
+
+
 def next_sees(slices: Iterable[Slice], tokens: int) -> np.ndarray:
     """Return True for each token that the next one of the sequence sees, (tokens,) bool; False for the last."""
     seen = np.zeros(tokens, bool)
