@@ -171,7 +171,7 @@ def whole_batch(inputs: Mapping[str, Any], shifts: bool) -> Whole:
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
         raise ValueError("batch must have input_ids (batch, tokens)")
     targets = _targets(inputs, tokens, shifts)
-    if mask is not None and bool((mask == 1).all()):
+    if mask is not None and mask.shape == tokens.shape and bool((mask == 1).all()):
         mask = None
     documents = None if positions is None else _documents(positions, tokens)
     _check_lengths(inputs, (tokens.numel(),) if documents is None else documents)
