@@ -290,8 +290,7 @@ def frame_slices(lengths: object, noisy: bool = False, documents: Sequence[int] 
                 f"documents must each be whole frames and their noisy copies, got one of {document} tokens at position "
                 f"{begin}: write 2 * (the tokens of its frames) for each"
             )
-        slices.append(Slice(begin, half, begin, half, high=0))
-        slices += [Slice(a, b, a, b, low=_AFTER) for a, b in pairwise(own)]
+        slices += [Slice(begin, half, begin, half, high=0), *(Slice(a, b, a, b, low=_AFTER) for a, b in pairwise(own))]
         for a, b in pairwise(own):
             copy = a + half - begin, b + half - begin
             slices += [Slice(*copy, *copy), Slice(*copy, begin, a)]
@@ -416,8 +415,7 @@ def sees_paths(slices: Iterable[Slice], tokens: int) -> bool:
         seen[q0:q1] += sums[behind] - sums[first]
         latest = behind - 1 - (behind - 1 == query)
         parent[q0:q1] = np.maximum(parent[q0:q1], np.where(latest >= first, latest, -1))
-    of_parent = np.where(parent < 0, 0, seen[parent])
-    return bool(((parent < token) & (seen == weights + of_parent)).all())
+    return bool(((parent < token) & (seen == weights + np.where(parent < 0, 0, seen[parent]))).all())
 
 
 def next_sees(slices: Iterable[Slice], tokens: int) -> np.ndarray:

@@ -228,14 +228,8 @@ REFUSED = {
     ),
     "depths alone": (lambda: Pattern((Branch(),), depths=True), "depths need one branch with slices"),
     "depths of a prefix": (lambda: replace(Pattern.prefix(3, (9,)), depths=True), "depths need the slices of a tree"),
-    "depths of a prefix of any length": (
-        lambda: replace(Pattern.prefix(3), depths=True).positions(9),
-        "depths need the slices of a tree",
-    ),
-    "depths of first tokens": (
-        lambda: replace(Pattern.first_tokens(2, 3, (9,)), depths=True),
-        "depths need the slices of a tree",
-    ),
+    "depths of any length": (lambda: replace(Pattern.prefix(3), depths=True).positions(9), "depths need the slices"),
+    "depths of a window": (lambda: replace(Pattern.first_tokens(2, 3, (9,)), depths=True), "depths need the slices"),
     "no six": (lambda: checked_slices([(1, 2, 3)]), r"a slice must be \(q0, q1, k0, k1, low, high\)"),
 }
 

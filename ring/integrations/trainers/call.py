@@ -40,8 +40,10 @@ ADDED = {
     "the arguments of TRL's trainer, or add that loss by token_mean in a loop of your own",
     "logits_to_keep": "the call returns all logits: slice these",
     "past_key_values": "a cache holds the keys of one shard",
+    **dict.fromkeys(("token_type_ids", "mm_token_type_ids", "pattern"), "masks of images and trees need a loop of your "
+                    "own, with shard_batch(context, tokens, labels, token_type_ids=... or pattern=...)"),
     "inputs_embeds": "give input_ids: noise and changes of embeddings belong into the model's embedding layer",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
