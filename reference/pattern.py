@@ -43,6 +43,7 @@ from reference.slices import (
     meet,
     of_kind,
     prefix_slices,
+    sees_paths,
     span_slices,
     tree_slices,
 )  # fmt: skip
@@ -183,6 +184,17 @@ def _check_depths(pattern: "Pattern") -> None:
         raise ValueError(
             f"documents must be left out where positions are depths, as in a tree, got {len(pattern.documents)}: a "
             "tree of several roots is a batch of documents"
+        )
+    if pattern.packed is not None:
+        _check_paths(pattern, pattern.packed.tokens)
+
+
+def _check_paths(pattern: "Pattern", tokens: int) -> None:
+    """Raise ValueError unless the slices are those of a tree."""
+    if not sees_paths(slices_seen(pattern.branches[0], pattern.causal), tokens):
+        raise ValueError(
+            "depths need the slices of a tree, where a token sees all that the one before it on its path sees, and no "
+            "later one, got others: leave depths out, or write Pattern.tree(parents, lengths)"
         )
 
 
@@ -406,19 +418,22 @@ class Pattern:
         """Block-causal, as in video: a token sees its own frame and all frames before it.
 
         Args:
-            lengths: tokens of each frame, in order. They add up to the sequence, or its clean half.
-            documents: lengths of the documents that the sequence is packed from; None: one document.
-            noisy: True for a sequence of the clean frames and, after them, their noisy copies. A noisy frame sees
-                itself and the clean frames before its own.
+            lengths: tokens of each frame, in order. They add up to the sequence or, noisy, to half of it.
+            documents: lengths of the documents that the sequence is packed from, with noisy copies; None: one document.
+            noisy: True for documents of clean frames and, after them, their noisy copies, as clean 0, clean 1, noisy
+                0, noisy 1. A noisy frame sees itself and the clean frames of its document before its own.
 
         Raises:
-            ValueError: a length is no integer >= 0, or frames and documents differ in tokens.
+            ValueError: a length is no integer >= 0, frames and documents differ in tokens, or the clean half of a
+                document does not end with a frame.
         """
-        slices, tokens = frame_slices(lengths, _flag("noisy", noisy)), sum(lengths) * (1 + noisy)
+        _flag("noisy", noisy)
+        frame_slices(lengths)
+        tokens = sum(lengths) * (1 + noisy)
         packed = Documents((tokens,)) if documents is None else checked_documents(documents)
         if packed is not None and packed.tokens != tokens:
             raise ValueError(f"frames must have the {packed.tokens} tokens of the documents, got {tokens}")
-        return cls((Branch(slices=tuple(slices)),), documents=packed)
+        return cls((Branch(slices=tuple(frame_slices(lengths, noisy, packed))),), documents=packed)
 
     @classmethod
     def first_tokens(cls, count: int, window: int, documents: tuple[int, ...] | None = None) -> "Pattern":
@@ -460,6 +475,8 @@ class Pattern:
         """
         self.validate_tokens(_integer("tokens", tokens, 0))
         if self.depths:
+            if self.documents is None:
+                _check_paths(self, tokens)
             ends = np.zeros(tokens, np.int64), np.full(tokens, tokens)
             seen = keys_seen(slices_seen(self.branches[0], self.causal), *ends)
             return torch.from_numpy(np.maximum(seen - 1, 0))

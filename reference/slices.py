@@ -266,25 +266,35 @@ def _checked_spans(spans: object) -> list[Span]:
     return [(begin, end) for begin, end in spans]
 
 
-def frame_slices(lengths: object, noisy: bool = False) -> list[Slice]:
+def frame_slices(lengths: object, noisy: bool = False, documents: Sequence[int] | None = None) -> list[Slice]:
     """Return block-causal slices: a token sees its own frame and all frames before.
 
     Args:
         lengths: tokens of each frame, in order.
         noisy: True for a sequence of clean frames and, after them, their noisy copies. A noisy frame sees itself and
             the clean frames before it.
+        documents: with noisy, tokens of each part of the sequence that has clean frames and their copies; None: one.
 
     Raises:
-        ValueError: a length is no integer >= 0.
+        ValueError: a length is no integer >= 0, or a document's clean half does not end with a frame.
     """
     edges = _edges("lengths of frames", lengths)
-    total = edges[-1]
-    slices = [Slice(0, total, 0, total, high=0) if noisy else CAUSAL]
-    slices += [Slice(a, b, a, b, low=_AFTER) for a, b in pairwise(edges)]
-    if noisy:
-        for begin, end in pairwise(edges):
-            slices.append(Slice(total + begin, total + end, total + begin, total + end))
-            slices.append(Slice(total + begin, total + end, 0, begin))
+    if not noisy:
+        return [CAUSAL, *(Slice(a, b, a, b, low=_AFTER) for a, b in pairwise(edges))]
+    slices, begin = list[Slice](), 0
+    for document in (2 * edges[-1],) if documents is None else documents:
+        half, end = begin + document // 2, begin + document
+        own = [begin // 2 + edge for edge in edges if begin <= 2 * edge <= end]  # begin // 2: copies before them
+        if document % 2 or {begin, half} - {*own}:
+            raise ValueError(
+                f"documents must each be whole frames and their noisy copies, got one of {document} tokens at position "
+                f"{begin}: write 2 * (the tokens of its frames) for each"
+            )
+        slices += [Slice(begin, half, begin, half, high=0), *(Slice(a, b, a, b, low=_AFTER) for a, b in pairwise(own))]
+        for a, b in pairwise(own):
+            copy = a + half - begin, b + half - begin
+            slices += [Slice(*copy, *copy), Slice(*copy, begin, a)]
+        begin = end
     return slices
 
 
@@ -385,6 +395,27 @@ def keys_seen(slices: Iterable[Slice], begin: np.ndarray, end: np.ndarray, rate:
         behind = np.minimum(behind, query + high + 1) if high < _FAR else behind
         seen[some] += np.maximum((behind - 1 - query) // rate + (query - first) // rate + 1, 0)
     return seen
+
+
+def sees_paths(slices: Iterable[Slice], tokens: int) -> bool:
+    """Return True if each token of a sequence sees itself and all that one earlier token sees, or itself alone: the
+    path from a root of a tree. Compares sums of a random number for each key, modulo 2**64.
+
+    Args:
+        slices: disjoint ones.
+        tokens: of the sequence.
+    """
+    weights = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, tokens)
+    sums, token = np.append(0, np.cumsum(weights)), np.arange(tokens)
+    seen, parent = np.zeros(tokens, np.int64), np.full(tokens, -1)
+    for q0, q1, k0, k1, low, high in (one.limits for one in slices):
+        query = token[q0:q1]
+        behind = np.clip(query + high + 1, 0, min(k1, tokens))
+        first = np.minimum(np.maximum(query + low, k0), behind)
+        seen[q0:q1] += sums[behind] - sums[first]
+        latest = behind - 1 - (behind - 1 == query)
+        parent[q0:q1] = np.maximum(parent[q0:q1], np.where(latest >= first, latest, -1))
+    return bool(((parent < token) & (seen == weights + np.where(parent < 0, 0, seen[parent]))).all())
 
 
 def next_sees(slices: Iterable[Slice], tokens: int) -> np.ndarray:

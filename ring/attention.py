@@ -116,7 +116,7 @@ def ring_attention(
     settings = Settings(exchange, bucket, kernel, scale, softcap, return_lse, same_bits, check, name)
     if torch.compiler.is_compiling() and not unknown:
         q, k, v = in_autocast_type(q, k, v)
-        return traced(q, k, v, pattern, layout, key_layout=key_layout, group=group, sinks=sinks, **vars(settings))
+        return traced(q, k, v, pattern, layout, key_layout=key_layout, group=group, sinks=sinks, **settings.named())
     warn_of_heads_first(q, k, v)
     transport = transport_over(group, layout.world_size if isinstance(layout, Layout) else 1)
     with _on_device_of(q), transport.calls.lock():

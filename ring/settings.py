@@ -96,6 +96,10 @@ class Settings:
         values = zip(_VALIDATORS, _values(self), strict=True)
         return {name: float(x) + 0.0 if name in _FLOATS and x is not None else x for name, x in values}
 
+    def named(self) -> dict[str, Any]:
+        """Return the values by name. Not `vars`: torch 2.11 cannot compile it."""
+        return {name: getattr(self, name) for name in _ARGUMENTS}
+
     def for_operator(self) -> dict[str, Any]:
         """Return the arguments of an operator, by its names."""
         return {argument: getattr(self, name) for name, argument in _ARGUMENTS.items()}

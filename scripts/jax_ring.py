@@ -2,7 +2,7 @@
 
     python -m verification peers scripts.jax_ring:adapter
 
-`jax.shard_map` gives each device its shard, `ppermute` passes keys and values round, the merge is by log-sum-exp, and
+`jax.shard_map` gives each device its shard, `ppermute` passes keys and values round, the softmax is online, and
 gradients come from JAX's own differentiation. It is compiled for each new size, so the claim keeps to a few.
 """
 
@@ -57,28 +57,32 @@ def on_device(scale: float, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     k, v = jnp.repeat(k, share, 2), jnp.repeat(v, share, 2)
     rank = jax.lax.axis_index("ring")
     rows = rank * length + jnp.arange(length)
-    out, lse = jnp.zeros_like(q), jnp.full_like(q[..., 0].swapaxes(1, 2), -jnp.inf)
+    out, total = jnp.zeros_like(q), jnp.zeros_like(q[..., 0].swapaxes(1, 2))
+    top = jnp.full_like(total, -jnp.inf)
     for hop in range(DEVICES):
         keys = (rank - hop) % DEVICES * length + jnp.arange(length)
         scores = jnp.einsum("bihd,bjhd->bhij", q, k) * scale
         scores = jnp.where(rows[:, None] >= keys, scores, -jnp.inf)
-        out, lse = merge(out, lse, scores, v)
+        out, total, top = merge(out, total, top, scores, v)
         k, v = (jax.lax.ppermute(x, "ring", [(i, (i + 1) % DEVICES) for i in range(DEVICES)]) for x in (k, v))
-    return out.astype(dtype), lse
+    return (out / rows_last(total)).astype(dtype), top + jnp.log(total)
 
 
-def merge(out: Any, lse: Any, scores: Any, v: Any) -> tuple[Any, Any]:
-    """Merge the partial result of these scores (B, H, L, L) and values into out and lse.
+def merge(out: Any, total: Any, top: Any, scores: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Add the weights of these scores (B, H, L, L), and their values, to total (B, H, L) and to out (B, L, H, D), which
+    are relative to exp(top), top (B, H, L) being the row's maximum so far.
 
-    The first hop holds the diagonal, so no row is empty after it, and each maximum is finite.
+    The first hop holds the diagonal, so no row is empty after it, and each maximum is finite. No result depends on
+    `top`: its gradient would be rounding errors alone. Nor is out divided before the last hop: gradients of a partial
+    result, and of its lse, would cancel, and their rounding errors stay.
     """
+    import jax
     import jax.numpy as jnp
 
-    top = jnp.maximum(lse, scores.max(-1))  # (B, H, L)
-    before, weights = jnp.exp(lse - top), jnp.exp(scores - top[..., None])
-    total = before + weights.sum(-1)
+    before, top = top, jax.lax.stop_gradient(jnp.maximum(top, scores.max(-1)))
+    kept, weights = jnp.exp(before - top), jnp.exp(scores - top[..., None])
     added = jnp.einsum("bhij,bjhd->bihd", weights, v)
-    return (out * rows_last(before) + added) / rows_last(total), top + jnp.log(total)
+    return out * rows_last(kept) + added, total * kept + weights.sum(-1), top
 
 
 def rows_last(x: Any) -> Any:

@@ -367,6 +367,23 @@ def test_slices_leave_no_more_pairs_than_counted(drawn: tuple[int, Pattern]) -> 
     assert keys >= count.sum(-1).max() and rows >= count.reshape(HK, -1, n).sum(1).max()
 
 
+TIGHT = {
+    "first tokens": Pattern.first_tokens(2, 3),
+    "a tree": Pattern.tree([None, 0, 0, 1], [4, 8, 6, 6]),
+    "both": Pattern.slices([((0, 9), (4, 20), "both")]),
+    "anticausal": Pattern.slices([((2, 9), (4, 20), "anticausal")]),
+    "a grid": Pattern((Branch(None, 4, 1, slices=(Slice(3, 24, 0, 20, -7, 6),)),)),
+    "open ends": Pattern.slices([((9, None), (14, None), "full")]),
+    "counted": Pattern.slices([((0, 24), (0, 9), "full"), ((3, 12), (5, 24), "causal")], counted=True),
+}
+
+
+@pytest.mark.parametrize("pattern", TIGHT.values(), ids=TIGHT)
+def test_slices_leave_as_many_pairs_as_counted(pattern: Pattern) -> None:
+    count = multiplicity(pattern, H, 24)
+    assert max_pairs(pattern, 24, H, HK) == (count.sum(-1).max(), count.reshape(HK, -1, 24).sum(1).max())
+
+
 PARTS = {
     "two frames": (Pattern.frames([4, 8]), (2, 2, True, 6)),
     "first tokens": (Pattern.first_tokens(2, 3), (9, 27, True, 4)),

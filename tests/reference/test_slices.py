@@ -42,6 +42,18 @@ def clean_and_noisy(i: int, j: int) -> bool:
     return (j >= half and g == f) or (j < half and g < f)
 
 
+# Document, half and frame of each token.
+COPIES = [
+    (document, noisy, frame) for document, frames in enumerate(((3, 0, 2), (4, 3))) for noisy in (False, True)
+    for frame, length in enumerate(frames) for _ in range(length)
+]  # fmt: skip
+
+
+def clean_and_noisy_of_documents(i: int, j: int) -> bool:
+    (a, noisy, f), (b, copy, g) = COPIES[i], COPIES[j]
+    return a == b and ((g == f and copy == noisy) or (g < f and not copy))
+
+
 # A row for each mask: the pattern, and what its query i sees.
 MASKS = {
     "prefix 0": (Pattern.prefix(0), lambda i, j: j <= i),
@@ -61,6 +73,7 @@ MASKS = {
     ),
     "frames": (Pattern.frames(FRAMES), lambda i, j: frame(j) <= frame(i)),
     "frames of a token": (Pattern.frames([1] * N), lambda i, j: j <= i),
+    "noisy frames of documents": (Pattern.frames([3, 0, 2, 4, 3], (10, 14), True), clean_and_noisy_of_documents),
     "clean and noisy frames": (Pattern.frames([3, 3, 3, 3], noisy=True), clean_and_noisy),
     "first tokens": (Pattern.first_tokens(2, 3), lambda i, j: 0 <= i - j <= 3 or (j <= i and j < 2)),
     "first tokens of documents": (
@@ -177,6 +190,14 @@ REFUSED = {
         lambda: Pattern.frames([3, 4], (4, 4)),
         "frames must have the 8 tokens of the documents, got 7",
     ),
+    "odd noisy document": (
+        lambda: Pattern.frames([3, 4], (5, 9), True),
+        "documents must each be whole frames.*of 5 tokens",
+    ),
+    "half a noisy frame": (
+        lambda: Pattern.frames([3, 4], (4, 10), True),
+        "documents must each be whole frames.*of 4 tokens",
+    ),
     "tree does not add up": (lambda: Pattern.tree([None], [4]).validate_tokens(8), "documents must add up to"),
     "spans overlap": (lambda: Pattern.spans([(0, 5), (4, 8)]), "spans must be in order and must not overlap"),
     "span out of order": (lambda: Pattern.spans([(5, 3)]), "a span must be a range"),
@@ -206,6 +227,9 @@ REFUSED = {
         "depths need one branch with slices",
     ),
     "depths alone": (lambda: Pattern((Branch(),), depths=True), "depths need one branch with slices"),
+    "depths of a prefix": (lambda: replace(Pattern.prefix(3, (9,)), depths=True), "depths need the slices of a tree"),
+    "depths of any length": (lambda: replace(Pattern.prefix(3), depths=True).positions(9), "depths need the slices"),
+    "depths of a window": (lambda: replace(Pattern.first_tokens(2, 3, (9,)), depths=True), "depths need the slices"),
     "no six": (lambda: checked_slices([(1, 2, 3)]), r"a slice must be \(q0, q1, k0, k1, low, high\)"),
 }
 

@@ -103,5 +103,5 @@ class DefectSearch:
 SEARCHES = {
     "attention": DefectSearch(ON_ONE_WORLD, (2, 3, 4), 60, 60, PROFILES["ci"].examples),
     "training": DefectSearch(TRAINING, (2, 4), 20, 60, 300),
-    "faults": DefectSearch(FAULTS, (3, 2), 30, 10, 100),  # each needs new ranks; of two, one alone can be missing
+    "faults": DefectSearch(FAULTS, (3, 2), 30, 10, 300),  # each needs new ranks; of two, one alone can be missing
 }

@@ -40,8 +40,10 @@ ADDED = {
     "the arguments of TRL's trainer, or add that loss by token_mean in a loop of your own",
     "logits_to_keep": "the call returns all logits: slice these",
     "past_key_values": "a cache holds the keys of one shard",
+    **dict.fromkeys(("token_type_ids", "mm_token_type_ids", "pattern"), "masks of images and trees need a loop of your "
+                    "own, with shard_batch(context, tokens, labels, token_type_ids=... or pattern=...)"),
     "inputs_embeds": "give input_ids: noise and changes of embeddings belong into the model's embedding layer",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def whole_batch(inputs: Mapping[str, Any], shifts: bool) -> Whole:
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
         raise ValueError("batch must have input_ids (batch, tokens)")
     targets = _targets(inputs, tokens, shifts)
-    if mask is not None and bool((mask == 1).all()):
+    if mask is not None and mask.shape == tokens.shape and bool((mask == 1).all()):
         mask = None
     documents = None if positions is None else _documents(positions, tokens)
     _check_lengths(inputs, (tokens.numel(),) if documents is None else documents)

@@ -16,6 +16,7 @@ from reference.pattern import Branch, Pattern, multiplicity
 from ring.layout import Layout
 from ring.plan.range_pairs import Sight, pair_up
 from ring.plan.ranges import Ranges, Subranges, merge_adjacent, ranges_of
+from ring.plan.remote_rows import needs_of
 from ring.plan.slice_pairs import slice_pairs
 from ring.plan.tile import Mask
 from ring.plan.tiling import split_by_mask
@@ -50,6 +51,13 @@ def test_contiguous_rows_are_one_range(
     own = merge_adjacent(ranges_of(Pattern(branches), layout, 1, 1), 0)
     found = zip(own.row, own.row_step, own.count, strict=True)
     assert [(row + step * np.arange(count)).tolist() for row, step, count in found] == rows
+
+
+def test_needs_within_others_end_none_early() -> None:
+    """Rows 8 to 11 of rank 1 need all keys of rank 0; two of these, which begin later, end before them."""
+    pattern = Pattern.slices([((8, 12), (0, 8), "full"), ((12, 14), (2, 4), "full"), ((14, 16), (5, 7), "full")])
+    ((_, needs),) = needs_of(ranges_of(pattern, Layout.contiguous(16, 2), 1, 1))
+    assert [x.tolist() for x in (needs.rank, needs.first, needs.count)] == [[1], [0], [8]]
 
 
 def test_rows_on_a_grid_of_huge_phase_are_exact() -> None:

@@ -171,6 +171,7 @@ MALFORMED: list[tuple[str, Arguments, str]] = [
         "dk has shape (2, 12, 4, 4); it must be (2, 12, 2, 4",
     ),
 ]
+SHORT = {"k": BASE["k"][:, :8], "v": BASE["v"][:, :8]}
 REFUSED: list[tuple[str, Arguments, str]] = [
     ("q heads first", {"q": BASE["q"].transpose(1, 2)}, "dout has shape (2, 12, 4, 4); it must be (2, 4, 12, 4)"),
     ("flat q", {"q": BASE["q"].flatten(2)}, "q has shape (2, 12, 16); it must be (batch, tokens, heads, head_dim)"),
@@ -181,6 +182,8 @@ REFUSED: list[tuple[str, Arguments, str]] = [
     ("no partial result", {"partials": 0}, "partials is 0; it must be an integer of at least 1"),
     ("infinite sinks", {"sinks": torch.full((4,), math.inf), "grads": None}, "they must be floating-point"),
     ("no softcap at all", {"softcap": 0.0}, "softcap is 0.0; it must be a finite number above 0"),
+    ("more queries than keys", SHORT, "rows is None, q has 12 tokens and k has 8; rows must be the positions of the"),
+    ("rows beyond the keys", SHORT | {"rows": torch.arange(12)}, "it must be 12 ascending positions from 0 to 7"),
     ("descending rows", {"rows": torch.arange(12).flip(0)}, "it must be 12 ascending positions from 0 to 11"),
     ("heads that do not divide", {"k": BASE["k"].repeat(1, 1, 2, 1)[:, :, :3], "v": OTHER_SHAPE.new_zeros(2, 12, 3, 4)},
      "heads is 4; it must be a multiple of kv_heads, 3"),

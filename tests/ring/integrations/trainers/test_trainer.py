@@ -29,6 +29,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from reference.pattern import Pattern
 from ring.integrations import transformers
 from ring.integrations.trainers.call import ShardedCall
 from ring.integrations.trainers.trainer import ContextParallelTrainer
@@ -270,10 +271,17 @@ def _with_batch(run: Run, folder: str, changes: dict[str, Any], rank: int | None
 
 
 TOKENS = torch.arange(46).view(2, 23) % 19
+TREE = Pattern.tree([None, 0, 0], [11, 6, 6])
 LEFT = torch.tensor([[0] + [1] * 22, [0, 0] + [1] * 21])
 BATCHES: dict[str, tuple[dict[str, Any], int | None, str]] = {
-    "another argument": ({"token_type_ids": TOKENS}, None, "got token_type_ids: let the collator omit it"),
+    "another argument": ({"token_type_ids": TOKENS}, None, "token_type_ids must be left out"),
     "hidden states": ({"output_hidden_states": True}, None, "output_hidden_states must be left out"),
+    "types of images": ({"mm_token_type_ids": TOKENS}, 2, "mm_token_type_ids must be left out"),
+    "a tree": ({"pattern": TREE}, None, "pattern must be left out of the model's call: masks of images"),
+    "depths of a tree": ({"position_ids": TREE.positions(23).expand(2, 23)}, 1, "positions must be 0 or the previous"),
+    "a mask of pairs": ({"attention_mask": TOKENS.new_ones(2, 1, 23, 23)}, None, "attention_mask must"),
+    "a mask of rows": ({"attention_mask": TOKENS.new_ones(2, 23, 23).tril()}, None, "attention_mask must"),
+    "a short mask": ({"attention_mask": TOKENS.new_ones(2, 22)}, None, "attention_mask must have the layout's 23"),
     "on one rank": ({"pixel_values": TOKENS}, 3, "got pixel_values: let the collator omit it"),
     "other batches": ({"input_ids": TOKENS}, 1, "tokens must be the same on every rank"),
     "other lengths of labels": ({"labels": TOKENS[:, 1:]}, 0, "labels must have the shape of input_ids"),
