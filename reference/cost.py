@@ -207,8 +207,10 @@ class Setting:
         """W, the greatest width of a block of which some rank needs a remote row, in chunks times the rows of its
         range; 0 if there is none.
         """
-        rows = [1] * len(self.needs) if self.chunk is None else [sizes for _, sizes in self._returned]
-        needed = ((x.width * count, x.needed.any(axis=0)) for x, count in zip(self.needs, rows, strict=True))
+        widths = [need.width for need in self.needs]
+        if self.chunk is not None:
+            widths = [width * rows for width, (_, rows) in zip(widths, self._returned, strict=True)]
+        needed = zip(widths, (x.needed.any(axis=0) for x in self.needs), strict=True)
         return max((int(slots.max(where=some, initial=0)) for slots, some in needed), default=0)
 
     @cached_property

@@ -16,7 +16,7 @@ from reference.same_bits import attention_in_chunks
 from ring import Layout, ring_attention
 from ring.comm.transport import SoloTransport
 from ring.nn import ContextParallel
-from tests.support.attention_cases import normal
+from tests.support.attention_cases import call, normal, plain
 from verification.run.rank import same_bits
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import RankError, Simulation
@@ -68,15 +68,18 @@ def results(
     def step(transport: SimulatedTransport) -> list[Tensor]:
         rank = transport.rank
         leaves = [on.shard(t, rank).requires_grad_() for on, t in zip((layout, of_keys, of_keys), x, strict=False)]
-        out, lse = ring_attention(
-            *leaves, pattern, layout, key_layout=of_keys, group=transport, return_lse=True, same_bits=CHUNK, **options
-        )
+        out, lse = call(*leaves, pattern, layout, key_layout=of_keys, group=transport, same_bits=CHUNK, **options)
         incoming = [layout.shard(x[3], rank), layout.shard(x[4], rank, 2)]
         return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, incoming)]
 
     found = Simulation(layout.world_size, seed=1).run(step)
     places = (layout, 1), (layout, 2), (layout, 1), (of_keys, 1), (of_keys, 1)
     return [on.unshard([rank[i] for rank in found], dim) for i, (on, dim) in enumerate(places)]
+
+
+def expected(x: Sequence[Tensor], pattern: Pattern, **options: Any) -> Sequence[Tensor]:
+    q, k, v, dout, dlse = x
+    return attention_in_chunks(q, k, v, pattern, CHUNK, dout=dout, dlse=dlse, **options)
 
 
 def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
@@ -89,7 +92,7 @@ def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
 def test_bits_are_those_of_the_reference(pattern: Pattern, dtype: torch.dtype) -> None:
     x = tensors(dtype)
     options: dict[str, Any] = {"softcap": 3.0, "sinks": normal(4, seed=9).to(x[4].dtype)} if pattern.causal else {}
-    wanted = attention_in_chunks(*x[:3], pattern, CHUNK, dout=x[3], dlse=x[4], **options)
+    wanted = expected(x, pattern, **options)
     layout = Layout.whole_chunks(N, 2, CHUNK, pattern.documents)
     assert_same(results(x, pattern, layout, exchange="direct", **options), wanted)
 
@@ -110,7 +113,7 @@ def test_bits_are_those_of_one_rank(pattern: Pattern, exchange: str, ranks: int)
 @pytest.mark.parametrize("keys", [40, 170])
 def test_keys_of_another_sequence_keep_their_bits(keys: int) -> None:
     x, pattern = tensors(torch.float32, keys), Pattern.dense(causal=True, window=50)
-    wanted = attention_in_chunks(*x[:3], pattern, CHUNK, dout=x[3], dlse=x[4])
+    wanted = expected(x, pattern)
     for exchange in ("ring", "gather"):
         layouts = dealt(N, 3, None, 5), dealt(keys, 3, None, 6)
         assert_same(results(x, pattern, *layouts, exchange=exchange), wanted)
@@ -131,15 +134,13 @@ def test_modules_and_compiled_graphs_keep_the_bits() -> None:
     wanted = results(x, pattern, layout)[0]
     context = ContextParallel(layout, SoloTransport(), same_bits=CHUNK)
     assert same_bits(context.attention(q, k, v, pattern), wanted) and "same_bits=16" in repr(context)
-    attend = torch.compile(lambda *qkv: ring_attention(*qkv, pattern, layout, same_bits=CHUNK), fullgraph=True)
-    out = attend(q, k, v)
-    assert isinstance(out, Tensor) and same_bits(out, wanted)
+    attend = torch.compile(lambda *qkv: plain(*qkv, pattern, layout, same_bits=CHUNK), fullgraph=True)
+    assert same_bits(attend(q, k, v), wanted)
 
 
 REFUSED = {
-    "zigzag": ({"layout": Layout.zigzag(N, 2)}, r"layout must hold chunks of same_bits=16 tokens whole and in order, "
-               r"but does not at position 26 on rank 0: write Layout.whole_chunks\(106, 2, 16\)"),
-    "reversed": ({"layout": Layout.from_cuts(range(N)[::-1], (0, 58, N))}, "at position"),
+    "zigzag": ({"layout": Layout.zigzag(N, 2)}, r"at position 26 on rank 0: write Layout.whole_chunks\(106, 2, 16\)"),
+    "reversed": ({"layout": Layout.from_cuts(range(N)[::-1], (0, 58, N))}, "chunks of same_bits=16 tokens whole"),
     "documents": ({"pattern": PATTERNS["documents"]}, r"write Layout.whole_chunks\(106, 2, 16, documents\)"),
     "bucket": ({"bucket": 15}, "bucket must be None or at least same_bits, 16 tokens, got 15"),
     "kernel": ({"kernel": "flash"}, "kernel 'flash' has no fixed bits on cpu, got same_bits=16: use 'auto' or 'math'"),
@@ -152,7 +153,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("arguments, message", REFUSED.values(), ids=REFUSED)
 def test_refusals_name_the_argument_on_every_rank(arguments: dict[str, Any], message: str) -> None:
-    options = {"layout": Layout.whole_chunks(N, 2, CHUNK), "pattern": PATTERNS["causal"], "same_bits": CHUNK}
+    options: dict[str, Any] = {
+        "layout": Layout.whole_chunks(N, 2, CHUNK),
+        "pattern": PATTERNS["causal"],
+        "same_bits": CHUNK,
+    }
     options |= {"exchange": "direct"} | arguments
     heads = options.pop("heads", 2)
 
