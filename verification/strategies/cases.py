@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from reference.head_groups import ALL_TO_ALL, AUTO, BY_HOST, KEY_EXCHANGES
 from reference.pattern import Branch, Pattern
-from verification.case import CPU_KERNELS, EXCHANGES, Case, Keys
+from verification.case import CPU_KERNELS, EXCHANGES, ORDERS_BY_CHUNK, Case, Keys
 from verification.case_line import read_case_line
+from verification.check.supported import same_bits_in
 from verification.strategies.corner_cases import MAX_TOKENS, rare, shifted
 from verification.strategies.decoding import digits, head_range, permutation
 from verification.strategies.documents import MAX_FUSED, fused_documents, packed, windowed
@@ -41,6 +42,9 @@ _orders = st.sampled_from(
     ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped", "stepped")
 )
 _exchanges = st.sampled_from(EXCHANGES)
+_orders_by_chunk = st.sampled_from(ORDERS_BY_CHUNK)
+_chunk_lengths = st.sampled_from((16, 16, 32))
+_tokens_of_chunks = st.integers(1, 160)
 _by_host = st.sampled_from(BY_HOST)
 _by_host_or_chosen = st.sampled_from((*BY_HOST, AUTO))
 MAX_CHOOSING = 4  # ranks; choosing takes 0.1 s for so many, and seconds for 64
@@ -73,6 +77,7 @@ _flags = st.booleans()
 _quarters = st.integers(0, 3)
 _eighths = st.integers(0, 7)
 _sixteenths = st.integers(0, 15)
+_of_32 = st.integers(0, 31)
 _seeds = st.integers(0, 255)
 _kinds = st.sampled_from(
     ("dense", "branch", "longnet", "mixture", "groups", "dense", "branch", "longnet", "mixture", "twins")
@@ -241,6 +246,16 @@ def on_hosts(draw: Draw, case: Case) -> Case:
     return replace(case, exchange=exchange, hosts=draw(st.sampled_from(hosts)))
 
 
+def in_chunks(draw: Draw, case: Case) -> Case:
+    """Give a Case chunks, for results of the same bits on any ranks: orders of whole chunks, and more tokens."""
+    tokens = max(case.tokens, draw(_tokens_of_chunks), draw(_tokens_of_chunks))
+    order, keys = draw(_orders_by_chunk), case.keys
+    if keys is not None:
+        keys = Keys(keys.tokens if case.pattern.documents is None else tokens, draw(_orders_by_chunk))
+    case = case.lengthened(tokens, order=order, cuts=None, keys=keys, same_bits=draw(_chunk_lengths))
+    return same_bits_in(case)
+
+
 @st.composite
 def cases(draw: Draw, world: int) -> Case:
     """Draw a Case for a world of that many ranks.
@@ -248,7 +263,8 @@ def cases(draw: Draw, world: int) -> Case:
     Cases cover every order of tokens, uneven cuts with empty shards, fewer tokens than ranks, subgroups; patterns of
     one branch or mixtures, segments and dilations beyond the sequence, offsets per query head; windows of any length;
     documents and slices that end at shards' ends or beside them; MQA and GQA; sinks, softcaps and head dims of values;
-    cross-attention, with another length and layout of the keys; every dtype, exchange and kernel.
+    cross-attention, with another length and layout of the keys; every dtype, exchange and kernel; chunks
+    for the same bits on any ranks.
     """
     # The larger of two draws: Hypothesis prefers the ends of a range, and a fifth of all Cases would have one token.
     tokens = max(draw(_tokens[draw(_ceilings)]), draw(_least_tokens))
@@ -278,7 +294,8 @@ def cases(draw: Draw, world: int) -> Case:
         case = rare(draw, case)
     case = case if draw(_quarters) < 3 else sliced(draw, case)
     case = case if draw(_eighths) < 7 else with_keys(draw, case)
-    return on_hosts(draw, case)
+    case = on_hosts(draw, case)
+    return in_chunks(draw, case) if draw(_of_32) == 31 else case
 
 
 @st.composite
