@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from reference import validators
 from verification.case import ORDERS_BY_CHUNK, Case
-from verification.check.attention_on_ranks import AttentionOnRanks, Claims, any_case
+from verification.check.attention_on_ranks import AttentionOnRanks, Claims, any_case, claimed
 from verification.check.checks import assemble, compared
 from verification.check.laws.any_sharding import settled
 from verification.check.laws.law import How, Law, anything, bounded, changed, flag
@@ -32,7 +32,9 @@ def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case,
     case = in_chunks(draw, replace(case, hosts=1) if claims is any_case else case.for_any_ranks())
     if case.lse == "apart":  # its gradients depend on the rank that holds a token
         case = replace(case, lse="differentiated")
-    how: How = other_sharding(draw, case) | {"order": draw(st.sampled_from(ORDERS_BY_CHUNK)), "cuts": None}
+    case = claimed(claims, case)
+    orders = ("contiguous", "zigzag") if case.same_bits is None else ORDERS_BY_CHUNK
+    how: How = other_sharding(draw, case) | {"order": draw(st.sampled_from(orders)), "cuts": None}
     how |= {"world": world, "strided": draw(st.booleans())}
     if claims is not any_case:  # which may need all ranks, so there must be fewer
         how |= {"world": draw(st.integers(1, world)), "group": None, "exchange": case.exchange, "strided": case.strided}
