@@ -78,7 +78,7 @@ def shards(
         cuts: p + 1 offsets into the order; None: the order's own.
         seed: for "shuffled", "permuted", "swapped", "dealt chunks".
         documents: lengths of consecutive documents, n in all, for orders "by document" and of chunks; None: one.
-        chunk: length of a chunk, for orders of chunks. A document's last one may be shorter.
+        chunk: length of a chunk, for orders of chunks.
 
     Raises:
         ValueError: the order is unknown.
@@ -89,8 +89,8 @@ def shards(
         "permuted": lambda: permuted(n, p, seed), "swapped": lambda: swapped(n, seed),
     }  # fmt: skip
     if order in BY_CHUNK and chunk is not None:
-        edges = np.flatnonzero(np.diff(chunk_numbers(n, chunk, documents), prepend=-1, append=-1))
-        chunks = np.split(positions, edges[1:-1])
+        edges = np.flatnonzero(np.diff(_chunk_numbers(n, chunk, documents), prepend=-1))
+        chunks = np.split(positions, edges[1:])
         owned = _dealt(order, len(chunks), p, seed)
         parts = [np.concatenate([positions[:0], *(chunks[number] for number in numbers)]) for numbers in owned]
     elif order in listings:
@@ -116,15 +116,8 @@ def shards(
     return Shards(tuple(parts), place, holder)
 
 
-def chunk_numbers(n: int, chunk: int, documents: tuple[int, ...] | None = None) -> Ints:
-    """Return the number of each position's chunk, (n,): position x of a document that begins at o is in its chunk
-    (x - o) / chunk, rounded down.
-
-    Args:
-        n: number of positions.
-        chunk: length of a chunk.
-        documents: lengths of consecutive documents, n in all; None: one document.
-    """
+def _chunk_numbers(n: int, chunk: int, documents: tuple[int, ...] | None) -> Ints:
+    """The number of each position's chunk, (n,): a chunk begins at every multiple of its length in a document."""
     begins = np.concatenate([np.arange(length) % chunk == 0 for length in documents or (n,)])
     return np.cumsum(begins) - 1
 
@@ -134,9 +127,10 @@ def holds_whole_chunks(division: Shards, chunk: int, documents: tuple[int, ...] 
 
     Args:
         division: of the positions.
-        chunk, documents: as of `chunk_numbers`.
+        chunk: length of a chunk, counted from the begin of each document; a last one may be shorter.
+        documents: lengths of consecutive documents; None: one.
     """
-    inner = np.diff(chunk_numbers(len(division.place), chunk, documents)) == 0
+    inner = np.diff(_chunk_numbers(len(division.place), chunk, documents)) == 0
     return bool((np.diff(division.place)[inner] == 1).all() and (np.diff(division.holder)[inner] == 0).all())
 
 

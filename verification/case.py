@@ -356,6 +356,20 @@ class Case(SavedFields):
         keys = None if self.keys is None else self.keys._replace(cuts=None)
         return replace(self, exchange=exchange, keys=keys, hosts=1)
 
+    def for_same_bits(self) -> Case:
+        """Return the nearest Case that takes `same_bits`: its bucket holds a chunk, its kernel has fixed bits, and
+        key/value heads lie on one rank. The exchange "auto" and measurements are left out."""
+        exchange = "direct" if self.exchange == AUTO or self._splits_groups() else self.exchange
+        kernel = "auto" if self.kernel == "cudnn" or (self.kernel, self.device) == ("flash", "cpu") else self.kernel
+        bucket = None if self.bucket is None else max(self.bucket, self.same_bits or 1)
+        return replace(self, exchange=exchange, kernel=kernel, bucket=bucket, measured=False)
+
+    def _splits_groups(self) -> bool:
+        """Return True if several ranks compute query heads of one key/value head."""
+        ranks, share = len(self.ranks), self.heads // self.kv_heads
+        degree = groups_of(numbered(self.exchange, ranks, self.hosts), ranks).degree
+        return any(place * self.heads // degree % share for place in range(degree))
+
     def lengthened(self, tokens: int, **changes: Any) -> Case:
         """Return the Case with these changes and at least as many tokens: the last document takes the new ones."""
         documents = self.pattern.documents

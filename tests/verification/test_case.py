@@ -61,14 +61,19 @@ def test_a_bad_field_is_named(field: str, values: tuple[object, ...]) -> None:
             replace(case(), **{field: value})  # type: ignore[arg-type]
 
 
-def test_chunks_that_are_cut_are_refused() -> None:
-    for changes in ({"order": "striped"}, {"cuts": (0, 20, 40)}, {"keys": Keys(40, "zigzag")}, {"same_bits": 24},
-                    {"device": "cuda"}, {"same_bits": 0}):  # fmt: skip
-        with pytest.raises(ValueError, match="same_bits is"):
-            chunked(**changes)
-    for changes in ({"same_bits": None}, {"keys": Keys(9, "chunks"), "same_bits": None, "order": "zigzag"}):
-        with pytest.raises(ValueError, match="orders of chunks need same_bits"):
-            chunked(**changes)
+CUT: list[dict[str, Any]] = [
+    {"order": "striped"}, {"cuts": (0, 20, 40)}, {"keys": Keys(40, "zigzag")}, {"same_bits": 24}, {"same_bits": 0},
+    {"device": "cuda"}, {"same_bits": None}, {"keys": Keys(9, "chunks"), "same_bits": None, "order": "zigzag"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", CUT, ids=str)
+def test_chunks_that_are_cut_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="same_bits is|orders of chunks need same_bits"):
+        chunked(**changes)
+
+
+def test_chunks_are_whole_in_other_orders_and_on_gpus() -> None:
     whole = chunked(order="contiguous", cuts=(0, 16, 40), pattern=Pattern.dense(documents=(16, 0, 24)))
     assert whole.shards().counts == (16, 24)
     moved = on_device(chunked(bucket=20, order="dealt chunks"), "cuda")

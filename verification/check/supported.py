@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from reference.head_groups import AUTO, groups_of, numbered
 from verification.case import GPU_KERNELS, Case
 
 _MAX_NUMBERS = 2**28  # of a tensor
@@ -34,27 +31,6 @@ def fused(case: Case, kernel: str) -> bool:
     return all(dim % 8 == 0 and dim <= most for dim in case.dims)
 
 
-def same_bits_in(case: Case) -> Case:
-    """Return the nearest Case that takes `same_bits`: a bucket that holds a chunk, a kernel of fixed bits, and whole
-    key/value heads. "auto" and a measured workspace are left out.
-
-    Args:
-        case: with `same_bits`.
-    """
-    exchange = "direct" if case.exchange == AUTO or _splits_groups(case) else case.exchange
-    kernel = "auto" if case.kernel == "cudnn" or (case.kernel, case.device) == ("flash", "cpu") else case.kernel
-    bucket = None if case.bucket is None else max(case.bucket, case.same_bits or 1)
-    return replace(case, exchange=exchange, kernel=kernel, bucket=bucket, measured=False)
-
-
-def _splits_groups(case: Case) -> bool:
-    """Return True if the exchange has several ranks compute query heads of one key/value head."""
-    ranks = len(case.ranks)
-    exchange = numbered(case.exchange, ranks, case.hosts)
-    degree, share = groups_of(exchange, ranks).degree, case.heads // case.kv_heads
-    return any(place * case.heads // degree % share for place in range(degree))
-
-
 def check_supported(case: Case) -> None:
     """Raise ValueError for a Case that is too large, or that ring_attention refuses although each field is valid."""
     numbers = case.batch * max(case.tokens, case.key_tokens) * case.heads * max(case.dims)
@@ -64,7 +40,7 @@ def check_supported(case: Case) -> None:
             f"batch, tokens, heads, head_dim are {case.batch}, {case.tokens}, {case.heads}, {case.head_dim}: {numbers} "
             f"numbers, {scores} scores; at most {_MAX_NUMBERS} and {_MAX_SCORES} can be checked"
         )
-    if case.same_bits is not None and case != same_bits_in(case):
+    if case.same_bits is not None and case != case.for_same_bits():
         raise ValueError(
             f"same_bits is {case.same_bits}, bucket is {case.bucket}, kernel is {case.kernel!r}, exchange is "
             f"{case.exchange!r}, heads are {case.heads}, {case.kv_heads}; a bucket must hold a chunk, the kernel have "

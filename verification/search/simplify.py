@@ -81,6 +81,8 @@ def _simpler_settings(case: Any) -> Iterator[Any]:
     if case.same_bits is not None:
         keys = case.keys and Keys(case.keys.tokens)
         yield from _if_valid(case, same_bits=None, order="contiguous", keys=keys)
+        if case.order == "dealt chunks":
+            yield from _if_valid(case, order="chunks")
         if case.same_bits < max(case.tokens, case.key_tokens):
             yield from _if_valid(case, same_bits=2 * case.same_bits)
 

@@ -17,7 +17,6 @@ from reference.head_groups import ALL_TO_ALL, AUTO, BY_HOST, KEY_EXCHANGES
 from reference.pattern import Branch, Pattern
 from verification.case import CPU_KERNELS, EXCHANGES, ORDERS_BY_CHUNK, Case, Keys
 from verification.case_line import read_case_line
-from verification.check.supported import same_bits_in
 from verification.strategies.corner_cases import MAX_TOKENS, rare, shifted
 from verification.strategies.decoding import digits, head_range, permutation
 from verification.strategies.documents import MAX_FUSED, fused_documents, packed, windowed
@@ -246,16 +245,6 @@ def on_hosts(draw: Draw, case: Case) -> Case:
     return replace(case, exchange=exchange, hosts=draw(st.sampled_from(hosts)))
 
 
-def in_chunks(draw: Draw, case: Case) -> Case:
-    """Give a Case chunks, for results of the same bits on any ranks: orders of whole chunks, and more tokens."""
-    tokens = max(case.tokens, draw(_tokens_of_chunks), draw(_tokens_of_chunks))
-    order, keys = draw(_orders_by_chunk), case.keys
-    if keys is not None:
-        keys = Keys(keys.tokens if case.pattern.documents is None else tokens, draw(_orders_by_chunk))
-    case = case.lengthened(tokens, order=order, cuts=None, keys=keys, same_bits=draw(_chunk_lengths))
-    return same_bits_in(case)
-
-
 @st.composite
 def cases(draw: Draw, world: int) -> Case:
     """Draw a Case for a world of that many ranks.
@@ -263,8 +252,7 @@ def cases(draw: Draw, world: int) -> Case:
     Cases cover every order of tokens, uneven cuts with empty shards, fewer tokens than ranks, subgroups; patterns of
     one branch or mixtures, segments and dilations beyond the sequence, offsets per query head; windows of any length;
     documents and slices that end at shards' ends or beside them; MQA and GQA; sinks, softcaps and head dims of values;
-    cross-attention, with another length and layout of the keys; every dtype, exchange and kernel; chunks
-    for the same bits on any ranks.
+    cross-attention, with another length and layout of the keys; every dtype, exchange and kernel.
     """
     # The larger of two draws: Hypothesis prefers the ends of a range, and a fifth of all Cases would have one token.
     tokens = max(draw(_tokens[draw(_ceilings)]), draw(_least_tokens))
@@ -294,7 +282,23 @@ def cases(draw: Draw, world: int) -> Case:
         case = rare(draw, case)
     case = case if draw(_quarters) < 3 else sliced(draw, case)
     case = case if draw(_eighths) < 7 else with_keys(draw, case)
-    case = on_hosts(draw, case)
+    return on_hosts(draw, case)
+
+
+def in_chunks(draw: Draw, case: Case) -> Case:
+    """Give a Case chunks, for results of the same bits on any ranks: orders of whole chunks, and more tokens."""
+    tokens = max(case.tokens, draw(_tokens_of_chunks), draw(_tokens_of_chunks))
+    order, keys = draw(_orders_by_chunk), case.keys
+    if keys is not None:
+        keys = Keys(keys.tokens if case.pattern.documents is None else tokens, draw(_orders_by_chunk))
+    chunk = draw(_chunk_lengths)
+    return case.lengthened(tokens, order=order, cuts=None, keys=keys, same_bits=chunk).for_same_bits()
+
+
+@st.composite
+def cases_and_chunks(draw: Draw, world: int) -> Case:
+    """Draw a Case, one of 32 in chunks. Laws draw without: chunks bind the layout, which laws change."""
+    case: Case = draw(cases(world))
     return in_chunks(draw, case) if draw(_of_32) == 31 else case
 
 

@@ -156,7 +156,7 @@ def other_way(**changes: Any) -> dict[str, Any]:
 
 
 def without_chunks(spoil: Any, real: Any, args: Any, options: Any) -> Any:
-    """By heads, results have the same bits on any ranks, without chunks too."""
+    """Call it without chunks: by heads, results have the same bits on any ranks all the same."""
     out, lse = real(*args, **{name: x for name, x in options.items() if name != "same_bits"})
     return spoil(out, options["exchange"], len(args[0])), lse
 

@@ -13,7 +13,7 @@ from ring.compute.kernels.kernel import HALF, HOPPER
 from tests.support.plain_case import plain
 from verification.case import GPU_KERNELS, KERNELS
 from verification.check.expectation import bounding_kernel
-from verification.check.supported import FUSED, check_supported, fused, same_bits_in
+from verification.check.supported import FUSED, check_supported, fused
 from verification.search.experiment import on_device
 
 
@@ -64,6 +64,8 @@ def test_the_kernels_of_cases_are_those_of_ring() -> None:
 )  # fmt: skip
 def test_same_bits_rule_out_what_has_none(changes: dict[str, Any], nearest: dict[str, Any]) -> None:
     case = plain(3, **{"order": "chunks", "same_bits": 16} | changes)
-    assert same_bits_in(case) == replace(case, **{"measured": False} | nearest)
-    with nullcontext() if same_bits_in(case) == case else pytest.raises(ValueError, match="same_bits is 16, bucket is"):
+    assert case.for_same_bits() == replace(case, **{"measured": False} | nearest)
+    with (
+        nullcontext() if case.for_same_bits() == case else pytest.raises(ValueError, match="same_bits is 16, bucket is")
+    ):
         check_supported(case)

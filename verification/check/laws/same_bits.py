@@ -1,12 +1,11 @@
 """Out, lse, dq, dk and dv have the same bits on any ranks, in any layout, by any exchange, alone and in a batch.
 
-No bound is taken: the integers of the floating-point numbers are compared, so 0.0 is not -0.0. Only NaN equals NaN,
-whatever its bits.
+The integers of the floating-point numbers are compared: 0.0 is not -0.0. NaN equals NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +18,7 @@ from verification.check.attention_on_ranks import AttentionOnRanks, Claims, any_
 from verification.check.checks import assemble, compared
 from verification.check.laws.any_sharding import settled
 from verification.check.laws.law import How, Law, anything, bounded, changed, flag
-from verification.check.supported import check_supported, same_bits_in
+from verification.check.supported import check_supported
 from verification.failures import WrongResult
 from verification.run.observation import Observation
 from verification.run.rank import InputEdit
@@ -38,15 +37,15 @@ def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case,
     how |= {"world": world, "strided": draw(st.booleans())}
     if claims is not any_case:  # which may need all ranks, so there must be fewer
         how |= {"world": draw(st.integers(1, world)), "group": None, "exchange": case.exchange, "strided": case.strided}
-    case, how = settled(same_bits_in if claims is any_case else claims, case, how)
+    case, how = settled(Case.for_same_bits if claims is any_case else claims, case, how)
     how["entry"] = draw(st.sampled_from((None, *range(case.batch)))) if case.batch > 1 else None
     return (case, how) if other_of(case, how) != case else reject()
 
 
 def other_of(case: Case, how: How) -> Case:
-    """Return the Case computed in the other way. A bucket below its chunk holds one: chunks are longer on GPUs."""
+    """Return the Case in the other way. Its bucket holds a chunk, which is longer on GPUs than `how` knows."""
     other = changed(case, {name: value for name, value in how.items() if name != "entry"})
-    other = other if other.same_bits is None else same_bits_in(other)
+    other = other if other.same_bits is None else other.for_same_bits()
     return other if how["entry"] is None else replace(other, batch=1)
 
 
@@ -65,7 +64,7 @@ def observe_both(ranks: AttentionOnRanks, case: Case, how: How) -> tuple[list[Ob
 
 
 def differences(
-    case: Case, how: How, both: tuple[list[Observation], list[Observation]], names: Sequence[str]
+    case: Case, how: How, both: tuple[list[Observation], list[Observation]], names: Iterable[str]
 ) -> dict[str, str]:
     """Return where the results of these names differ in a bit, in words, by name."""
     other, entry, found = other_of(case, how), how["entry"], dict[str, str]()
