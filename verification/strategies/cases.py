@@ -44,6 +44,7 @@ _exchanges = st.sampled_from(EXCHANGES)
 _orders_by_chunk = st.sampled_from(ORDERS_BY_CHUNK)
 _chunk_lengths = st.sampled_from((16, 16, 32))
 _tokens_of_chunks = st.integers(1, 160)
+_windows_of_chunks = st.integers(8, 72)
 _by_host = st.sampled_from(BY_HOST)
 _by_host_or_chosen = st.sampled_from((*BY_HOST, AUTO))
 MAX_CHOOSING = 4  # ranks; choosing takes 0.1 s for so many, and seconds for 64
@@ -286,7 +287,11 @@ def cases(draw: Draw, world: int) -> Case:
 
 
 def in_chunks(draw: Draw, case: Case) -> Case:
-    """Give a Case chunks, for results of the same bits on any ranks: orders of whole chunks, and more tokens."""
+    """Give a Case chunks, for results of the same bits on any ranks: orders of whole chunks, and more tokens. A quarter
+    has a causal window that ends within a chunk: the ranks of a ring may need different parts of it."""
+    if draw(_quarters) == 3:
+        pattern = Pattern.dense(True, case.pattern.documents, window=draw(_windows_of_chunks))
+        case = replace(case, pattern=pattern, exchange="ring" if draw(_flags) else case.exchange)
     tokens = max(case.tokens, draw(_tokens_of_chunks), draw(_tokens_of_chunks))
     order, keys = draw(_orders_by_chunk), case.keys
     if keys is not None:
