@@ -50,7 +50,7 @@ def own(exchange: str, same_bits: tuple[str, ...] = ()) -> Peer:
         case = replace(case, order=case.order if case.order == "zigzag" else "contiguous", exchange=exchange)
         return claims.divisible_heads(case, case.world) if exchange == "all-to-all" else case
 
-    return Peer(f"ring/{exchange}", "dense causal, all ranks", claimed, attend, (1, 2, 3, 4), same_bits=same_bits)
+    return Peer(f"ring_attention/{exchange}", "dense causal, all ranks", claimed, attend, (1, 2, 3, 4), same_bits=same_bits)
 
 
 by_heads, by_ring, directly, gathered = own("all-to-all", QUANTITIES), own("ring"), own("direct"), own("gather")
