@@ -50,7 +50,8 @@ def own(exchange: str, same_bits: tuple[str, ...] = ()) -> Peer:
         case = replace(case, order=case.order if case.order == "zigzag" else "contiguous", exchange=exchange)
         return claims.divisible_heads(case, case.world) if exchange == "all-to-all" else case
 
-    return Peer(f"ring_attention/{exchange}", "dense causal, all ranks", claimed, attend, (1, 2, 3, 4), same_bits=same_bits)
+    name, supported = f"ring_attention/{exchange}", "dense causal, all ranks"
+    return Peer(name, supported, claimed, attend, (1, 2, 3, 4), same_bits=same_bits)
 
 
 by_heads, by_ring, directly, gathered = own("all-to-all", QUANTITIES), own("ring"), own("direct"), own("gather")
