@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-Division = tuple[str, int, int, tuple[int, ...] | None, int, tuple[int, ...] | None]  # the arguments of `shards`
+# The arguments of `shards`.
+Division = tuple[str, int, int, tuple[int, ...] | None, int, tuple[int, ...] | None, int | None]
 BY_DOCUMENT = " by document"  # suffix of an order that is applied to each document
+BY_CHUNK = ("chunks", "dealt chunks")  # orders of whole chunks
 HANDS = 3  # of a rank in the order "dealt"
 MIN_BUCKET = 1024  # fewest tokens of a default bucket
 MIN_BUCKET_ON_GPUS = 65536
@@ -43,8 +46,9 @@ class Shards:
 
 @lru_cache(maxsize=256)
 def shards(
-    order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int = 0, documents: tuple[int, ...] | None = None
-) -> Shards:
+    order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int = 0, documents: tuple[int, ...] | None = None,
+    chunk: int | None = None,
+) -> Shards:  # fmt: skip
     """Return the shards of p ranks.
 
     contiguous  position x belongs to the greatest rank r for which r n / p, rounded down, is <= x
@@ -62,14 +66,19 @@ def shards(
     contiguous by document, zigzag by document: each document is divided separately. In zigzag order documents of less
     than 2 p tokens stay whole; each, the longest first, goes to the rank that has the fewest tokens so far.
 
-    The first three, and those by document, keep a rank's positions ascending.
+    chunks        the chunks of all documents, cut evenly into 2 p groups, the first ones larger by one; rank r has the
+                  r-th from the front and the r-th from the back
+    dealt chunks  the chunks in random order, cut at random: shards are unequal, some are empty
+
+    The first three, those by document, and "chunks" keep a rank's positions ascending.
 
     Args:
         order: one of these.
         n, p: numbers of tokens and of ranks.
         cuts: p + 1 offsets into the order; None: the order's own.
-        seed: for "shuffled", "permuted", "swapped".
-        documents: lengths of consecutive documents, n in all, for orders "by document"; None: one document.
+        seed: for "shuffled", "permuted", "swapped", "dealt chunks".
+        documents: lengths of consecutive documents, n in all, for orders "by document" and of chunks; None: one.
+        chunk: length of a chunk, for orders of chunks.
 
     Raises:
         ValueError: the order is unknown.
@@ -79,7 +88,12 @@ def shards(
         "hilbert": lambda: _hilbert(n), "shuffled": lambda: shuffled(n, seed),
         "permuted": lambda: permuted(n, p, seed), "swapped": lambda: swapped(n, seed),
     }  # fmt: skip
-    if order in listings:
+    if order in BY_CHUNK and chunk is not None:
+        edges = np.flatnonzero(np.diff(_chunk_numbers(n, chunk, documents), prepend=-1))
+        chunks = np.split(positions, edges[1:])
+        owned = _dealt(order, len(chunks), p, seed)
+        parts = [np.concatenate([positions[:0], *(chunks[number] for number in numbers)]) for numbers in owned]
+    elif order in listings:
         ordered = listings[order]()
         parts = [ordered[_part(positions, n, p) == rank] for rank in range(p)]
     else:
@@ -100,6 +114,24 @@ def shards(
     for x in (*parts, place, holder):
         x.flags.writeable = False  # cached: all callers share it
     return Shards(tuple(parts), place, holder)
+
+
+def _chunk_numbers(n: int, chunk: int, documents: tuple[int, ...] | None) -> Ints:
+    """The number of each position's chunk, (n,): a chunk begins at every multiple of its length in a document."""
+    begins = np.concatenate([np.arange(length) % chunk == 0 for length in documents or (n,)])
+    return np.cumsum(begins) - 1
+
+
+def holds_whole_chunks(division: Shards, chunk: int, documents: tuple[int, ...] | None = None) -> bool:
+    """Return True if each chunk lies in order, in one piece, on one rank.
+
+    Args:
+        division: of the positions.
+        chunk: length of a chunk, counted from the begin of each document; a last one may be shorter.
+        documents: lengths of consecutive documents; None: one.
+    """
+    inner = np.diff(_chunk_numbers(len(division.place), chunk, documents)) == 0
+    return bool((np.diff(division.place)[inner] == 1).all() and (np.diff(division.holder)[inner] == 0).all())
 
 
 def shuffled(n: int, seed: int) -> Ints:
@@ -167,6 +199,17 @@ def default_bucket(
     return max(MIN_BUCKET_ON_GPUS if device == "cuda" else MIN_BUCKET, shard // (10 * token))
 
 
+def _dealt(order: str, count: int, p: int, seed: int) -> list[Ints]:
+    """The numbers of the chunks of each rank, in its order."""
+    if order == "chunks":
+        groups = np.array_split(np.arange(count), 2 * p)
+        return [np.concatenate([groups[rank], groups[2 * p - 1 - rank]]) for rank in range(p)]
+    generator = torch.Generator().manual_seed(seed)
+    numbers: Ints = torch.randperm(count, generator=generator).numpy()
+    ends = torch.randint(count + 1, (p - 1,), generator=generator).sort().values.tolist()
+    return [numbers[a:b] for a, b in pairwise((0, *ends, count))]
+
+
 def _part(x: Ints, n: int, parts: int) -> Ints:
     """The part that holds item x of n items cut evenly: the greatest r with r n / parts, rounded down, <= x."""
     return ((x + 1) * parts - 1) // n
@@ -189,7 +232,7 @@ def _owner(order: str, x: Ints, n: int, p: int) -> Ints:
     if order not in owners:
         raise ValueError(
             f"order is {order!r}; it must be one of contiguous, zigzag, striped, spliced, stepped, paired, hilbert, "
-            "shuffled, permuted, swapped, dealt"
+            "shuffled, permuted, swapped, dealt or, with a chunk, of chunks, dealt chunks"
         )
     owner: Ints = owners[order]()
     return owner

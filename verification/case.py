@@ -24,9 +24,11 @@ ORDERS = (
     *("contiguous", "zigzag", "striped", "hilbert", "spliced", "stepped", "paired", "shuffled", "permuted", "swapped"),
     "dealt",
 )
-SEEDED_ORDERS = ("shuffled", "permuted", "swapped")  # these depend on the seed, too
+SEEDED_ORDERS = ("shuffled", "permuted", "swapped", "dealt chunks")  # these depend on the seed, too
 # Orders within each document. They are not drawn; claims of peers move Cases to them.
 ORDERS_BY_DOCUMENT = ("contiguous by document", "zigzag by document")
+ORDERS_BY_CHUNK = shards.BY_CHUNK  # of Cases with `same_bits`
+TILE = {"cpu": 16, "cuda": 128}  # by device: a chunk is a multiple
 CPU_KERNELS, GPU_KERNELS = ("auto", "math", "flash"), ("cudnn", "fa4")
 KERNELS = (*CPU_KERNELS, *GPU_KERNELS)
 DEVICES = ("cpu", "cuda")
@@ -85,12 +87,14 @@ VALUES = tuple(_VALUES)
 
 
 def division_of(
-    order: str, tokens: int, ranks: int, cuts: tuple[int, ...] | None, seed: int, documents: tuple[int, ...] | None
-) -> Division:
-    """Return all that shards depend on. The seed is 0 and the documents are None for orders that do not depend on them,
-    so that such Cases share a cache entry."""
-    documents = documents if order in ORDERS_BY_DOCUMENT else None
-    return order, tokens, ranks, cuts, seed if order in SEEDED_ORDERS else 0, documents
+    order: str, tokens: int, ranks: int, cuts: tuple[int, ...] | None, seed: int, documents: tuple[int, ...] | None,
+    chunk: int | None = None,
+) -> Division:  # fmt: skip
+    """Return all that shards depend on. The seed is 0, and the documents and the chunk are None, for orders that do not
+    depend on them, so that such Cases share a cache entry."""
+    documents = documents if order in (*ORDERS_BY_DOCUMENT, *ORDERS_BY_CHUNK) else None
+    chunk = chunk if order in ORDERS_BY_CHUNK else None
+    return order, tokens, ranks, cuts, seed if order in SEEDED_ORDERS else 0, documents, chunk
 
 
 class Keys(NamedTuple):
@@ -112,7 +116,7 @@ class Case(SavedFields):
                   striped, "stepped" the first half contiguous, the rest striped; "paired" has neighbouring shards half
                   the ring apart; "shuffled" is a permutation drawn from the seed, "permuted" one of a few whole
                   ranges; "swapped" has a few positions in each other's place; "dealt" gives each rank three stripes;
-                  or one of ORDERS_BY_DOCUMENT
+                  one of ORDERS_BY_DOCUMENT; or, of whole chunks with `same_bits`, "chunks" and "dealt chunks"
     cuts          p + 1 non-decreasing offsets into the order from 0 to n, p the size of the group; None: the layout's
                   own
     pattern       the attention mask; its documents, if any, add up to the tokens
@@ -155,6 +159,8 @@ class Case(SavedFields):
     hosts         number of hosts, which divides the ranks evenly, in order. In a simulation messages between hosts come
                   last. Elsewhere ranks pretend these hosts if the exchange depends on them
                   (`verification.run.pretended_hosts`)
+    same_bits     None, or the length of the chunks, a multiple of 16 and on GPUs of 128: the results then have the same
+                  bits on any ranks. Each rank holds whole chunks of the documents, of queries and of keys
 
     Raises ValueError, at construction, naming the field, what was given and what is allowed.
     """
@@ -162,7 +168,7 @@ class Case(SavedFields):
     world: int = field(metadata=integer(1))
     group: tuple[int, ...] | None
     tokens: int = field(metadata=integer(1))
-    order: str = field(metadata=choice(*ORDERS, *ORDERS_BY_DOCUMENT))
+    order: str = field(metadata=choice(*ORDERS, *ORDERS_BY_DOCUMENT, *ORDERS_BY_CHUNK))
     cuts: tuple[int, ...] | None
     pattern: Pattern = field(metadata=instance(Pattern, "reference.Pattern"))
     batch: int = field(metadata=integer(1))
@@ -188,6 +194,7 @@ class Case(SavedFields):
     sinks: str | None = field(default=None, metadata=optional(choice(*SINKS)))
     keys: Keys | None = None
     hosts: int = field(default=1, metadata=integer(1))
+    same_bits: int | None = field(default=None, metadata=optional(integer(1)))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -221,6 +228,19 @@ class Case(SavedFields):
             object.__setattr__(self, "cuts", validators.offsets("cuts", self.cuts, len(self.ranks), self.tokens))
         if self.keys is not None:
             object.__setattr__(self, "keys", self._valid_keys(self.keys))
+        self._check_chunks()
+
+    def _check_chunks(self) -> None:
+        orders, chunk = (self.order, "" if self.keys is None else self.keys.order), self.same_bits
+        if chunk is None:
+            if set(orders) & set(ORDERS_BY_CHUNK):
+                raise ValueError(f"order is {orders[0]!r}, of keys {orders[1]!r}; orders of chunks need same_bits")
+            return
+        if chunk % TILE[self.device]:
+            raise ValueError(f"same_bits is {chunk}; it must be a multiple of {TILE[self.device]} on {self.device!r}")
+        divisions, documents = (self.shards(), self.key_shards()), self.pattern.documents
+        if not all(shards.holds_whole_chunks(division, chunk, documents) for division in divisions):
+            raise ValueError(f"same_bits is {chunk}; orders and cuts must leave its chunks whole")
 
     def _valid_keys(self, value: object) -> Keys:
         if not isinstance(value, (tuple, list)) or len(value) != len(Keys._fields):
@@ -230,7 +250,7 @@ class Case(SavedFields):
         self.pattern.validate_tokens(self.tokens, tokens)
         if cuts is not None:
             cuts = validators.offsets("cuts of keys", cuts, len(self.ranks), tokens)
-        return Keys(tokens, validators.choice("order of keys", order, ORDERS), cuts)
+        return Keys(tokens, validators.choice("order of keys", order, (*ORDERS, *ORDERS_BY_CHUNK)), cuts)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -301,14 +321,16 @@ class Case(SavedFields):
 
     def division(self) -> Division:
         """Return all that the shards depend on."""
-        return division_of(self.order, self.tokens, len(self.ranks), self.cuts, self.seed, self.pattern.documents)
+        sizes = self.tokens, len(self.ranks), self.cuts, self.seed
+        return division_of(self.order, *sizes, self.pattern.documents, self.same_bits)
 
     def key_division(self) -> Division:
         """Return all that the shards of the keys depend on, like `division`."""
         if self.keys is None:
             return self.division()
         tokens, order, cuts = self.keys
-        return division_of(order, tokens, len(self.ranks), cuts, self.seed, self.pattern.documents)
+        sizes = tokens, len(self.ranks), cuts, self.seed
+        return division_of(order, *sizes, self.pattern.documents, self.same_bits)
 
     def second_run_of(self, index: int) -> str:
         """Return `again` for the rank at that index of the group. "apart": some of q, k and v, by the seed. "written":
@@ -333,6 +355,20 @@ class Case(SavedFields):
             exchange = ALL_TO_ALL if ALL_TO_ALL in exchange else "ring"
         keys = None if self.keys is None else self.keys._replace(cuts=None)
         return replace(self, exchange=exchange, keys=keys, hosts=1)
+
+    def for_same_bits(self) -> Case:
+        """Return the nearest Case that takes `same_bits`: its bucket holds a chunk, its kernel has fixed bits, and
+        key/value heads lie on one rank. The exchange "auto" and measurements are left out."""
+        exchange = "direct" if self.exchange == AUTO or self._splits_groups() else self.exchange
+        kernel = "auto" if self.kernel == "cudnn" or (self.kernel, self.device) == ("flash", "cpu") else self.kernel
+        bucket = None if self.bucket is None else max(self.bucket, self.same_bits or 1)
+        return replace(self, exchange=exchange, kernel=kernel, bucket=bucket, measured=False)
+
+    def _splits_groups(self) -> bool:
+        """Return True if several ranks compute query heads of one key/value head."""
+        ranks, share = len(self.ranks), self.heads // self.kv_heads
+        degree = groups_of(numbered(self.exchange, ranks, self.hosts), ranks).degree
+        return any(place * self.heads // degree % share for place in range(degree))
 
     def lengthened(self, tokens: int, **changes: Any) -> Case:
         """Return the Case with these changes and at least as many tokens: the last document takes the new ones."""

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reference.shards import default_bucket, shards
+from reference.shards import BY_CHUNK, default_bucket, holds_whole_chunks, shards
 from ring.default_bucket import default_bucket as ring_bucket
 from ring.layout import Layout
 from verification.run.layouts import _layout
@@ -40,11 +40,14 @@ UNEVEN = ("zigzag", "spliced", "stepped", "dealt")  # several chunks of a rank m
         ("contiguous by document", (3, 1), [[0], [1, 2, 3]]),  # 0 | 1 2, and all of the second
         ("zigzag by document", (8, 4), [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]),
         ("zigzag by document", None, [[0, 3], [1, 2]]),
+        ("chunks", None, [[0, 1, 2, 3, 8], [4, 5, 6, 7]]),  # 5 chunks: the first of 4 groups has two
+        ("chunks", (3, 0, 1, 4), [[0, 1], [2, 6, 7], [3, 4, 5]]),  # 01 2 | 3 | 45 67 in 6 groups, the last one empty
+        ("chunks", None, [[0], [], []]),
     ],
 )
 def test_on_paper(order: str, given_: tuple[int, ...] | None, wanted: list[list[int]]) -> None:
-    """given_: where it is cut, or the lengths of documents."""
-    divided = (None, 0, given_) if "document" in order else (given_,)
+    """given_: where it is cut, or the lengths of documents. A chunk has two tokens."""
+    divided = (None, 0, given_, 2) if "document" in order or order == "chunks" else (given_,)
     assert [x.tolist() for x in shards(order, sum(map(len, wanted)), len(wanted), *divided).positions] == wanted
 
 
@@ -75,9 +78,23 @@ def test_layouts_equal_the_rings_and_hold_each_position_once(order: str, n: int,
     assert order in UNEVEN or max(own.counts) - min(own.counts) <= 1
 
 
-@pytest.mark.parametrize("order", ("random", "random by document"))
+@given(st.integers(1, 6), st.lists(st.integers(0, 20), min_size=1).filter(sum), st.integers(1, 7), st.integers(0, 99))
+def test_orders_of_chunks_keep_chunks_whole(p: int, documents: list[int], chunk: int, seed: int) -> None:
+    n, lengths = sum(documents), tuple(documents)
+    numbers = [(d, x // chunk) for d, length in enumerate(documents) for x in range(length)]
+    for order in BY_CHUNK:
+        held = shards(order, n, p, None, seed, lengths, chunk)
+        layout = _layout(order, n, p, None, seed, lengths, chunk)
+        assert all(layout.positions(rank).tolist() == held.positions[rank].tolist() for rank in range(p))
+        assert holds_whole_chunks(held, chunk, lengths)
+        for own in held.positions:  # a chunk that begins on a rank ends there
+            of_rank = [numbers[x] for x in own.tolist()]
+            assert all(of_rank.count(number) == numbers.count(number) for number in of_rank)
+
+
+@pytest.mark.parametrize("order", ("random", "random by document", "chunks"))
 def test_an_unknown_order_is_refused(order: str) -> None:
-    with pytest.raises(ValueError, match="order is 'random'"):
+    with pytest.raises(ValueError, match="order is '(random|chunks)'"):
         shards(order, 4, 2, None)
 
 

@@ -16,6 +16,7 @@ from tests.support.plain_case import plain
 from verification.case import DTYPES, ORDERS, ORDERS_BY_DOCUMENT, SINKS, VALUES, Case, Keys
 from verification.case_line import read_case_line
 from verification.run.layouts import key_layout_of, layout_of, strided_copy
+from verification.search.experiment import on_device
 
 case = partial(
     plain, 4, group=(0, 1, 3), tokens=13, order="zigzag", cuts=(0, 5, 5, 13), batch=2, heads=4, kv_heads=2, head_dim=3,
@@ -24,15 +25,19 @@ case = partial(
 )  # fmt: skip
 
 
+chunked = partial(plain, 2, tokens=40, order="chunks", same_bits=16)
+
+
 def test_json_round_trips_cases() -> None:
     for given in (case(score_scale=1), plain(3, scale=-2), case(pattern=Pattern.dense(documents=(0, 12, 1))),
                   case(value_dim=5, softcap=30, sinks="some"), case(keys=Keys(5, "zigzag", (0, 5, 5, 5))),
-                  case(hosts=3), case(hosts=3, exchange="ring+direct"), case(exchange="auto")):  # fmt: skip
+                  chunked(order="dealt chunks", keys=Keys(40, "chunks")), case(hosts=3),
+                  case(hosts=3, exchange="ring+direct"), case(exchange="auto")):  # fmt: skip
         again = Case.from_json(given.to_json())
         assert again == given and hash(again) == hash(given) and "\n" not in given.to_json()
     data = json.loads(case(again="no_grad", measured=True).to_json())
     del data["again"], data["measured"], data["value_dim"], data["softcap"], data["sinks"]
-    del data["keys"], data["hosts"]
+    del data["keys"], data["hosts"], data["same_bits"]
     assert data["pattern"].pop("documents") is None
     assert Case.from_json(json.dumps(data)) == case()
 
@@ -54,6 +59,25 @@ def test_a_bad_field_is_named(field: str, values: tuple[object, ...]) -> None:
     for value in values:
         with pytest.raises(ValueError, match="heads" if isinstance(value, Pattern) else field):
             replace(case(), **{field: value})  # type: ignore[arg-type]
+
+
+CUT: list[dict[str, Any]] = [
+    {"order": "striped"}, {"cuts": (0, 20, 40)}, {"keys": Keys(40, "zigzag")}, {"same_bits": 24}, {"same_bits": 0},
+    {"device": "cuda"}, {"same_bits": None}, {"keys": Keys(9, "chunks"), "same_bits": None, "order": "zigzag"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", CUT, ids=str)
+def test_chunks_that_are_cut_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="same_bits is|orders of chunks need same_bits"):
+        chunked(**changes)
+
+
+def test_chunks_are_whole_in_other_orders_and_on_gpus() -> None:
+    whole = chunked(order="contiguous", cuts=(0, 16, 40), pattern=Pattern.dense(documents=(16, 0, 24)))
+    assert whole.shards().counts == (16, 24)
+    moved = on_device(chunked(bucket=20, order="dealt chunks"), "cuda")
+    assert (moved.same_bits, moved.bucket, moved.tokens) == (128, 128, 384)
 
 
 def test_unrunnable_choices_are_refused() -> None:

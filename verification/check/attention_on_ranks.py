@@ -10,7 +10,7 @@ from hypothesis import reject
 from torch import Tensor
 
 from reference import fast_oracle
-from reference.fast_oracle import Expectation, Inputs
+from reference.fast_oracle import QUANTITIES, Expectation, Inputs
 from reference.roundoff import Arithmetic
 from verification.case import Case
 from verification.check import expectation
@@ -42,6 +42,7 @@ class Implementation:
     claims      any Case -> the nearest one of the same world that the attention supports, or None
     arithmetic  arithmetic that a Case allows it
     evaluate    exact results, with the bounds of such an arithmetic
+    same_bits   results of a Case that are promised to have the same bits on any ranks
     """
 
     task: Task = observe
@@ -49,6 +50,7 @@ class Implementation:
     claims: Claims = any_case
     arithmetic: Callable[[Case], Arithmetic] = expectation.arithmetic_of
     evaluate: Callable[[Inputs, Arithmetic], Expectation] = fast_oracle.evaluate
+    same_bits: Callable[[Case], tuple[str, ...]] = lambda case: () if case.same_bits is None else QUANTITIES
 
 
 OURS = Implementation()

@@ -63,6 +63,8 @@ def sum_lengths(case: Case, kernel: str) -> Counts:
             (mask.rows, case.key_division()[0:4:3]),
         )
     )
+    if case.same_bits is not None:  # each part is of one chunk; a window or segment cuts one more at either end
+        of_queries, of_keys = (factor * (tokens // case.same_bits + 2) for factor in (mask.keys, mask.rows))
     merges, row_merges = min(keys, of_keys), min(rows, of_queries * (case.heads // case.kv_heads))
     key_blocks, row_blocks = (1, 2) if kernel == "gpu" else roundoff.max_call_blocks(tokens)
     return Counts(keys, rows, merges, row_merges, key_blocks, row_blocks)

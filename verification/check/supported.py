@@ -40,6 +40,12 @@ def check_supported(case: Case) -> None:
             f"batch, tokens, heads, head_dim are {case.batch}, {case.tokens}, {case.heads}, {case.head_dim}: {numbers} "
             f"numbers, {scores} scores; at most {_MAX_NUMBERS} and {_MAX_SCORES} can be checked"
         )
+    if case.same_bits is not None and case != case.for_same_bits():
+        raise ValueError(
+            f"same_bits is {case.same_bits}, bucket is {case.bucket}, kernel is {case.kernel!r}, exchange is "
+            f"{case.exchange!r}, heads are {case.heads}, {case.kv_heads}; a bucket must hold a chunk, the kernel have "
+            "fixed bits, each key/value head lie on one rank"
+        )
     if case.kernel not in FUSED:  # the others exist on every device
         return
     if case.kernel in GPU_KERNELS and case.device == "cpu":

@@ -18,16 +18,16 @@ from verification.case import Case, Keys
 from verification.strategies.slices import clipped
 
 Claim = Callable[[Case], Case | None]
-OPTIONAL = ("sinks", "softcap", "value_dim", "keys")  # fields of Case that few implementations support
+OPTIONAL = ("sinks", "softcap", "value_dim", "keys", "same_bits")  # fields of Case that few implementations support
 TAKEN = (*OPTIONAL, "slices")
 
 
 def takes(*names: str) -> Callable[[Claim], Claim]:
     """Return a decorator of claims, which are given no Cases with sinks, a softcap, values of another head dim, keys
-    of another sequence or slices without it.
+    of another sequence, chunks of the same bits or slices without it.
 
     Args:
-        names: some of "sinks", "softcap", "value_dim", "keys" and "slices".
+        names: some of "sinks", "softcap", "value_dim", "keys", "same_bits" and "slices".
 
     Raises:
         ValueError: another name.
@@ -52,6 +52,8 @@ def applied(claim: Claim, case: Case) -> Case | None:
     """
     taken = getattr(claim, "takes", ())
     left_out: dict[str, Any] = {name: None for name in OPTIONAL if name not in taken}
+    if case.same_bits is not None and "same_bits" not in taken:
+        left_out |= {"order": "contiguous", "keys": Keys(case.keys.tokens) if case.keys and "keys" in taken else None}
     if "slices" not in taken and case.pattern.has_slices:
         branches = tuple(dataclasses.replace(branch, slices=None) for branch in case.pattern.branches)
         left_out["pattern"] = dataclasses.replace(case.pattern, branches=branches)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from reference import validators
+from reference.fast_oracle import QUANTITIES
 from verification.case import Case
 from verification.failures import Malformed
 
@@ -50,6 +51,8 @@ class Peer:
         timeout: seconds for an example, after which it counts as a hang; more than 10 for one that compiles, fewer
             count as 10.
         heads_first: whether q, k, v and out are (B, H, L, D) rather than (B, L, H, D).
+        same_bits: those of out, lse, dq, dk and dv that have the same bits on any of `worlds`, in any layout that it
+            claims, alone and in a batch.
 
     Raises: ValueError for a field with a wrong value.
     """
@@ -66,6 +69,7 @@ class Peer:
     arrays: str = "torch"
     timeout: float = 10.0
     heads_first: bool = False
+    same_bits: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("name", "supported"):
@@ -87,6 +91,8 @@ class Peer:
         if not isinstance(self.timeout, (int, float)) or not 0 < self.timeout < 86_400:
             raise ValueError(f"timeout is {self.timeout!r}; it must be seconds, more than 0 and less than a day")
         validators.flag("heads_first", self.heads_first)
+        if not isinstance(self.same_bits, tuple) or not set(self.same_bits) <= set(QUANTITIES):
+            raise ValueError(f"same_bits is {self.same_bits!r}; it must be a tuple of some of {', '.join(QUANTITIES)}")
 
     def _must_take(self, field: str, names: tuple[str, ...], optional: tuple[str, ...]) -> None:
         function = getattr(self, field)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, reject, settings
+from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from reference.fast_oracle import Expectation, Inputs, evaluate
@@ -20,6 +21,7 @@ from verification.check import properties
 from verification.check.attention_on_ranks import AttentionOnRanks, Implementation, claimed
 from verification.check.expectation import make_arithmetic, sum_lengths
 from verification.check.laws import LAWS, Law
+from verification.check.laws.same_bits import SAME_BITS
 from verification.experiments import law_experiment
 from verification.failures import Refused, VerificationFailure, WrongResult
 from verification.peers import claims, interpolated_merge
@@ -48,7 +50,7 @@ def implementation(name: str, device: str = "cpu") -> Implementation:
     peer = load(name)
     return Implementation(
         observe_peer, (name,), partial(nearest_claimed, peer, device=device), partial(peer_arithmetic, peer),
-        partial(evaluate_for, peer),
+        partial(evaluate_for, peer), lambda case: peer.same_bits,
     )  # fmt: skip
 
 
@@ -99,6 +101,7 @@ def peer_law(name: str, law: Law, device: str = "cpu") -> Experiment:
     """Return the Experiment of a law with the peer of that name, on subjects to which the law applies."""
     attention = implementation(name, device)
     own = law_experiment(law, attention)
+    promises = law is not SAME_BITS or bool(load(name).same_bits)
 
     def applicable(subject: Any) -> Any:
         try:
@@ -114,7 +117,7 @@ def peer_law(name: str, law: Law, device: str = "cpu") -> Experiment:
 
     return dataclasses.replace(
         own, name=f"peer {load(name).name}, {law.name}",
-        draw=lambda world: law.draw(world, attention.claims).map(applicable),
+        draw=lambda world: law.draw(world, attention.claims).map(applicable) if promises else st.builds(reject),
         kind="peer law", names={"peer": name, "law": law.name}, validate=precondition,
         without_subjects=f"{law.name}: does not apply: {law.of_any}", **on_ranks(name),
     )  # fmt: skip
@@ -202,7 +205,10 @@ def must_be_claimed(attention: Implementation, case: Case) -> None:
 
 
 def nearest_claimed(peer: Peer, case: Case, device: str = "cpu") -> Case | None:
-    """Return the nearest Case on that device that the peer claims. Raises ToolError, as `apply_claim`."""
+    """Return the nearest Case on that device that the peer claims; None on ranks that it does not take. Raises
+    ToolError, as `apply_claim`."""
+    if case.world not in peer.worlds:
+        return None
     claim = partial(claims.applied, peer.claims)
     nearest = apply_claim(peer.name, claim, dataclasses.replace(case, device=device))
     if nearest is None:

@@ -22,7 +22,7 @@ from reference.head_groups import ALL_TO_ALL, AUTO, BY_HOST
 from reference.pattern import Branch, Pattern
 from reference.shards import Shards
 from reference.slices import Slice
-from verification.case import AGAIN, CPU_KERNELS, DTYPES, EXCHANGES, LSE, ORDERS, VALUES, Case
+from verification.case import AGAIN, CPU_KERNELS, DTYPES, EXCHANGES, LSE, ORDERS, ORDERS_BY_CHUNK, VALUES, Case
 from verification.check.workspace_limits import MIN_BLOCK
 from verification.report.text import listing, paragraph
 from verification.wording import counted
@@ -322,6 +322,11 @@ GROUPS: dict[str, dict[str, Has]] = {
         ),
         "rank whose rows see no key of slices": lambda case: case.pattern.has_slices and _rank_without_a_key(case),
     },
+    "same bits": {
+        "chunks of the same bits": lambda case: case.same_bits is not None,
+        "several chunks on a rank": lambda case: 0 < (case.same_bits or 0) < max(_counts(case)),
+        "chunks of several documents": lambda case: case.same_bits is not None and _several(case),
+    },
     "heads and sizes": {
         "MHA": lambda case: 1 < case.heads == case.kv_heads,
         "GQA": lambda case: 1 < case.kv_heads < case.heads,
@@ -392,7 +397,7 @@ GROUPS["cross-attention"] = {
     }.items()
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "order": ORDERS, "exchange": EXCHANGES, "kernel": CPU_KERNELS,
+    "order": (*ORDERS, *ORDERS_BY_CHUNK), "exchange": EXCHANGES, "kernel": CPU_KERNELS,
     "dtype": tuple(DTYPES), "values": VALUES, "lse": LSE, "again": AGAIN,
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +34,12 @@ def key_layout_of(case: Case) -> Layout:
 
 @lru_cache(maxsize=256)
 def _layout(
-    order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int, documents: tuple[int, ...] | None = None
-) -> Layout:
+    order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int, documents: tuple[int, ...] | None = None,
+    chunk: int | None = None,
+) -> Layout:  # fmt: skip
+    if order in shards.BY_CHUNK:
+        listed = shards.shards(order, n, p, cuts, seed, documents, chunk)
+        return Layout.from_cuts(np.concatenate(listed.positions), tuple(accumulate(listed.counts, initial=0)))
     if order in SEEDED_ORDERS:
         tokens = shards.permuted(n, p, seed) if order == "permuted" else getattr(shards, order)(n, seed)
         return Layout.from_cuts(tokens, cuts or [r * n // p for r in range(p + 1)])

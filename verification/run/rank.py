@@ -49,6 +49,7 @@ class InputEdit:
               the queries to `number`
     shift     add `number` to v, so that the outputs stay away from 0
     equal     give every token the v of the first one; if `number` is not 0, its k too
+    alone     leave entry `order[0]` of a batch of `number`
     """
 
     kind: str
@@ -89,9 +90,11 @@ class InputEdit:
         elif self.kind == "equal":
             v = v[:, :1].expand_as(v).clone()
             k = k[:, :1].expand_as(k).clone() if self.number else k
+        elif self.kind == "alone":
+            q, k, v, dout, dlse = (x[list(self.order)] for x in (q, k, v, dout, dlse))
         else:
             raise ValueError(
-                f"kind is {self.kind!r}; it must be one of change, rows, poison, permute, hide, shift, equal"
+                f"kind is {self.kind!r}; it must be one of change, rows, poison, permute, hide, shift, equal, alone"
             )
         return q, k, v, dout, dlse, *sinks
 
@@ -102,6 +105,8 @@ def whole_tensors(case: Case, edit: InputEdit | None = None) -> Tensors:
         return case.tensors()
     if edit.kind == "rows":
         case = replace(case, tokens=edit.number, pattern=Pattern.dense(), cuts=None)
+    if edit.kind == "alone":
+        case = replace(case, batch=edit.number)
     return edit.apply(case.tensors())
 
 
@@ -224,13 +229,14 @@ class RankCall:
         usual = variant != "written"
         keys = None if case.keys is None else key_layout_of(case)
         pattern, layout, scale = case.pattern, layout_of(case), case.scale
+        chunk: dict[str, Any] = {} if case.same_bits is None else {"same_bits": case.same_bits}
         if not usual:  # also the keys' layout, where it is the queries'
             pattern, layout, keys, scale = rewritten(case)
         with torch.set_grad_enabled(variant != "no_grad"), _run_context(variant, case):
             result = ring_attention(
                 q, k, v, pattern, layout, key_layout=keys, group=group, exchange=case.exchange, bucket=case.bucket,
                 kernel=case.kernel, scale=scale, softcap=case.softcap, sinks=sinks, return_lse=case.lse != "unused",
-                check=variant != "unchecked", name=name,
+                check=variant != "unchecked", name=name, **chunk,
             )  # fmt: skip
         out, lse = result if isinstance(result, tuple) else (result, None)
         leaves = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
-from verification.case import GPU_KERNELS, Case
+from verification.case import GPU_KERNELS, TILE, Case
 from verification.check.properties import broken_by
 from verification.check.supported import fused
 from verification.failures import VerificationFailure, WrongResult
@@ -22,7 +22,12 @@ class ToolError(BaseException):
 
 
 def on_device(case: Case, device: str) -> Case:
-    """Return the Case on that device, with kernel "auto" in place of a fused one that the device or Case rules out."""
+    """Return the Case on that device, with kernel "auto" in place of a fused one that the device or Case rules out, and
+    with chunks and buckets that the device takes."""
+    if case.same_bits is not None and (rest := -case.same_bits % TILE[device]):
+        chunk = case.same_bits + rest
+        bucket = None if case.bucket is None else max(case.bucket, chunk)
+        case = case.lengthened(max(case.tokens, 3 * chunk), same_bits=chunk, bucket=bucket)
     moved = replace(case, device=device)
     ruled_out = case.kernel in GPU_KERNELS or (case.kernel == "flash" and not fused(moved, "flash"))
     return replace(moved, kernel="auto") if ruled_out else moved

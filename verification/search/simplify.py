@@ -53,8 +53,7 @@ def simpler_cases(case: C) -> Iterator[C]:
     for name, simplest in SIMPLEST.items():
         if name in known and getattr(case, name) != simplest:
             yield from _if_valid(changed, **{name: simplest})
-    if isinstance(changed, Case) and (numbered := with_number(changed)) is not changed:
-        yield from _if_valid(changed, exchange=numbered.exchange)
+    yield from _simpler_settings(changed)
     if getattr(case, "dtype", "float32") in ("bfloat16", "float16"):  # fp64 shows more than fp32, so leave it
         yield from _if_valid(changed, dtype="float32")
     if known >= {"tokens", "cuts", "pattern"}:
@@ -71,6 +70,21 @@ def simpler_cases(case: C) -> Iterator[C]:
     for name in {"batch", "head_dim"} & known:
         for size in _fewer(getattr(case, name)):
             yield from _if_valid(changed, **{name: size})
+
+
+def _simpler_settings(case: Any) -> Iterator[Any]:
+    """Yield the Case with a numbered exchange, without chunks, and with longer ones."""
+    if not isinstance(case, Case):
+        return
+    if (numbered := with_number(case)) is not case:
+        yield from _if_valid(case, exchange=numbered.exchange)
+    if case.same_bits is not None:
+        keys = case.keys and Keys(case.keys.tokens)
+        yield from _if_valid(case, same_bits=None, order="contiguous", keys=keys)
+        if case.order == "dealt chunks":
+            yield from _if_valid(case, order="chunks")
+        if case.same_bits < max(case.tokens, case.key_tokens):
+            yield from _if_valid(case, same_bits=2 * case.same_bits)
 
 
 def _simpler_patterns(pattern: Pattern) -> Iterator[Pattern]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from reference.head_groups import ALL_TO_ALL, AUTO, BY_HOST, KEY_EXCHANGES
 from reference.pattern import Branch, Pattern
-from verification.case import CPU_KERNELS, EXCHANGES, Case, Keys
+from verification.case import CPU_KERNELS, EXCHANGES, ORDERS_BY_CHUNK, Case, Keys
 from verification.case_line import read_case_line
 from verification.strategies.corner_cases import MAX_TOKENS, rare, shifted
 from verification.strategies.decoding import digits, head_range, permutation
@@ -41,6 +41,10 @@ _orders = st.sampled_from(
     ("contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped", "stepped")
 )
 _exchanges = st.sampled_from(EXCHANGES)
+_orders_by_chunk = st.sampled_from(ORDERS_BY_CHUNK)
+_chunk_lengths = st.sampled_from((16, 16, 32))
+_tokens_of_chunks = st.integers(1, 160)
+_windows_of_chunks = st.integers(8, 72)
 _by_host = st.sampled_from(BY_HOST)
 _by_host_or_chosen = st.sampled_from((*BY_HOST, AUTO))
 MAX_CHOOSING = 4  # ranks; choosing takes 0.1 s for so many, and seconds for 64
@@ -73,6 +77,7 @@ _flags = st.booleans()
 _quarters = st.integers(0, 3)
 _eighths = st.integers(0, 7)
 _sixteenths = st.integers(0, 15)
+_of_32 = st.integers(0, 31)
 _seeds = st.integers(0, 255)
 _kinds = st.sampled_from(
     ("dense", "branch", "longnet", "mixture", "groups", "dense", "branch", "longnet", "mixture", "twins")
@@ -279,6 +284,27 @@ def cases(draw: Draw, world: int) -> Case:
     case = case if draw(_quarters) < 3 else sliced(draw, case)
     case = case if draw(_eighths) < 7 else with_keys(draw, case)
     return on_hosts(draw, case)
+
+
+def in_chunks(draw: Draw, case: Case) -> Case:
+    """Give a Case chunks, for results of the same bits on any ranks: orders of whole chunks, and more tokens. A quarter
+    has a causal window that ends within a chunk: the ranks of a ring may need different parts of it."""
+    if draw(_quarters) == 3:
+        pattern = Pattern.dense(True, case.pattern.documents, window=draw(_windows_of_chunks))
+        case = replace(case, pattern=pattern, exchange="ring" if draw(_flags) else case.exchange)
+    tokens = max(case.tokens, draw(_tokens_of_chunks), draw(_tokens_of_chunks))
+    order, keys = draw(_orders_by_chunk), case.keys
+    if keys is not None:
+        keys = Keys(keys.tokens if case.pattern.documents is None else tokens, draw(_orders_by_chunk))
+    chunk = draw(_chunk_lengths)
+    return case.lengthened(tokens, order=order, cuts=None, keys=keys, same_bits=chunk).for_same_bits()
+
+
+@st.composite
+def cases_and_chunks(draw: Draw, world: int) -> Case:
+    """Draw a Case, one of 32 in chunks. Laws draw without: chunks bind the layout, which laws change."""
+    case: Case = draw(cases(world))
+    return in_chunks(draw, case) if draw(_of_32) == 31 else case
 
 
 @st.composite

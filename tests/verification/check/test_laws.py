@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,14 @@ from reference.slices import tree_slices
 from ring import attend, attention, consensus, programs
 from ring.comm.call_order import Calls
 from ring.compute.accumulator import Accumulator
+from tests.support.drawing import draw_many
 from tests.support.plain_case import plain
 from tests.support.planted import plant, plant_on_results
 from verification.case import Case
 from verification.check.attention_on_ranks import AttentionOnRanks
 from verification.check.laws import LAWS
+from verification.check.laws.same_bits import SAME_BITS, other_of
+from verification.experiments import check_case
 from verification.failures import VerificationFailure
 from verification.run.backends import SimBackend
 
@@ -143,6 +147,59 @@ TEETH: list[tuple[str, Plant, Case, dict[str, Any], str]] = [
      "workspace: forward, .* made a tensor"),
     ("error does not grow with ranks", accumulates_in_16_bits, LONG, {"shift": 1}, "the RMS error of out"),
 ]  # fmt: skip
+
+
+def other_way(**changes: Any) -> dict[str, Any]:
+    """The same Case on both of two ranks, with these changes."""
+    same = {"world": 2, "group": None, "order": "chunks", "cuts": None, "exchange": "all-to-all", "bucket": None}
+    return same | {"strided": False, "entry": None} | changes
+
+
+def without_chunks(spoil: Any, real: Any, args: Any, options: Any) -> Any:
+    """Call it without chunks: by heads, results have the same bits on any ranks all the same."""
+    out, lse = real(*args, **{name: x for name, x in options.items() if name != "same_bits"})
+    return spoil(out, options["exchange"], len(args[0])), lse
+
+
+NEGATIVE = {False: 0.0, True: -0.0}
+BITS: list[tuple[Any, dict[str, Any], str | None]] = [
+    (lambda out, exchange, batch: out, {"world": 1}, None),
+    (
+        lambda out, exchange, batch: out,
+        {"exchange": "ring", "order": "dealt chunks"},
+        "out at .*; lse .*; dq .*; dk .*; dv",
+    ),
+    (lambda out, exchange, batch: out, {"entry": 1, "strided": True}, None),
+    (lambda out, exchange, batch: out + 2.0**-22 * batch, {"entry": 1}, r"out at \(0, 0, 0, 0\) .* differ\): for"),
+    (lambda out, exchange, batch: out * NEGATIVE[exchange == "gather"], {"exchange": "gather"}, "is -?0.0 and -?0.0 "),
+    (lambda out, exchange, batch: out * float("nan"), {"exchange": "all-to-all:2+direct"}, None),
+]
+
+
+def plant_bits(number: int) -> None:
+    plant(partial(without_chunks, BITS[number][0]))
+
+
+@pytest.mark.parametrize("number", range(len(BITS)))
+def test_bits_are_compared_as_integers(number: int) -> None:
+    _, changes, said = BITS[number]
+    case = plain(2, tokens=80, head_dim=16, batch=2, order="chunks", same_bits=16, exchange="all-to-all",
+                 pattern=Pattern.dense(True), lse="differentiated")  # fmt: skip
+    how = other_way(**changes)
+    SAME_BITS.validate(case, how)
+    with closing(SimBackend(10.0, partial(plant_bits, number))) as backend:
+        backend.start(2)
+        with nullcontext() if said is None else pytest.raises(VerificationFailure, match=said):
+            assert SAME_BITS.check(AttentionOnRanks(backend), case, how) == 0.0
+        ratios = check_case(backend, replace(case, again="alike"), ("answers", "traffic", "buffers"))
+        assert set(ratios) == {"every rank answers"}
+
+
+def test_the_same_bits_have_a_way_that_is_taken() -> None:
+    for world in (1, 2, 4):
+        for case, how in draw_many(SAME_BITS.draw(world), 40):
+            SAME_BITS.validate(case, how)
+            assert case.same_bits is not None and other_of(case, how) != case
 
 
 def plant_number(number: int) -> None:

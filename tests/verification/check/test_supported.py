@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,3 +51,21 @@ def test_the_limits_of_kernels_of_gpus_are_those_of_ring(changes: dict[str, Any]
 
 def test_the_kernels_of_cases_are_those_of_ring() -> None:
     assert (KERNELS, {FLASH_CPU.name, *GPU_KERNELS}) == (NAMES, {kernel.name for kernel in MEASURED})
+
+
+@pytest.mark.parametrize(
+    "changes, nearest",
+    [
+        ({"bucket": 8}, {"bucket": 16}), ({"kernel": "flash"}, {"kernel": "auto"}), ({"measured": True}, {}),
+        ({"exchange": "auto"}, {"exchange": "direct"}), ({"exchange": "all-to-all+ring"}, {}),
+        ({"exchange": "all-to-all", "heads": 4, "kv_heads": 1}, {"exchange": "direct"}),
+        ({"exchange": "all-to-all:3+ring", "heads": 4}, {"exchange": "direct"}), ({"exchange": "all-to-all"}, {}),
+    ],
+)  # fmt: skip
+def test_same_bits_rule_out_what_has_none(changes: dict[str, Any], nearest: dict[str, Any]) -> None:
+    case = plain(3, **{"order": "chunks", "same_bits": 16} | changes)
+    assert case.for_same_bits() == replace(case, **{"measured": False} | nearest)
+    with (
+        nullcontext() if case.for_same_bits() == case else pytest.raises(ValueError, match="same_bits is 16, bucket is")
+    ):
+        check_supported(case)

@@ -65,7 +65,14 @@ def test_claims_keep_supported_settings(peer: Peer, data: st.DataObject) -> None
 
 SLICES = Slice(0, 12, 0, 9, high=0), Slice(2, 5, 2, 5, low=1)
 SCORED = plain(
-    1, sinks="normal", softcap=2.0, value_dim=8, keys=Keys(9, "zigzag"), pattern=Pattern((Branch(slices=SLICES),))
+    1,
+    order="chunks",
+    same_bits=16,
+    sinks="normal",
+    softcap=2.0,
+    value_dim=8,
+    keys=Keys(9, "chunks"),
+    pattern=Pattern((Branch(slices=SLICES),)),
 )
 
 

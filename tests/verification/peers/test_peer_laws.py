@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis.errors import Unsatisfiable
 
 from reference.fast_oracle import multiplicity
 from reference.pattern import Branch, Pattern
 from reference.slices import tree_slices
 from tests.support.drawing import draw_many
 from tests.support.peer_examples import EXAMPLES
-from tests.support.plain_case import PLAIN
+from tests.support.plain_case import PLAIN, plain
+from verification.case import Case
+from verification.check.attention_on_ranks import AttentionOnRanks
 from verification.check.laws.law import changed
+from verification.check.laws.same_bits import SAME_BITS, other_of
 from verification.failures import VerificationFailure
+from verification.peers import equal_bits
 from verification.peers.known_peers import load
-from verification.peers.peer_experiment import LAWS_OF_ANY, nearest_claimed, peer_law
+from verification.peers.peer_experiment import LAWS_OF_ANY, implementation, nearest_claimed, peer_law
 from verification.replay import registry
 from verification.run.backends import GlooBackend
 
@@ -78,3 +85,34 @@ def test_a_law_asks_only_what_is_claimed(name: str, title: str) -> None:
             keeps = np.delete(sees, how["hidden"], axis=2).any(2)
             served = [head for head in range(case.heads) if head // share in how["heads"]]
             assert np.asarray(keeps | ~sees.any(2))[served].all()
+
+
+def test_bits_are_compared_on_other_ranks_where_promised() -> None:
+    subject: tuple[Case, dict[str, Any]] = (
+        plain(2, tokens=64, head_dim=16, exchange="all-to-all", pattern=Pattern.dense(True), lse="returned"),
+        {"world": 1, "group": None, "order": "zigzag", "cuts": None, "exchange": "all-to-all", "bucket": None}
+        | {"strided": False, "entry": None},
+    )
+    by_heads, by_ring = (f"{equal_bits.__name__}:{name}" for name in ("by_heads", "by_ring"))
+    with closing(GlooBackend()) as two:
+        two.start(2)
+        held = peer_law(by_heads, SAME_BITS)
+        assert held.validate is not None
+        held.validate(subject)
+        assert held.check(two, subject) == {SAME_BITS.name: 0.0}
+        assert peer_law(by_ring, SAME_BITS).check(two, subject) == {SAME_BITS.name: 0.0}  # it promises nothing
+        attention = replace(implementation(by_ring), same_bits=lambda case: ("dv", "dq"))
+        by_keys = replace(subject[0], exchange="ring"), subject[1] | {"exchange": "ring"}
+        with pytest.raises(VerificationFailure, match=r"^dq at .*; dv at .* differ\): for the Case and with"):
+            SAME_BITS.check(AttentionOnRanks(two, attention), *by_keys)
+    with pytest.raises(Unsatisfiable):
+        draw_many(peer_law(by_ring, SAME_BITS).draw(2), 1)
+    for case, how in draw_many(peer_law(by_heads, SAME_BITS).draw(3), 10):
+        assert len(other_of(case, how).ranks) in (1, 2, 3) and other_of(case, how).same_bits is None
+
+
+def test_equal_bits_are_counted_by_result(capsys: pytest.CaptureFixture[str]) -> None:
+    equal_bits.main([f"{EXAMPLES}:sound", f"{EXAMPLES}:needy"])
+    assert re.search(
+        r"\| mine \| - \| out \d+/\d+, dq \d+/\d+, dk \d+/\d+, dv \d+/\d+ \|\n.* not run: ", capsys.readouterr().out
+    )

@@ -146,6 +146,14 @@ def test_shrinking_leaves_out_needless_fields(ranks: GlooBackend, fails: Any, ch
     assert found is not None and found.subject == left
 
 
+def test_chunks_are_left_out_or_as_long_as_the_tokens() -> None:
+    case = plain(2, tokens=40, order="dealt chunks", same_bits=16, keys=Keys(40, "chunks"), bucket=20)
+    without = minimize(case, lambda case: case.tokens > 20)
+    assert (without.same_bits, without.order, without.keys, without.tokens) == (None, "contiguous", None, 21)
+    longer = minimize(case, lambda case: case.same_bits is not None and case.tokens > 20)
+    assert (longer.same_bits, longer.order, longer.keys, longer.tokens) == (64, "chunks", None, 21)
+
+
 @pytest.mark.parametrize(
     "fails, least",
     [

@@ -17,7 +17,7 @@ from verification.check.supported import check_supported
 from verification.experiments import law_experiment
 from verification.report.coverage import FEATURES, Coverage
 from verification.run.layouts import layout_of
-from verification.strategies.cases import cases
+from verification.strategies.cases import cases, cases_and_chunks
 from verification.strategies.corner_cases import MAX_TOKENS, RARE
 from verification.strategies.documents import (
     documents_of,
@@ -58,7 +58,7 @@ def counts_of(drawn: list[Any]) -> dict[str, int]:
 def test_every_feature_is_reached_by_valid_cases() -> None:
     total = dict.fromkeys(FEATURES, 0)
     for world in (1, 2, 3, 4):
-        drawn = draw_many(cases(world), DRAWS)
+        drawn = draw_many(cases_and_chunks(world), DRAWS)
         for case in drawn:
             layout = layout_of(case)
             assert (layout.n, layout.world_size) == (case.tokens, len(case.ranks))

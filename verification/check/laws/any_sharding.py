@@ -22,7 +22,11 @@ def _draw(draw: st.DrawFn, world: int, claims: Claims = any_case) -> tuple[Case,
     if case.lse == "apart":  # its gradients depend on the rank that holds a token
         case = replace(case, lse="differentiated")
     case = claimed(claims, case)
-    how = other_sharding(draw, case)
+    return settled(claims, case, other_sharding(draw, case))
+
+
+def settled(claims: Claims, case: Case, how: How) -> tuple[Case, How]:
+    """Return a claimed Case with a change that leads to another claimed one. Hypothesis draws again where none is."""
     for _ in range(SETTLED):  # another attention may support other layouts only, and other lengths on other ranks
         other = claimed(claims, changed(case, how))
         how = {name: getattr(other, name) for name in how}
