@@ -16,7 +16,7 @@ from verification.check.supported import check_supported
 from verification.run.backends import Backend
 from verification.run.rank import observe
 from verification.search.experiment import Experiment
-from verification.strategies.cases import cases
+from verification.strategies.cases import cases_and_chunks
 
 
 def check_case(backend: Backend, case: Case, names: Sequence[str] = tuple(CHECKS)) -> dict[str, float]:
@@ -34,7 +34,7 @@ def check_errors(backend: Backend, case: Case) -> dict[str, float]:
     return properties.check(case, expectation, backend.collect(), properties.OF_THE_RANKS)
 
 
-EXAMPLES = Experiment("examples", cases, check_case, validate=check_supported)
+EXAMPLES = Experiment("examples", cases_and_chunks, check_case, validate=check_supported)
 
 # A separate experiment, since its Cases are much alike: if half of the EXAMPLES were drawn around one Case, rare Cases
 # would be missed.

@@ -37,7 +37,7 @@ def _layout(
     order: str, n: int, p: int, cuts: tuple[int, ...] | None, seed: int, documents: tuple[int, ...] | None = None,
     chunk: int | None = None,
 ) -> Layout:  # fmt: skip
-    if order in shards.BY_CHUNK:
+    if order == "dealt chunks":
         listed = shards.shards(order, n, p, cuts, seed, documents, chunk)
         return Layout.from_cuts(np.concatenate(listed.positions), tuple(accumulate(listed.counts, initial=0)))
     if order in SEEDED_ORDERS:
@@ -49,8 +49,11 @@ def _layout(
         return Layout.from_cuts(positions, cuts or list(accumulate(map(len, by_rank), initial=0)))
     if order == "contiguous" and cuts is not None:
         return Layout.from_cuts(range(n), cuts)  # works for any length: no list of positions is made
-    zigzag = order == "zigzag by document"
-    layout: Layout = Layout.zigzag(n, p, documents=documents) if zigzag else getattr(Layout, order)(n, p)
+    if chunk is not None:
+        layout = Layout.whole_chunks(n, p, chunk, documents)
+    else:
+        zigzag = order == "zigzag by document"
+        layout = Layout.zigzag(n, p, documents=documents) if zigzag else getattr(Layout, order)(n, p)
     if cuts is None:
         return layout
     return Layout.from_cuts(torch.cat([layout.positions(rank) for rank in range(p)]), cuts)

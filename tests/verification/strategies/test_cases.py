@@ -29,6 +29,14 @@ SHRINKING = settings(QUIET, phases=(Phase.generate, Phase.shrink), max_examples=
 # Features that a law is about: some of its Cases on three ranks must have each.
 LAW_FEATURES = {
     "same on any ranks, layout, exchange": ("uneven cuts", "GQA", "dead row", "sinks", "softcap"),
+    "same bits on any ranks": (
+        "several chunks on a rank",
+        "slices",
+        "sinks",
+        "GQA",
+        "dtype float64",
+        "several batches",
+    ),
     "later tokens change nothing": ("causal", "dilation", "segment on several ranks", "slices of later keys"),
     "a mask written in another way": ("slices", "causal", "window", "several documents", "band away from the diagonal"),
     "a tree equals its leaves": ("several slices", "slice on two shards", "slice longer than a shard", "sinks", "GQA"),

@@ -16,13 +16,14 @@ from verification.check.laws.minus_inf_scores import NO_SCORE_NO_WEIGHT
 from verification.check.laws.non_finite import NON_FINITE_PROPAGATES
 from verification.check.laws.permutation import BATCHES_AND_HEADS_PERMUTE
 from verification.check.laws.refusals import WRONG_CALLS_REFUSED
+from verification.check.laws.same_bits import SAME_BITS
 from verification.check.laws.streams import STREAMS_DO_NOT_MATTER
 from verification.check.laws.trees import TREES_EQUAL_THEIR_LEAVES
 
 __all__ = ["LAWS", "How", "Law"]
 
 LAWS = (
-    SAME_ANYWHERE, LATER_TOKENS_CHANGE_NOTHING, SAME_MASK_SAME_RESULTS, TREES_EQUAL_THEIR_LEAVES,
+    SAME_ANYWHERE, SAME_BITS, LATER_TOKENS_CHANGE_NOTHING, SAME_MASK_SAME_RESULTS, TREES_EQUAL_THEIR_LEAVES,
     BATCHES_AND_HEADS_PERMUTE, EQUAL_VALUES_COME_OUT, NON_FINITE_PROPAGATES,
     NO_SCORE_NO_WEIGHT, WRONG_CALLS_REFUSED, CALLS_ARE_NOT_CONFUSED, BROKEN_OFF_CLOSES, NO_CALL_TAKES_ANOTHER,
     NOTHING_LEFT_BEHIND, MEMORY_OF_LONGER_SHARDS, ERROR_DOES_NOT_GROW, STREAMS_DO_NOT_MATTER,
