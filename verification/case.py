@@ -299,7 +299,8 @@ class Case(SavedFields):
     def narrow(self) -> bool:
         """True if gradients of keys return to their owner in 16 bits, by an exchange that depends on no hosts."""
         exchange = groups_of(self.exchange, len(self.ranks)).exchange
-        return self.device == "cuda" and exchange == "direct" and self.torch_dtype.itemsize == 2
+        usual = self.same_bits is None
+        return usual and self.device == "cuda" and exchange == "direct" and self.torch_dtype.itemsize == 2
 
     @property
     def tokens_per_call(self) -> int:
@@ -307,9 +308,10 @@ class Case(SavedFields):
         if self.bucket is not None:
             return self.bucket
         largest, of_keys = max(self.shards().counts), max(self.key_shards().counts)
-        return shards.default_bucket(
+        default = shards.default_bucket(
             largest, self.heads, self.kv_heads, self.torch_dtype.itemsize, self.device, of_keys
         )
+        return max(default, self.same_bits or 0)
 
     def shards(self) -> Shards:
         """Return the positions of each rank by definition; the ranks' `Layout` is checked against them."""

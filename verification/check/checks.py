@@ -227,8 +227,8 @@ def check_traffic(case: Case, expectation: Expectation, observations: Observatio
 
 
 def check_buffers(case: Case, expectation: Expectation, observations: Observations) -> Ratios:
-    """The peak of communication buffers on every rank is that of `reference.cost.buffers`, and the default bucket of a
-    long sequence is the defined one."""
+    """The peak of communication buffers on every rank is that of `reference.cost.buffers`, which in a backward with
+    `same_bits` may be less, and the default bucket of a long sequence is the defined one."""
     bucket = default_bucket(LONGER, case.heads, case.kv_heads, case.torch_dtype.itemsize, case.device)
     for index, observation in enumerate(observations):
         if observation.layout.bucket != bucket:
@@ -240,7 +240,8 @@ def check_buffers(case: Case, expectation: Expectation, observations: Observatio
     for phase in ("forward", "backward"):
         peaks = [getattr(observation, f"buffer_{phase}") for observation in observations]
         for index, (peak, exact) in enumerate(zip(peaks, getattr(expected, f"buffer_{phase}"), strict=True)):
-            if peak != exact:
+            bound = phase == "backward" and case.same_bits is not None  # where messages are cut it is no exact count
+            if peak > exact or (peak < exact and not bound):
                 raise WrongResult(
                     f"buffers: {phase}, {_rank(case, index)} held {peak} bytes at most; "
                     f"the pattern, layout, exchange and bucket make it {exact}"
@@ -300,7 +301,9 @@ def costs(case: Case, one_sided: bool = False) -> Costs:
     case = with_number(case)
     sizes = case.batch, case.heads, case.kv_heads, case.head_dim, case.torch_dtype.itemsize, case.value_dim
     keys = None if case.keys is None else case.key_shards().positions
-    setting = cost.Setting(case.pattern, case.shards().positions, *sizes, keys, lse_gradient=case.lse != "unused")
+    setting = cost.Setting(
+        case.pattern, case.shards().positions, *sizes, keys, lse_gradient=case.lse != "unused", chunk=case.same_bits
+    )
     sent = cost.sent(setting, case.exchange, case.narrow)
     buffers = cost.buffers(setting, case.exchange, case.tokens_per_call, case.narrow, one_sided)
     return Costs(sent.forward, sent.backward, buffers.forward, buffers.backward)

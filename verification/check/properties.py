@@ -57,7 +57,7 @@ PROPERTIES = (
 # Checks that hold the ranks' results against exact ones: "answers" must have checked their shapes, and numbers can
 # explain (`verification.causes`) failures of these alone.
 OF_NUMBERS = {"unseen", "finite", "values", "gradients"}
-# Checks by `reference.cost`, which does not count what ranks send and hold for `same_bits`: left out of such Cases.
+# Checks by `reference.cost`, which does not count chunks of slices: left out of such Cases.
 COUNTED = {"traffic", "buffers", "workspace"}
 
 
@@ -70,7 +70,8 @@ def select_checks(titles: Collection[str]) -> tuple[str, ...]:
 def prepare(case: Case) -> Expectation:
     """Return the expectation, and fill the caches of `check`. Call it while the ranks are at work."""
     expectation = expect(case)
-    costs(case)
+    if case.same_bits is None or not case.pattern.has_slices:
+        costs(case)
     if is_compared(case):
         oracle_results(expectation)
     return expectation
@@ -81,7 +82,8 @@ def check(
 ) -> dict[str, float]:
     """Return the worst error / bound of each property that these checks make up, by title; 0 if it is exact. Raises the
     first failure, whose `broken` is the title of the property."""
-    checks = {name: CHECKS[name] for name in names if case.same_bits is None or name not in COUNTED}
+    uncounted = COUNTED if case.same_bits is not None and case.pattern.has_slices else set()
+    checks = {name: CHECKS[name] for name in names if name not in uncounted}
     return run_checks(PROPERTIES, checks, case, expectation, observations)
 
 
