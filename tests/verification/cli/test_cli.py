@@ -73,7 +73,7 @@ def test_usage_and_errors_name_what_the_user_typed(script: str, words: list[str]
         ("run --profile slow", "argument --profile: must be one of quick, ci, thorough, got 'slow'"),
         ("run --profile nightly", "argument --profile: must be one of quick, ci, thorough, got 'nightly'; for a night"),
         ("run --only gradiants", "'gradiants' is no property or law, close to it: 'gradients'; it must be one of"),
-        ("run --only e", "argument --only: 'e' is a part of 28 titles; it must be one of these, or a unique part of"),
+        ("run --only e", "argument --only: 'e' is a part of 29 titles; it must be one of these, or a unique part of"),
         ("run --only permute --only ranks", "argument --only: 'ranks' may be 'same on any ranks, layout, exchange' or"),
         ("run --only streams --world 1,2", "there is nothing to check of 'streams do not matter' on gloo, --world 1,2"),
         ("run --backend nccl --jobs 2", "argument --jobs: on nccl one world size at a time"),
