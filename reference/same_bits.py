@@ -65,7 +65,7 @@ def attention_in_chunks(
     out = total[0].transpose(1, 2).contiguous().to(dtype)
     if dout is None:
         return out, lse
-    dout = dout.to(q.dtype)
+    dout = dout.to(q.dtype).contiguous()  # the order of a sum may depend on strides
     delta = (dout * out.to(q.dtype)).sum(-1).transpose(1, 2)
     saved = dout.transpose(1, 2), lse, delta if dlse is None else delta - dlse
     sums = [torch.zeros_like(q)], [torch.zeros_like(k), torch.zeros_like(v)]

@@ -97,8 +97,14 @@ class Block:
 
 
 @lru_cache(maxsize=256)
-def blocks_of(pattern: Pattern, n: int, heads: int, kv_heads: int) -> tuple[Block, ...]:
-    """Return the blocks of a pattern over n tokens. A branch without a segment length has one segment of n tokens."""
+def blocks_of(
+    pattern: Pattern, n: int, heads: int, kv_heads: int, for_any_length: bool = False
+) -> tuple[Block, ...]:  # fmt: skip
+    """Return the blocks of a pattern over n tokens. A branch without a segment length has one segment of n tokens.
+
+    for_any_length: with more tokens, blocks see the pairs of these n alike. A slice that ends where the sequence does
+    is then one of the block's slices, as it would be in a longer sequence.
+    """
     blocks = []
     for branch in pattern.branches:
         by_offset: dict[int, list[int]] = {}
@@ -109,7 +115,7 @@ def blocks_of(pattern: Pattern, n: int, heads: int, kv_heads: int) -> tuple[Bloc
         length = whole if branch.segment_length is None else min(branch.segment_length, whole)
         # A larger rate selects the same: one row of a segment, or none. So no rate exceeds 2^41 + 1.
         rate = min(branch.dilation_rate, 2 * length + 1)
-        cover, slices = _covering(branch, pattern.causal, n)
+        cover, slices = _covering(branch, pattern.causal, n, for_any_length)
         on_grid = tuple(x for one in slices if holds_a_pair(x := _on_grid(one, rate)))
         for offset, query_heads in sorted(by_offset.items()):
             block = _block(length, rate, min(offset, length), query_heads, share=heads // kv_heads)
@@ -121,9 +127,9 @@ def blocks_of(pattern: Pattern, n: int, heads: int, kv_heads: int) -> tuple[Bloc
     return tuple(blocks)
 
 
-def _covering(branch: Branch, causal: bool, n: int) -> tuple[Slice | None, list[Slice]]:
+def _covering(branch: Branch, causal: bool, n: int, open_alone: bool) -> tuple[Slice | None, list[Slice]]:
     """Return the slice of a branch that covers all n tokens, and the others, which end within them. A slice covers them
-    if it is all pairs, causality, or a window.
+    if it is all pairs, causality, or a window. open_alone: and has no end.
     """
     cover, others, square = None, [], Slice(0, n, 0, n)
     for one in slices_seen(branch, causal):
@@ -132,7 +138,8 @@ def _covering(branch: Branch, causal: bool, n: int) -> tuple[Slice | None, list[
             continue
         low, high = (None if x is None or abs(x) >= n else x for x in (within.low, within.high))
         as_before = low is None if high is None else high == 0 or low == -high  # all pairs, causality, or a window
-        if cover is None and within[:4] == square[:4] and as_before and (low or 0) <= 0:
+        covers = within[:4] == square[:4] and not (open_alone and (one.q1 is not None or one.k1 is not None))
+        if cover is None and covers and as_before and (low or 0) <= 0:
             cover = Slice(low=low, high=high)
         else:
             others.append(within)

@@ -207,7 +207,7 @@ def ranges_of_runs(
     pattern: Pattern, runs_of_each: Sequence[Ints], n: int, heads: int, kv_heads: int, chunk: int | None = None
 ) -> Ranges:
     """Build the table from runs as `_runs_of` returns them: of both queries and keys, or of each. n: tokens."""
-    blocks = blocks_of(replace(pattern, documents=None), n, heads, kv_heads)
+    blocks = blocks_of(replace(pattern, documents=None), n, heads, kv_heads, for_any_length=chunk is not None)
     documents = DocumentTable.of(pattern.documents, n)
     tables = []
     for runs in runs_of_each:

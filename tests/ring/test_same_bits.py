@@ -127,6 +127,21 @@ def test_an_entry_has_the_bits_of_a_batch(dtype: torch.dtype) -> None:
     assert_same(alone, [t[1:2] for t in batch])
 
 
+def test_later_tokens_change_no_bit_of_a_slice() -> None:
+    """Nor if the slice, a window, ends with the shorter sequence."""
+    x, pattern = tensors(torch.float32), Pattern.slices([((0, 64), (0, 64), (-20, 0))])
+    whole = results(x, pattern, Layout.contiguous(N, 1))
+    begin = results([*(t[:, :64] for t in x[:4]), x[4][:, :, :64]], pattern, Layout.contiguous(64, 1))
+    assert_same(begin, [whole[0][:, :64], whole[1][:, :, :64], *(t[:, :64] for t in whole[2:])])
+
+
+def test_strides_of_gradients_change_no_bit() -> None:
+    q, dout = normal(1, 64, 4, 12, seed=1).float(), normal(1, 64, 12, 4, seed=2).float().mT
+    k, dlse = normal(1, 64, 2, 12, seed=3).float(), torch.zeros(1, 4, 64)
+    x, pattern = [q, k, k, dout, dlse], PATTERNS["causal"]
+    assert_same(results(x, pattern, Layout.contiguous(64, 1)), expected(x, pattern))
+
+
 def test_modules_and_compiled_graphs_keep_the_bits() -> None:
     x, pattern = tensors(torch.float32), PATTERNS["causal"]
     q, k, v = x[:3]
