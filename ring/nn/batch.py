@@ -116,8 +116,9 @@ def shard_batch(
             ahead: next_tokens(tokens, ahead=k, documents=lengths).
         positions: None, or 0 .. n - 1, (n,) or (B, n), int64 or int32, since the pattern depends on these; with
             documents 0 .. length - 1 in each; with a tree the depths.
-        documents: lengths of the documents that every row is packed from; None: the context's, if it has any. The
-            batch has -100 as the label of the last token of each, since the next token is in another document.
+        documents: lengths of the documents that every row is packed from, the same as the pattern's, if it has any;
+            None: the pattern's or context's. The batch has -100 as the label of the last token of each, since the next
+            token is in another document.
         pattern: one with slices for this batch, in all its rows, as `Pattern.tree`; None: the context's, if it has
             one. It replaces the plain attention of the modules. The batch of a tree has its depths as positions, and
             -100 as the label of a token whose next one in the sequence does not continue it.
@@ -134,9 +135,12 @@ def shard_batch(
 
     def check() -> tuple[dict[str, object], ContextParallel]:
         integers = {"tokens": tokens} | ({} if labels is None else {"labels": labels})
-        packed = context if pattern is None else context.with_pattern(pattern)
-        if documents is not None:
-            packed = packed.with_documents(_row_lengths(documents, tokens))
+        lengths = None if documents is None else _row_lengths(documents, tokens)
+        packed = context
+        if pattern is not None:
+            packed = context.with_pattern(pattern, lengths)
+        elif lengths is not None:
+            packed = context.with_documents(lengths)
         _check_batch(packed, integers, positions, others)
         listed = isinstance(unshifted, Collection) and not isinstance(unshifted, str)
         if not listed or not set(unshifted) <= set(others):

@@ -194,7 +194,15 @@ REFUSED: dict[str, tuple[Callable[[ContextParallel], object], str]] = {
     "documents of a tree": (lambda x: x.with_pattern(ANSWERS).with_documents((3, 4)), "documents must be left out"),
     "documents of both": (
         lambda x: x.with_documents((3, 4)).with_pattern(Pattern.prefix(2, (4, 3))),
-        r"documents of the pattern must be those of the handle, \(3, 4\).*got \(4, 3\)",
+        r"documents of the pattern must be those of the handle or batch, \(3, 4\).*got \(4, 3\)",
+    ),
+    "documents of a batch": (
+        lambda x: shard_batch(x, WORDS, pattern=Pattern.prefix(2, (4, 3)), documents=(2, 2, 3)),
+        r"documents of the pattern must be those of the handle or batch, \(2, 2, 3\).*got \(4, 3\)",
+    ),
+    "other documents later": (
+        lambda x: x.with_pattern(Pattern.prefix(2, (4, 3))).with_documents((3, 4)),
+        "documents of the pattern must be those of the handle or batch",
     ),
     "documents of a module with slices": (
         lambda x: attend(x.with_documents((3, 4)), Pattern.prefix(2, (4, 3))),
