@@ -43,6 +43,7 @@ from reference.slices import (
     meet,
     of_kind,
     prefix_slices,
+    sees_at,
     sees_paths,
     span_slices,
     tree_slices,
@@ -482,6 +483,22 @@ class Pattern:
             return torch.from_numpy(np.maximum(seen - 1, 0))
         places = torch.arange(tokens)
         return places if self.packed is None else places - begins(self.packed, places)
+
+    def sees_ahead(self, tokens: int, ahead: int) -> torch.Tensor:
+        """Return True for each token that sees the one so far ahead in some head, (tokens,) bool: no label for it.
+
+        Args:
+            tokens: of the whole sequence, which the pattern fits.
+            ahead: distance, >= 1.
+        """
+        places, sees = torch.arange(tokens), torch.zeros(tokens, dtype=torch.bool)
+        here, there = places[: max(tokens - ahead, 0)], places[ahead:]
+        for branch in self.branches:
+            (segment, phase), (other, other_phase) = (_cells(branch, x, self.packed) for x in (here, there))
+            seen = torch.from_numpy(sees_at(slices_seen(branch, self.causal), tokens, ahead))[: len(here)]
+            served = torch.isin(phase, torch.tensor(branch.offset))
+            sees[: len(here)] |= seen & served & (segment == other) & (phase == other_phase)
+        return sees
 
     def validate(self, num_heads: int) -> None:
         """Validate the number of query heads.

@@ -418,13 +418,13 @@ def sees_paths(slices: Iterable[Slice], tokens: int) -> bool:
     return bool(((parent < token) & (seen == weights + np.where(parent < 0, 0, seen[parent]))).all())
 
 
-def next_sees(slices: Iterable[Slice], tokens: int) -> np.ndarray:
-    """Return True for each token that the next one of the sequence sees, (tokens,) bool; False for the last."""
+def sees_at(slices: Iterable[Slice], tokens: int, distance: int) -> np.ndarray:
+    """Return True for each token that sees the one at a distance, > 0 for later ones, (tokens,) bool."""
     seen = np.zeros(tokens, bool)
-    for one in slices:
-        q0, q1, k0, k1, low, high = one.limits
-        if low <= -1 <= high:
-            seen[max(q0 - 1, k0) : min(q1 - 1, k1, tokens - 1)] = True
+    for q0, q1, k0, k1, low, high in (one.limits for one in slices):
+        if low <= distance <= high:
+            begin, end = max(q0, k0 - distance, -distance), min(q1, k1 - distance, tokens - distance)
+            seen[begin : max(begin, end)] = True
     return seen
 
 

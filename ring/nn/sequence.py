@@ -61,8 +61,7 @@ def sequence_sum(context: ContextParallel, x: Tensor, dim: int = 1, *, mask: Ten
     """Return sums over all tokens of a sequence, with the same bits and gradient on every rank of the context group.
 
     Args:
-        context: handle of the sharded sequence. If it has documents, each of them is a sequence. A tree is one: give
-            the mask of a path.
+        context: handle of the sharded sequence. If it has documents, each of them is a sequence.
         x: any shape, with this rank's tokens along `dim`; real, integers or bool.
         dim: dimension of the tokens.
         mask: this rank's shard of the tokens that count, of x's shape up to `dim`, as (B, N); bool, or integers 0 and
@@ -82,8 +81,7 @@ def sequence_mean(context: ContextParallel, x: Tensor, dim: int = 1, *, mask: Te
     """Return means over all tokens of a sequence, as `sequence_sum` returns sums. Without tokens that count they are 0.
 
     Args:
-        context: handle of the sharded sequence. If it has documents, each of them is a sequence. A tree is one: give
-            the mask of a path.
+        context: handle of the sharded sequence. If it has documents, each of them is a sequence.
         x: any shape, with this rank's tokens along `dim`; real.
         dim: dimension of the tokens.
         mask: of `sequence_sum`: the attention mask of padded rows, which are counted as tokens without it.
