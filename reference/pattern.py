@@ -391,9 +391,9 @@ class Pattern:
             )
         if documents is not None:
             for length, own in zip(documents, each, strict=True):
-                if not is_integer(prefix) and _integer("prefix", own, 0) > length:
+                if _integer("prefix", own, 0) > length and (length or not is_integer(prefix)):
                     raise ValueError(f"prefix must be at most its document's {length} tokens, got {own}")
-            each = [min(own, length) for length, own in zip(documents, each, strict=True)]
+            each = [min(own, length) for length, own in zip(documents, each, strict=True)]  # an empty document has none
         return cls((Branch(slices=tuple(prefix_slices(each, begins))),), documents=documents)
 
     @classmethod

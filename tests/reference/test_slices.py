@@ -211,6 +211,7 @@ REFUSED = {
         "prefix must be an integer >= 0, or a list of one for each of 1 documents",
     ),
     "long prefix": (lambda: Pattern.prefix([5], (4,)), "prefix must be at most its document's 4 tokens"),
+    "one long prefix": (lambda: Pattern.prefix(7, (10, 0, 4)), "prefix must be at most its document's 4 tokens, got 7"),
     "first": (lambda: Pattern.first_tokens(-1, 3), "count must be an integer >= 0"),
     "text in prefixes": (lambda: Pattern.prefix(["1"], (4,)), "prefix must be an integer >= 0, got '1'"),  # type: ignore[list-item]
     "documents of frames": (lambda: Pattern.frames([3, 4], 7), "documents must be"),  # type: ignore[arg-type]
