@@ -18,6 +18,7 @@ The sequence may be packed from documents, whose lengths the pattern then holds.
 document: p above is the position within the document, and both positions of a pair lie in the same one.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count, pairwise
@@ -408,11 +409,14 @@ class Pattern:
             window: of the causal part, in tokens. A span that is longer still sees itself whole. None: no limit.
 
         Raises:
-            ValueError: a span is out of order or overlaps another, or the window is no integer >= 0.
+            ValueError: a span is out of order, overlaps another or crosses the end of a document, or the window is no
+                integer >= 0.
         """
         if window is not None:
             _window(window)
-        return cls((Branch(slices=tuple(span_slices(spans, window))),), documents=documents)
+        slices = tuple(span_slices(spans, window))
+        _check_whole("spans", spans, documents)
+        return cls((Branch(slices=slices),), documents=documents)
 
     @classmethod
     def frames(cls, lengths: Sequence[int], documents: tuple[int, ...] | None = None, noisy: bool = False) -> "Pattern":
@@ -425,8 +429,8 @@ class Pattern:
                 0, noisy 1. A noisy frame sees itself and the clean frames of its document before its own.
 
         Raises:
-            ValueError: a length is no integer >= 0, frames and documents differ in tokens, or the clean half of a
-                document does not end with a frame.
+            ValueError: a length is no integer >= 0, frames and documents differ in tokens, or a document, or its clean
+                half, does not end with a frame.
         """
         _flag("noisy", noisy)
         frame_slices(lengths)
@@ -434,6 +438,8 @@ class Pattern:
         packed = Documents((tokens,)) if documents is None else checked_documents(documents)
         if packed is not None and packed.tokens != tokens:
             raise ValueError(f"frames must have the {packed.tokens} tokens of the documents, got {tokens}")
+        if not noisy:
+            _check_whole("frames", list(pairwise(accumulate(lengths, initial=0))), packed)
         return cls((Branch(slices=tuple(frame_slices(lengths, noisy, packed))),), documents=packed)
 
     @classmethod
@@ -676,6 +682,16 @@ def _begins(documents: tuple[int, ...] | None) -> list[int]:
     """Return the first position of each document."""
     checked = checked_documents(documents)
     return [0] if checked is None else list(accumulate(checked, initial=0))[:-1]
+
+
+def _check_whole(name: str, spans: Sequence[tuple[int, int]], documents: tuple[int, ...] | None) -> None:
+    """Raise ValueError if the end of a document cuts a span."""
+    edges = list(accumulate(checked_documents(documents) or ()))
+    for begin, end in spans:
+        at = bisect_right(edges, begin)
+        if at < len(edges) and begin < edges[at] < end:
+            raise ValueError(f"{name} must lie within a document, got {(begin, end)} and one that ends at {edges[at]}: "
+                             "cut it there")  # fmt: skip
 
 
 def _branch_sizes(segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> list[tuple[int | None, int]]:

@@ -68,8 +68,8 @@ MASKS = {
     "no spans": (Pattern.spans([]), lambda i, j: j <= i),
     "spans in a window": (Pattern.spans(SPANS, window=3), lambda i, j: 0 <= i - j <= 3 or inside(SPANS, i, j)),
     "spans in documents": (
-        Pattern.spans(SPANS, DOCUMENTS, window=4),
-        lambda i, j: BEGINS[i] == BEGINS[j] and (0 <= i - j <= 4 or inside(SPANS, i, j)),
+        Pattern.spans([(2, 5), (7, 13), (20, 24)], DOCUMENTS, window=4),
+        lambda i, j: BEGINS[i] == BEGINS[j] and (0 <= i - j <= 4 or inside([(2, 5), (7, 13), (20, 24)], i, j)),
     ),
     "frames": (Pattern.frames(FRAMES), lambda i, j: frame(j) <= frame(i)),
     "frames of a token": (Pattern.frames([1] * N), lambda i, j: j <= i),
@@ -212,6 +212,11 @@ REFUSED = {
     ),
     "long prefix": (lambda: Pattern.prefix([5], (4,)), "prefix must be at most its document's 4 tokens"),
     "one long prefix": (lambda: Pattern.prefix(7, (10, 0, 4)), "prefix must be at most its document's 4 tokens, got 7"),
+    "cut frame": (lambda: Pattern.frames([4, 4], (6, 2)), r"frames must lie within a document, got \(4, 8\).* at 6"),
+    "cut span": (
+        lambda: Pattern.spans([(20, 28)], (24, 24)),
+        r"spans must lie within a document, got \(20, 28\).* at 24",
+    ),
     "first": (lambda: Pattern.first_tokens(-1, 3), "count must be an integer >= 0"),
     "text in prefixes": (lambda: Pattern.prefix(["1"], (4,)), "prefix must be an integer >= 0, got '1'"),  # type: ignore[list-item]
     "documents of frames": (lambda: Pattern.frames([3, 4], 7), "documents must be"),  # type: ignore[arg-type]

@@ -232,10 +232,10 @@ def test_a_wrong_pattern_of_a_handle_is_refused(kind: str) -> None:
 
 
 def test_a_handle_with_a_pattern_replaces_plain_attention() -> None:
-    context, pattern = ContextParallel(LAYOUT), Pattern.spans([(2, 5)])
+    context, pattern = ContextParallel(LAYOUT), Pattern.spans([(4, 6)])
     for plain in (Pattern.dense(True), Pattern.dense()):
         assert torch.equal(attend(context.with_pattern(pattern), plain), attend(context, pattern))
     packed = context.with_pattern(pattern).with_documents((3, 4))
     for same in (context.with_documents((3, 4)).with_pattern(pattern), packed.with_documents(None)):
         assert same.pattern == packed.pattern
-    assert packed.pattern == Pattern.spans([(2, 5)], (3, 4)) and packed.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert packed.pattern == Pattern.spans([(4, 6)], (3, 4)) and packed.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
