@@ -39,6 +39,7 @@ from reference.slices import (
     checked_slices,
     first_token_slices,
     frame_slices,
+    holds_a_pair,
     keys_seen,
     looks_ahead,
     meet,
@@ -357,7 +358,7 @@ class Pattern:
             counted: True if a pair of several slices counts as often; False refuses it.
 
         Raises:
-            ValueError: a range is out of order, a kind is unknown, or slices overlap.
+            ValueError: a range is out of order, a kind is unknown, a slice sees no pair, or slices overlap.
         """
         if not isinstance(slices, (list, tuple)) or not all(
             isinstance(x, (list, tuple)) and len(x) in (3, 6) for x in slices
@@ -365,7 +366,13 @@ class Pattern:
             raise ValueError(f"slices must be a list of ((q0, q1), (k0, k1), kind), got {slices!r}")
         _flag("counted", counted)
         layers: list[list[Slice]] = [[]]
-        for one in (of_kind(*x) if len(x) == 3 else checked_slice(x) for x in slices):
+        for given in slices:
+            one = of_kind(*given) if len(given) == 3 else checked_slice(given)
+            if not holds_a_pair(one) and one.q0 != one.q1 and one.k0 != one.k1:
+                raise ValueError(
+                    f"slices must see a pair each, got {given!r}, which sees none: a band needs low <= high within the "
+                    'ranges, "both" at least as many keys as queries'
+                )
             free = (x for x in layers if not counted or not any(meet(one, other) for other in x))
             layer = next(free, None)
             if layer is None:
