@@ -217,6 +217,7 @@ class Pattern:
             cu_seqlens and position ids.)
         depths: True if the rotary position of a token is its depth, as in a tree: the number of other keys that it
             sees by the slices of the one branch, without documents. False: its place in its document.
+        copies: True if the second half of each document has the rotary positions of the first, as noisy frames.
 
     Raises:
         ValueError: a field has any other value.
@@ -226,6 +227,7 @@ class Pattern:
     causal: bool = False
     documents: tuple[int, ...] | None = None
     depths: bool = False
+    copies: bool = False
     number: int = field(init=False, repr=False, compare=False, default=0)  # of this object, if a batch made it
     has_slices: bool = field(init=False, repr=False, compare=False)  # of a branch's own
     text: str = field(init=False, repr=False, compare=False)  # JSON without documents, slices and depths
@@ -240,6 +242,8 @@ class Pattern:
         _flag("causal", self.causal)
         object.__setattr__(self, "documents", checked_documents(self.documents))
         _flag("depths", self.depths)
+        if _flag("copies", self.copies) and (self.depths or any(length % 2 for length in self.documents or ())):
+            raise ValueError("copies need documents of two equal halves, and no depths, got others")
         if self.depths:
             _check_depths(self)
         object.__setattr__(self, "has_slices", any(branch.slices is not None for branch in self.branches))
@@ -251,7 +255,7 @@ class Pattern:
             _by_number[self.number] = self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.branches, self.causal, self.documents, self.depths)  # a copy has an own number
+        return type(self), (self.branches, self.causal, self.documents, self.depths, self.copies)  # an own number
 
     @property
     def packed(self) -> Documents | None:
@@ -433,7 +437,8 @@ class Pattern:
             lengths: tokens of each frame, in order. They add up to the sequence or, noisy, to half of it.
             documents: lengths of the documents that the sequence is packed from, with noisy copies; None: one document.
             noisy: True for documents of clean frames and, after them, their noisy copies, as clean 0, clean 1, noisy
-                0, noisy 1. A noisy frame sees itself and the clean frames of its document before its own.
+                0, noisy 1. A noisy frame sees itself and the clean frames of its document before its own. It has the
+                rotary positions of its clean frame.
 
         Raises:
             ValueError: a length is no integer >= 0, frames and documents differ in tokens, or a document, or its clean
@@ -447,7 +452,7 @@ class Pattern:
             raise ValueError(f"frames must have the {packed.tokens} tokens of the documents, got {tokens}")
         if not noisy:
             _check_whole("frames", list(pairwise(accumulate(lengths, initial=0))), packed)
-        return cls((Branch(slices=tuple(frame_slices(lengths, noisy, packed))),), documents=packed)
+        return cls((Branch(slices=tuple(frame_slices(lengths, noisy, packed))),), documents=packed, copies=noisy)
 
     @classmethod
     def first_tokens(cls, count: int, window: int, documents: tuple[int, ...] | None = None) -> "Pattern":
@@ -479,7 +484,8 @@ class Pattern:
         return cls((Branch(slices=tuple(slices)),), documents=(sum(lengths),), depths=True)
 
     def positions(self, tokens: int) -> torch.Tensor:
-        """Return the rotary position of each token, (tokens,) int64: its place in its document, in a tree its depth.
+        """Return the rotary position of each token, (tokens,) int64: its place in its document, in a tree its depth,
+        in noisy frames that in the clean ones.
 
         Args:
             tokens: of the whole sequence.
@@ -495,7 +501,9 @@ class Pattern:
             seen = keys_seen(slices_seen(self.branches[0], self.causal), *ends)
             return torch.from_numpy(np.maximum(seen - 1, 0))
         places = torch.arange(tokens)
-        return places if self.packed is None else places - begins(self.packed, places)
+        lengths = torch.tensor(self.documents or (tokens,), dtype=torch.int64)
+        places = places if self.packed is None else places - begins(self.packed, places)
+        return places % (lengths // 2 if self.copies else lengths).repeat_interleave(lengths)
 
     def sees_ahead(self, tokens: int, ahead: int) -> torch.Tensor:
         """Return True for each token that sees the one so far ahead in some head, (tokens,) bool: no label for it.
@@ -621,7 +629,7 @@ class Pattern:
             ],
             "causal": self.causal,
             "documents": None if self.documents is None else list(self.documents),
-            **({"depths": True} if self.depths else {}),
+            **{name: True for name in ("depths", "copies") if getattr(self, name)},
         }
 
     @classmethod
@@ -634,12 +642,12 @@ class Pattern:
         Raises:
             ValueError: a field is unknown or missing, or has a wrong value.
         """
-        complete = {"documents": None, "depths": False, **d} if isinstance(d, Mapping) else d
-        data = _fields("pattern", complete, {"branches", "causal", "documents", "depths"})
+        complete = {"documents": None, "depths": False, "copies": False, **d} if isinstance(d, Mapping) else d
+        data = _fields("pattern", complete, {"branches", "causal", "documents", "depths", "copies"})
         if not isinstance(data["branches"], (list, tuple)):
             raise ValueError(f"branches must be a list, got {data['branches']!r}")
         branches = tuple(_branch_from_dict(b) for b in data["branches"])
-        return cls(branches, data["causal"], data["documents"], data["depths"])
+        return cls(branches, data["causal"], data["documents"], data["depths"], data["copies"])
 
 
 def check_pattern(pattern: object) -> None:

@@ -115,7 +115,8 @@ def shard_batch(
             the tokens are refused if two or more are labelled, unless they are the next tokens too. Labels further
             ahead: next_tokens(tokens, ahead=k, documents=lengths).
         positions: None, or 0 .. n - 1, (n,) or (B, n), int64 or int32, since the pattern depends on these; with
-            documents 0 .. length - 1 in each; with a tree the depths.
+            documents 0 .. length - 1 in each; with a tree the depths, with noisy frames those of
+            the clean ones.
         documents: lengths of the documents that every row is packed from, the same as the pattern's, if it has any;
             None: the pattern's or context's. The batch has -100 as the label of the last token of each, since the next
             token is in another document.
@@ -232,11 +233,12 @@ def _check_positions(positions: Tensor, tokens: Tensor, context: ContextParallel
         raise ValueError(f"positions must be int64 or int32 of shape ({n},), or of tokens, got {_describe(positions)}")
     if positions.device != tokens.device:
         raise ValueError(f"positions must be on tokens' device {tokens.device}, got {positions.device}")
-    depths = context.pattern is not None and context.pattern.depths
+    own = context.pattern is not None and (context.pattern.depths or context.pattern.copies)
     whole = Pattern.dense(documents=documents) if context.pattern is None else context.pattern
     expected = whole.positions(n).to(tokens.device)
     if not torch.equal(positions.long(), expected.expand(positions.shape)):
-        allowed = "depths" if depths else f"0 .. {n - 1}" if documents is None else "0, 1, ... in each document"
+        allowed = f"0 .. {n - 1}" if documents is None else "0, 1, ... in each document"
+        allowed = "depths, or those of clean frames" if own else allowed
         differ = positions.dim() == 2 and not torch.equal(positions, positions[:1].expand_as(positions))
         got = f"other ones in each row: {ONE_ROW}" if differ else "others"
         raise ValueError(f"positions must be None or {allowed}, on which the pattern depends, got {got}")

@@ -37,7 +37,7 @@ def _positions(layout: Layout, rank: int, packed: Pattern | None) -> Tensor:
     the CPU.
     """
     positions = layout.positions(rank)
-    if packed is not None and packed.depths:
+    if packed is not None and (packed.depths or packed.copies):
         return packed.positions(layout.n)[positions]
     return positions if packed is None or packed.packed is None else positions - begins(packed.packed, positions)
 
@@ -154,7 +154,8 @@ class ContextParallel:
         """
         over, own = _pattern_over(self.layout, documents, self.pattern), self.documents
         if self.pattern is not None and own is not None and over is not None and over.packed is not None:
-            if not set(accumulate(over.packed)).issuperset(accumulate(own)):  # parts only hide pairs, as of padding
+            parts = set(accumulate(over.packed)).issuperset(accumulate(own))  # which only hide pairs, as of padding
+            if not parts or over.copies:
                 _check_same_documents(self.pattern, over.packed)
         return self._over(over)
 
@@ -352,9 +353,10 @@ class ContextParallel:
         either = pattern.has_slices or self.pattern is not None
         if either and pattern.documents is not None and self._packed is not None:  # in this order: graphs guard each
             _check_same_documents(pattern, self.documents)
-        if pattern.depths and self.pattern is None:
+        if (pattern.depths or pattern.copies) and self.pattern is None:
             raise ValueError(
-                "pattern of a tree must be the handle's, so that rotary positions are depths and not places: write "
+                f"pattern of {'a tree' if pattern.depths else 'noisy frames'} must be the handle's, so that rotary "
+                "positions are its own and not places: write "
                 "shard_batch(context, tokens, labels, pattern=pattern), or context.with_pattern(pattern)"
             )
 

@@ -164,6 +164,8 @@ def test_positions_of_a_tree_are_depths() -> None:
     starts = {node: sum(LENGTHS[above] for above in ancestors(node) - {node}) for node in range(len(LENGTHS))}
     within = [NODE[:i].count(NODE[i]) for i in range(N)]
     assert pattern.positions(N).tolist() == [starts[NODE[i]] + within[i] for i in range(N)]
+    noisy = MASKS["noisy frames of documents"][0].positions(N).tolist()
+    assert noisy == [*range(5), *range(5), *range(7), *range(7)]
     assert Pattern.prefix(3, DOCUMENTS).positions(N).tolist() == [i - BEGINS[i] for i in range(N)]
 
 

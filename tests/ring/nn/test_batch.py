@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from reference.pattern import Branch, Pattern, multiplicity
+from reference.slices import EVERYTHING
 from ring import Layout
 from ring.nn import IGNORED, ContextParallel, SelfAttention, gather, next_tokens, shard_batch
 from tests.support.nn_ranks import TOKENS, context_of, data_index, drawn, layout_of, mesh_of, whole_tokens
@@ -105,7 +106,7 @@ DOCUMENTS, WITHIN = (4, 0, 1, 5, 3), torch.tensor([0, 1, 2, 3, 0, 0, 1, 2, 3, 4,
         (Pattern.spans([(2, 5), (9, 11)], window=1), [2, 3, 9]),
         (Pattern.frames([4, 1, 8]), [0, 1, 2, *range(5, 12)]),
         (Pattern.slices([((0, 13), (0, 13), (-12, 0)), ((1, 4), (4, 8), "full")]), [3]),
-        (Pattern((Branch(4, 2, slices=[(0, None, 0, None, None, None)]),)), []),
+        (Pattern((Branch(4, 2, slices=(EVERYTHING,)),)), []),
     ],
 )
 def test_a_token_that_sees_the_next_has_no_label(pattern: Pattern, seen: list[int]) -> None:

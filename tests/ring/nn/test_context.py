@@ -185,6 +185,7 @@ REFUSED: dict[str, tuple[Callable[[ContextParallel], object], str]] = {
     "no slices": (lambda x: x.with_pattern(Pattern.dense(True)), "pattern must be a Pattern with slices"),
     "too long": (lambda x: x.with_pattern(Pattern.prefix(8)), "slices must lie within the 7 tokens"),
     "a tree's places": (lambda x: attend(x, Pattern.tree([None, 0], [3, 4])), "shard_batch.*pattern=pattern"),
+    "places of noisy frames": (lambda x: attend(x, Pattern.frames([3], noisy=True)), "pattern of noisy frames must be"),
     "a window": (lambda x: attend(x.with_pattern(Pattern.prefix(3)), Pattern.dense(True, window=2)), "must be plain"),
     "a second": (lambda x: attend(x.with_pattern(Pattern.prefix(3)), Pattern.prefix(3)), "pattern must be plain"),
     "positions": (
