@@ -546,6 +546,16 @@ class Pattern:
         of_keys = tokens if key_tokens is None else key_tokens
         assert of_keys is not None
         for number in (of_keys if tokens is None else tokens, of_keys):
+            if (
+                self.has_slices
+                and self.documents is not None
+                and self.documents != (number,)
+                and len(self.documents) == 1
+            ):
+                raise ValueError(
+                    f"pattern must be for the {number} tokens of the sequence, got one for {self.documents[0]}: its "
+                    f"frames, nodes of a tree or documents must add up to {number}, noisy frames with their copies"
+                )
             check_tokens(self.packed, number)
         for branch in self.branches:
             check_slices_fit(branch.slices or (), tokens, of_keys)

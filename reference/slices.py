@@ -105,7 +105,8 @@ def checked_slices(value: object) -> tuple[Slice, ...] | None:
         i, j = common_pair(a, b)
         raise ValueError(
             f"slices must see a pair once, got {tuple(a)} and {tuple(b)}, which both see query {i} and key {j}: "
-            "cut one of them, or write Pattern.slices(..., counted=True) for a pair that counts twice"
+            "cut one of them, or, to count it twice, write Pattern.slices([((q0, q1), (k0, k1), kind), ...], counted=True) "
+            'with the kinds "full", "causal", "anticausal" or "both", which are 0 to 3 of MagiAttention'
         )
     return DisjointSlices(one for one in slices if holds_a_pair(one))
 
@@ -127,7 +128,8 @@ class DisjointSlices(tuple[Slice, ...]):
 def checked_slice(value: object) -> Slice:
     """Return a slice, given as six numbers. Raises ValueError for anything else, or a range out of order."""
     if not isinstance(value, (list, tuple)) or len(value) != 6:
-        raise ValueError(f"a slice must be (q0, q1, k0, k1, low, high), got {value!r}")
+        raise ValueError(f"a slice must be (q0, q1, k0, k1, low, high), got {value!r}; for ((q0, q1), (k0, k1), kind) "
+                         "write Pattern.slices([...])")  # fmt: skip
     q0, q1, k0, k1, low, high = value
     for name, begin, end in (("queries", q0, q1), ("keys", k0, k1)):
         check_range(f"the {name} of a slice", begin, end)
@@ -177,7 +179,8 @@ def check_slices_fit(slices: Sequence[Slice], tokens: int | None, key_tokens: in
         for name, begin, end, most in (("queries", one.q0, one.q1, tokens), ("keys", one.k0, one.k1, key_tokens)):
             if most is not None and max(begin, end or 0) > most:
                 raise ValueError(
-                    f"slices must lie within the {most} tokens of the {name}, got {tuple(one)}: end it at {most}"
+                    f"slices must lie within the {most} tokens of the {name}, got {tuple(one)}: end it, or the prefix, "
+                    f"span or range that it is of, at {most}"
                 )
 
 
