@@ -20,7 +20,7 @@ import torch
 
 from reference.pattern import Pattern, slices_seen
 from reference.slices import Slice, check_range, check_slices_fit, checked_slices, meet
-from reference.validators import integer, is_integer
+from reference.validators import integer, is_integer, plain
 
 FULL, CAUSAL, INVERSE_CAUSAL, BI_CAUSAL = range(4)  # MagiAttention's attn_type_map
 MOST_TOKENS = 4096  # of a mask function, which is evaluated for every pair
@@ -82,7 +82,7 @@ def magi_from_slices(slices: Sequence[Slice] | Pattern, tokens: int) -> MagiSlic
         ValueError: slices overlap or reach beyond the sequence, or a pattern has several branches, rates or segments.
     """
     magi = MagiSlices([], [], [])
-    for one in _checked(slices, integer("tokens", tokens, 0)):
+    for one in _checked(slices, integer("tokens", plain(tokens), 0)):
         for queries, keys, kind in _with_corners(_trimmed(one, tokens)):
             magi.q_ranges.append(list(queries))
             magi.k_ranges.append(list(keys))
@@ -143,7 +143,7 @@ def flashmask_from_slices(slices: Sequence[Slice] | Pattern, tokens: int) -> tup
         ValueError: slices overlap or reach beyond the sequence, the pattern has several branches, rates or segments, or
             a key is hidden from more than two intervals of queries.
     """
-    seen_by = _columns(_checked(slices, integer("tokens", tokens, 0)), tokens)
+    seen_by = _columns(_checked(slices, integer("tokens", plain(tokens), 0)), tokens)
     columns = [_seen(seen, tokens) for seen in seen_by]  # hidden from these
     for causal, form in ((True, _below), (True, _within), (False, _outside), (False, _two)):
         rows = [form(key, hidden, tokens) for key, hidden in enumerate(columns)]
@@ -242,6 +242,7 @@ def slices_from_function(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tens
     Raises:
         ValueError: tokens are out of range, the function returns anything else, or its mask is none of few slices.
     """
+    tokens = plain(tokens)
     if type(tokens) is not int or not 0 <= tokens <= MOST_TOKENS:
         raise ValueError(f"tokens of a mask function must be 0 to {MOST_TOKENS}, got {tokens!r}: write slices instead")
     if not callable(sees):
@@ -414,8 +415,7 @@ def _ranges(name: str, ranges: object) -> list[Interval]:
 
 
 def _listed(entries: object) -> list[Any]:
-    if isinstance(entries, (np.ndarray, torch.Tensor)):
-        entries = entries.tolist()
+    entries = plain(entries)
     if not isinstance(entries, (list, tuple)):
         raise ValueError(f"a list or tensor of integers is needed, got {entries!r}")
     return list(entries)

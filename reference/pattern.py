@@ -51,7 +51,7 @@ from reference.slices import (
     tree_slices,
 )  # fmt: skip
 from reference.svg import Picture
-from reference.validators import is_integer
+from reference.validators import is_integer, plain
 
 
 def _integer(name: str, value: object, at_least: int) -> int:
@@ -364,6 +364,7 @@ class Pattern:
         Raises:
             ValueError: a range is out of order, a kind is unknown, a slice sees no pair, or slices overlap.
         """
+        slices, window = plain(slices), plain(window)
         if not isinstance(slices, (list, tuple)) or not all(
             isinstance(x, (list, tuple)) and len(x) in (3, 6) for x in slices
         ):
@@ -395,7 +396,7 @@ class Pattern:
         Raises:
             ValueError: a prefix is no integer >= 0, is longer than its document, or the lists have unequal lengths.
         """
-        begins = _begins(documents)
+        prefix, begins = plain(prefix), _begins(documents)
         each: object = [prefix] * len(begins) if is_integer(prefix) else prefix
         if not isinstance(each, (list, tuple)) or len(each) != len(begins):
             raise ValueError(
@@ -423,6 +424,7 @@ class Pattern:
             ValueError: a span is out of order, overlaps another or crosses the end of a document, or the window is no
                 integer >= 0.
         """
+        spans, window = plain(spans), plain(window)
         if window is not None:
             _window(window)
         slices = tuple(span_slices(spans, window))
@@ -445,6 +447,7 @@ class Pattern:
                 half, does not end with a frame.
         """
         _flag("noisy", noisy)
+        lengths = plain(lengths)
         frame_slices(lengths)
         tokens = sum(lengths) * (1 + noisy)
         packed = Documents((tokens,)) if documents is None else checked_documents(documents)
@@ -466,7 +469,10 @@ class Pattern:
         Raises:
             ValueError: count or window is no integer >= 0.
         """
-        return cls((Branch(slices=tuple(first_token_slices(count, window, _begins(documents)))),), documents=documents)
+        return cls(
+            (Branch(slices=tuple(first_token_slices(plain(count), plain(window), _begins(documents)))),),
+            documents=documents,
+        )
 
     @classmethod
     def tree(cls, parents: Sequence[int | None], lengths: Sequence[int]) -> "Pattern":
@@ -480,6 +486,7 @@ class Pattern:
         Raises:
             ValueError: the lists have unequal lengths, a parent is no earlier node, or a length is no integer >= 0.
         """
+        parents, lengths = plain(parents), plain(lengths)
         slices = tree_slices(parents, lengths)
         return cls((Branch(slices=tuple(slices)),), documents=(sum(lengths),), depths=True)
 
@@ -546,14 +553,10 @@ class Pattern:
         of_keys = tokens if key_tokens is None else key_tokens
         assert of_keys is not None
         for number in (of_keys if tokens is None else tokens, of_keys):
-            if (
-                self.has_slices
-                and self.documents is not None
-                and self.documents != (number,)
-                and len(self.documents) == 1
-            ):
+            own = self.documents if self.has_slices else None
+            if own is not None and len(own) == 1 and own[0] != number:
                 raise ValueError(
-                    f"pattern must be for the {number} tokens of the sequence, got one for {self.documents[0]}: its "
+                    f"pattern must be for the {number} tokens of the sequence, got one for {own[0]}: its "
                     f"frames, nodes of a tree or documents must add up to {number}, noisy frames with their copies"
                 )
             check_tokens(self.packed, number)

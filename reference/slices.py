@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from reference.validators import is_integer
+from reference.validators import is_integer, plain
 
 _FAR = 2**61  # in place of None: beyond every position and distance, and sums of two fit 64 bits
 _MOST = 2**41  # of ends and bounds
@@ -105,7 +105,7 @@ def checked_slices(value: object) -> tuple[Slice, ...] | None:
         i, j = common_pair(a, b)
         raise ValueError(
             f"slices must see a pair once, got {tuple(a)} and {tuple(b)}, which both see query {i} and key {j}: "
-            "cut one of them, or, to count it twice, write Pattern.slices([((q0, q1), (k0, k1), kind), ...], counted=True) "
+            "cut one of them, or count it twice by Pattern.slices([((q0, q1), (k0, k1), kind), ...], counted=True) "
             'with the kinds "full", "causal", "anticausal" or "both", which are 0 to 3 of MagiAttention'
         )
     return DisjointSlices(one for one in slices if holds_a_pair(one))
@@ -130,7 +130,7 @@ def checked_slice(value: object) -> Slice:
     if not isinstance(value, (list, tuple)) or len(value) != 6:
         raise ValueError(f"a slice must be (q0, q1, k0, k1, low, high), got {value!r}; for ((q0, q1), (k0, k1), kind) "
                          "write Pattern.slices([...])")  # fmt: skip
-    q0, q1, k0, k1, low, high = value
+    q0, q1, k0, k1, low, high = map(plain, value)
     for name, begin, end in (("queries", q0, q1), ("keys", k0, k1)):
         check_range(f"the {name} of a slice", begin, end)
     for name, bound in (("low", low), ("high", high)):

@@ -6,6 +6,7 @@ import pickle
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -167,6 +168,23 @@ def test_positions_of_a_tree_are_depths() -> None:
     noisy = MASKS["noisy frames of documents"][0].positions(N).tolist()
     assert noisy == [*range(5), *range(5), *range(7), *range(7)]
     assert Pattern.prefix(3, DOCUMENTS).positions(N).tolist() == [i - BEGINS[i] for i in range(N)]
+
+
+NUMPY = {
+    "prefix": lambda x: Pattern.prefix(x([3, 2]), (6, 7)),
+    "spans": lambda x: Pattern.spans(x([(2, 5), (7, 9)]), window=x([1])[0]),
+    "frames": lambda x: Pattern.frames(x([4, 2]), noisy=True),
+    "first tokens": lambda x: Pattern.first_tokens(*x([2, 3])),
+    "tree": lambda x: Pattern.tree(x([-1, 0]), x([3, 4])),
+    "slices": lambda x: Pattern.slices([(tuple(x([0, 8])), x([0, 8]), "causal"), tuple(x([8, 9, 0, 3, -9, 0]))]),
+}
+
+
+@pytest.mark.parametrize("kind", NUMPY)
+def test_integers_of_numpy_and_torch_are_integers(kind: str) -> None:
+    patterns = [NUMPY[kind](x) for x in (np.array, torch.tensor, list)]
+    assert patterns[0] == patterns[1] == patterns[2]
+    assert json.dumps(patterns[0].to_dict()) == json.dumps(patterns[2].to_dict())
 
 
 def test_a_path_of_2000_nodes_takes_seconds() -> None:
