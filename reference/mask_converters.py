@@ -1,6 +1,7 @@
 """Converters between slices and the masks of other libraries, all of one sequence.
 
     Pattern.slices(slices_from_magi(q_ranges, k_ranges, attn_type_map))
+    magi_from_slices(Pattern.spans(images, documents, window=1023), tokens)
 
 Slices as in `reference.slices`: (q0, q1, k0, k1, low, high). Intervals of rows (keys that a query sees) or of columns
 (queries that see a key) become slices line by line: an end that stays makes a straight edge, one that moves by one a
@@ -9,15 +10,17 @@ diagonal.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, pairwise, product
+from itertools import accumulate, chain, pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from reference.pattern import Pattern, slices_seen
 from reference.slices import Slice, check_range, check_slices_fit, checked_slices, meet
-from reference.validators import integer, is_integer
+from reference.validators import integer, is_integer, plain
 
 FULL, CAUSAL, INVERSE_CAUSAL, BI_CAUSAL = range(4)  # MagiAttention's attn_type_map
 MOST_TOKENS = 4096  # of a mask function, which is evaluated for every pair
@@ -67,18 +70,19 @@ class MagiSlices(NamedTuple):
     attn_type_map: list[int]
 
 
-def magi_from_slices(slices: Sequence[Slice], tokens: int) -> MagiSlices:
+def magi_from_slices(slices: Sequence[Slice] | Pattern, tokens: int) -> MagiSlices:
     """Return MagiAttention's arguments for slices. A band whose bounds touch no corner is cut into at most three.
 
     Args:
-        slices: disjoint; of a branch `slices_seen(branch, causal)`, whose grid must be everything.
+        slices: disjoint, six numbers each; or a pattern of one branch without segments and rates, with its documents,
+            window and causality, which its `branches[0].slices` do not have.
         tokens: of the sequence, where open ends lie.
 
     Raises:
-        ValueError: slices overlap, or reach beyond the sequence.
+        ValueError: slices overlap or reach beyond the sequence, or a pattern has several branches, rates or segments.
     """
     magi = MagiSlices([], [], [])
-    for one in _checked(slices, integer("tokens", tokens, 0)):
+    for one in _checked(slices, integer("tokens", plain(tokens), 0)):
         for queries, keys, kind in _with_corners(_trimmed(one, tokens)):
             magi.q_ranges.append(list(queries))
             magi.k_ranges.append(list(keys))
@@ -127,18 +131,19 @@ def slices_from_flashmask(startend_row_indices: object, causal: bool) -> tuple[S
     return _checked(list(slices_of_columns(columns)))
 
 
-def flashmask_from_slices(slices: Sequence[Slice], tokens: int) -> tuple[torch.Tensor, bool]:
+def flashmask_from_slices(slices: Sequence[Slice] | Pattern, tokens: int) -> tuple[torch.Tensor, bool]:
     """Return startend_row_indices, (1, 1, tokens, 1, 2 or 4) int32, and `causal`: the shortest form that says it.
 
     Args:
-        slices: disjoint; of a branch `slices_seen(branch, causal)`, whose grid must be everything.
+        slices: disjoint, six numbers each; or a pattern of one branch without segments and rates, with its documents,
+            window and causality, which its `branches[0].slices` do not have.
         tokens: of the sequence.
 
     Raises:
-        ValueError: slices overlap or reach beyond the sequence, or a key is hidden from more than two intervals of
-            queries.
+        ValueError: slices overlap or reach beyond the sequence, the pattern has several branches, rates or segments, or
+            a key is hidden from more than two intervals of queries.
     """
-    seen_by = _columns(_checked(slices, integer("tokens", tokens, 0)), tokens)
+    seen_by = _columns(_checked(slices, integer("tokens", plain(tokens), 0)), tokens)
     columns = [_seen(seen, tokens) for seen in seen_by]  # hidden from these
     for causal, form in ((True, _below), (True, _within), (False, _outside), (False, _two)):
         rows = [form(key, hidden, tokens) for key, hidden in enumerate(columns)]
@@ -237,6 +242,7 @@ def slices_from_function(sees: Callable[[torch.Tensor, torch.Tensor], torch.Tens
     Raises:
         ValueError: tokens are out of range, the function returns anything else, or its mask is none of few slices.
     """
+    tokens = plain(tokens)
     if type(tokens) is not int or not 0 <= tokens <= MOST_TOKENS:
         raise ValueError(f"tokens of a mask function must be 0 to {MOST_TOKENS}, got {tokens!r}: write slices instead")
     if not callable(sees):
@@ -359,7 +365,28 @@ def spans_from_token_types(token_type_ids: Integers | Ranges, types: Sequence[in
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
+def _of_pattern(pattern: Pattern, tokens: int) -> list[Slice]:
+    """Return the slices of a pattern of one grid that is everything: in its documents, window and causality."""
+    pattern.validate_tokens(tokens)
+    grids = [(b.segment_length, b.dilation_rate, b.heads) for b in pattern.branches]
+    if grids != [(None, 1, None)]:
+        raise ValueError(
+            "pattern must have one branch for all heads, without segments and rates, to be slices, got "
+            f"{len(grids)} with (segment_length, dilation_rate, heads) {grids}"
+        )
+    edges = [0, tokens] if pattern.packed is None else list(accumulate(pattern.packed, initial=0))
+    slices = []
+    for one in slices_seen(pattern.branches[0], pattern.causal):
+        q0, q1, k0, k1, _, _ = one.limits
+        first, last = bisect_right(edges, max(q0, k0)) - 1, bisect_left(edges, min(q1, k1, tokens))
+        squares = (Slice(a, b, a, b) for a, b in pairwise(edges[max(first, 0) : last + 1]))
+        slices += [both for square in squares if (both := meet(one, square)) is not None]
+    return slices
+
+
 def _checked(slices: object, tokens: int | None = None) -> tuple[Slice, ...]:
+    if isinstance(slices, Pattern) and tokens is not None:
+        slices = _of_pattern(slices, tokens)
     disjoint = checked_slices(slices)
     if disjoint is None:
         raise ValueError("slices must be a list of (q0, q1, k0, k1, low, high), got None")
@@ -388,8 +415,7 @@ def _ranges(name: str, ranges: object) -> list[Interval]:
 
 
 def _listed(entries: object) -> list[Any]:
-    if isinstance(entries, (np.ndarray, torch.Tensor)):
-        entries = entries.tolist()
+    entries = plain(entries)
     if not isinstance(entries, (list, tuple)):
         raise ValueError(f"a list or tensor of integers is needed, got {entries!r}")
     return list(entries)

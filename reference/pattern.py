@@ -18,6 +18,7 @@ The sequence may be packed from documents, whose lengths the pattern then holds.
 document: p above is the position within the document, and both positions of a pair lie in the same one.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count, pairwise
@@ -38,17 +39,19 @@ from reference.slices import (
     checked_slices,
     first_token_slices,
     frame_slices,
+    holds_a_pair,
     keys_seen,
     looks_ahead,
     meet,
     of_kind,
     prefix_slices,
+    sees_at,
     sees_paths,
     span_slices,
     tree_slices,
 )  # fmt: skip
 from reference.svg import Picture
-from reference.validators import is_integer
+from reference.validators import is_integer, plain
 
 
 def _integer(name: str, value: object, at_least: int) -> int:
@@ -214,6 +217,7 @@ class Pattern:
             cu_seqlens and position ids.)
         depths: True if the rotary position of a token is its depth, as in a tree: the number of other keys that it
             sees by the slices of the one branch, without documents. False: its place in its document.
+        copies: True if the second half of each document has the rotary positions of the first, as noisy frames.
 
     Raises:
         ValueError: a field has any other value.
@@ -223,6 +227,7 @@ class Pattern:
     causal: bool = False
     documents: tuple[int, ...] | None = None
     depths: bool = False
+    copies: bool = False
     number: int = field(init=False, repr=False, compare=False, default=0)  # of this object, if a batch made it
     has_slices: bool = field(init=False, repr=False, compare=False)  # of a branch's own
     text: str = field(init=False, repr=False, compare=False)  # JSON without documents, slices and depths
@@ -237,6 +242,8 @@ class Pattern:
         _flag("causal", self.causal)
         object.__setattr__(self, "documents", checked_documents(self.documents))
         _flag("depths", self.depths)
+        if _flag("copies", self.copies) and (self.depths or any(length % 2 for length in self.documents or ())):
+            raise ValueError("copies need documents of two equal halves, and no depths, got others")
         if self.depths:
             _check_depths(self)
         object.__setattr__(self, "has_slices", any(branch.slices is not None for branch in self.branches))
@@ -248,7 +255,7 @@ class Pattern:
             _by_number[self.number] = self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.branches, self.causal, self.documents, self.depths)  # a copy has an own number
+        return type(self), (self.branches, self.causal, self.documents, self.depths, self.copies)  # an own number
 
     @property
     def packed(self) -> Documents | None:
@@ -355,15 +362,22 @@ class Pattern:
             counted: True if a pair of several slices counts as often; False refuses it.
 
         Raises:
-            ValueError: a range is out of order, a kind is unknown, or slices overlap.
+            ValueError: a range is out of order, a kind is unknown, a slice sees no pair, or slices overlap.
         """
+        slices, window = plain(slices), plain(window)
         if not isinstance(slices, (list, tuple)) or not all(
             isinstance(x, (list, tuple)) and len(x) in (3, 6) for x in slices
         ):
             raise ValueError(f"slices must be a list of ((q0, q1), (k0, k1), kind), got {slices!r}")
         _flag("counted", counted)
         layers: list[list[Slice]] = [[]]
-        for one in (of_kind(*x) if len(x) == 3 else checked_slice(x) for x in slices):
+        for given in slices:
+            one = of_kind(*given) if len(given) == 3 else checked_slice(given)
+            if not holds_a_pair(one) and one.q0 != one.q1 and one.k0 != one.k1:
+                raise ValueError(
+                    f"slices must see a pair each, got {given!r}, which sees none: a band needs low <= high within the "
+                    'ranges, "both" at least as many keys as queries'
+                )
             free = (x for x in layers if not counted or not any(meet(one, other) for other in x))
             layer = next(free, None)
             if layer is None:
@@ -382,7 +396,7 @@ class Pattern:
         Raises:
             ValueError: a prefix is no integer >= 0, is longer than its document, or the lists have unequal lengths.
         """
-        begins = _begins(documents)
+        prefix, begins = plain(prefix), _begins(documents)
         each: object = [prefix] * len(begins) if is_integer(prefix) else prefix
         if not isinstance(each, (list, tuple)) or len(each) != len(begins):
             raise ValueError(
@@ -390,9 +404,9 @@ class Pattern:
             )
         if documents is not None:
             for length, own in zip(documents, each, strict=True):
-                if not is_integer(prefix) and _integer("prefix", own, 0) > length:
+                if _integer("prefix", own, 0) > length and (length or not is_integer(prefix)):
                     raise ValueError(f"prefix must be at most its document's {length} tokens, got {own}")
-            each = [min(own, length) for length, own in zip(documents, each, strict=True)]
+            each = [min(own, length) for length, own in zip(documents, each, strict=True)]  # an empty document has none
         return cls((Branch(slices=tuple(prefix_slices(each, begins))),), documents=documents)
 
     @classmethod
@@ -407,11 +421,15 @@ class Pattern:
             window: of the causal part, in tokens. A span that is longer still sees itself whole. None: no limit.
 
         Raises:
-            ValueError: a span is out of order or overlaps another, or the window is no integer >= 0.
+            ValueError: a span is out of order, overlaps another or crosses the end of a document, or the window is no
+                integer >= 0.
         """
+        spans, window = plain(spans), plain(window)
         if window is not None:
             _window(window)
-        return cls((Branch(slices=tuple(span_slices(spans, window))),), documents=documents)
+        slices = tuple(span_slices(spans, window))
+        _check_whole("spans", spans, documents)
+        return cls((Branch(slices=slices),), documents=documents)
 
     @classmethod
     def frames(cls, lengths: Sequence[int], documents: tuple[int, ...] | None = None, noisy: bool = False) -> "Pattern":
@@ -421,19 +439,23 @@ class Pattern:
             lengths: tokens of each frame, in order. They add up to the sequence or, noisy, to half of it.
             documents: lengths of the documents that the sequence is packed from, with noisy copies; None: one document.
             noisy: True for documents of clean frames and, after them, their noisy copies, as clean 0, clean 1, noisy
-                0, noisy 1. A noisy frame sees itself and the clean frames of its document before its own.
+                0, noisy 1. A noisy frame sees itself and the clean frames of its document before its own. It has the
+                rotary positions of its clean frame.
 
         Raises:
-            ValueError: a length is no integer >= 0, frames and documents differ in tokens, or the clean half of a
-                document does not end with a frame.
+            ValueError: a length is no integer >= 0, frames and documents differ in tokens, or a document, or its clean
+                half, does not end with a frame.
         """
         _flag("noisy", noisy)
+        lengths = plain(lengths)
         frame_slices(lengths)
         tokens = sum(lengths) * (1 + noisy)
         packed = Documents((tokens,)) if documents is None else checked_documents(documents)
         if packed is not None and packed.tokens != tokens:
             raise ValueError(f"frames must have the {packed.tokens} tokens of the documents, got {tokens}")
-        return cls((Branch(slices=tuple(frame_slices(lengths, noisy, packed))),), documents=packed)
+        if not noisy:
+            _check_whole("frames", list(pairwise(accumulate(lengths, initial=0))), packed)
+        return cls((Branch(slices=tuple(frame_slices(lengths, noisy, packed))),), documents=packed, copies=noisy)
 
     @classmethod
     def first_tokens(cls, count: int, window: int, documents: tuple[int, ...] | None = None) -> "Pattern":
@@ -447,7 +469,10 @@ class Pattern:
         Raises:
             ValueError: count or window is no integer >= 0.
         """
-        return cls((Branch(slices=tuple(first_token_slices(count, window, _begins(documents)))),), documents=documents)
+        return cls(
+            (Branch(slices=tuple(first_token_slices(plain(count), plain(window), _begins(documents)))),),
+            documents=documents,
+        )
 
     @classmethod
     def tree(cls, parents: Sequence[int | None], lengths: Sequence[int]) -> "Pattern":
@@ -461,11 +486,13 @@ class Pattern:
         Raises:
             ValueError: the lists have unequal lengths, a parent is no earlier node, or a length is no integer >= 0.
         """
+        parents, lengths = plain(parents), plain(lengths)
         slices = tree_slices(parents, lengths)
         return cls((Branch(slices=tuple(slices)),), documents=(sum(lengths),), depths=True)
 
     def positions(self, tokens: int) -> torch.Tensor:
-        """Return the rotary position of each token, (tokens,) int64: its place in its document, in a tree its depth.
+        """Return the rotary position of each token, (tokens,) int64: its place in its document, in a tree its depth,
+        in noisy frames that in the clean ones.
 
         Args:
             tokens: of the whole sequence.
@@ -481,7 +508,25 @@ class Pattern:
             seen = keys_seen(slices_seen(self.branches[0], self.causal), *ends)
             return torch.from_numpy(np.maximum(seen - 1, 0))
         places = torch.arange(tokens)
-        return places if self.packed is None else places - begins(self.packed, places)
+        lengths = torch.tensor(self.documents or (tokens,), dtype=torch.int64)
+        places = places if self.packed is None else places - begins(self.packed, places)
+        return places % (lengths // 2 if self.copies else lengths).repeat_interleave(lengths)
+
+    def sees_ahead(self, tokens: int, ahead: int) -> torch.Tensor:
+        """Return True for each token that sees the one so far ahead in some head, (tokens,) bool: no label for it.
+
+        Args:
+            tokens: of the whole sequence, which the pattern fits.
+            ahead: distance, >= 1.
+        """
+        places, sees = torch.arange(tokens), torch.zeros(tokens, dtype=torch.bool)
+        here, there = places[: max(tokens - ahead, 0)], places[ahead:]
+        for branch in self.branches:
+            (segment, phase), (other, other_phase) = (_cells(branch, x, self.packed) for x in (here, there))
+            seen = torch.from_numpy(sees_at(slices_seen(branch, self.causal), tokens, ahead))[: len(here)]
+            served = torch.isin(phase, torch.tensor(branch.offset))
+            sees[: len(here)] |= seen & served & (segment == other) & (phase == other_phase)
+        return sees
 
     def validate(self, num_heads: int) -> None:
         """Validate the number of query heads.
@@ -508,6 +553,12 @@ class Pattern:
         of_keys = tokens if key_tokens is None else key_tokens
         assert of_keys is not None
         for number in (of_keys if tokens is None else tokens, of_keys):
+            own = self.documents if self.has_slices else None
+            if own is not None and len(own) == 1 and own[0] != number:
+                raise ValueError(
+                    f"pattern must be for the {number} tokens of the sequence, got one for {own[0]}: its "
+                    f"frames, nodes of a tree or documents must add up to {number}, noisy frames with their copies"
+                )
             check_tokens(self.packed, number)
         for branch in self.branches:
             check_slices_fit(branch.slices or (), tokens, of_keys)
@@ -591,7 +642,7 @@ class Pattern:
             ],
             "causal": self.causal,
             "documents": None if self.documents is None else list(self.documents),
-            **({"depths": True} if self.depths else {}),
+            **{name: True for name in ("depths", "copies") if getattr(self, name)},
         }
 
     @classmethod
@@ -604,12 +655,12 @@ class Pattern:
         Raises:
             ValueError: a field is unknown or missing, or has a wrong value.
         """
-        complete = {"documents": None, "depths": False, **d} if isinstance(d, Mapping) else d
-        data = _fields("pattern", complete, {"branches", "causal", "documents", "depths"})
+        complete = {"documents": None, "depths": False, "copies": False, **d} if isinstance(d, Mapping) else d
+        data = _fields("pattern", complete, {"branches", "causal", "documents", "depths", "copies"})
         if not isinstance(data["branches"], (list, tuple)):
             raise ValueError(f"branches must be a list, got {data['branches']!r}")
         branches = tuple(_branch_from_dict(b) for b in data["branches"])
-        return cls(branches, data["causal"], data["documents"], data["depths"])
+        return cls(branches, data["causal"], data["documents"], data["depths"], data["copies"])
 
 
 def check_pattern(pattern: object) -> None:
@@ -659,6 +710,16 @@ def _begins(documents: tuple[int, ...] | None) -> list[int]:
     """Return the first position of each document."""
     checked = checked_documents(documents)
     return [0] if checked is None else list(accumulate(checked, initial=0))[:-1]
+
+
+def _check_whole(name: str, spans: Sequence[tuple[int, int]], documents: tuple[int, ...] | None) -> None:
+    """Raise ValueError if the end of a document cuts a span."""
+    edges = list(accumulate(checked_documents(documents) or ()))
+    for begin, end in spans:
+        at = bisect_right(edges, begin)
+        if at < len(edges) and begin < edges[at] < end:
+            raise ValueError(f"{name} must lie within a document, got {(begin, end)} and one that ends at {edges[at]}: "
+                             "cut it there")  # fmt: skip
 
 
 def _branch_sizes(segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> list[tuple[int | None, int]]:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from reference.validators import is_integer
+from reference.validators import is_integer, plain
 
 _FAR = 2**61  # in place of None: beyond every position and distance, and sums of two fit 64 bits
 _MOST = 2**41  # of ends and bounds
@@ -105,7 +105,8 @@ def checked_slices(value: object) -> tuple[Slice, ...] | None:
         i, j = common_pair(a, b)
         raise ValueError(
             f"slices must see a pair once, got {tuple(a)} and {tuple(b)}, which both see query {i} and key {j}: "
-            "cut one of them, or write Pattern.slices(..., counted=True) for a pair that counts twice"
+            "cut one of them, or count it twice by Pattern.slices([((q0, q1), (k0, k1), kind), ...], counted=True) "
+            'with the kinds "full", "causal", "anticausal" or "both", which are 0 to 3 of MagiAttention'
         )
     return DisjointSlices(one for one in slices if holds_a_pair(one))
 
@@ -127,8 +128,9 @@ class DisjointSlices(tuple[Slice, ...]):
 def checked_slice(value: object) -> Slice:
     """Return a slice, given as six numbers. Raises ValueError for anything else, or a range out of order."""
     if not isinstance(value, (list, tuple)) or len(value) != 6:
-        raise ValueError(f"a slice must be (q0, q1, k0, k1, low, high), got {value!r}")
-    q0, q1, k0, k1, low, high = value
+        raise ValueError(f"a slice must be (q0, q1, k0, k1, low, high), got {value!r}; for ((q0, q1), (k0, k1), kind) "
+                         "write Pattern.slices([...])")  # fmt: skip
+    q0, q1, k0, k1, low, high = map(plain, value)
     for name, begin, end in (("queries", q0, q1), ("keys", k0, k1)):
         check_range(f"the {name} of a slice", begin, end)
     for name, bound in (("low", low), ("high", high)):
@@ -177,7 +179,8 @@ def check_slices_fit(slices: Sequence[Slice], tokens: int | None, key_tokens: in
         for name, begin, end, most in (("queries", one.q0, one.q1, tokens), ("keys", one.k0, one.k1, key_tokens)):
             if most is not None and max(begin, end or 0) > most:
                 raise ValueError(
-                    f"slices must lie within the {most} tokens of the {name}, got {tuple(one)}: end it at {most}"
+                    f"slices must lie within the {most} tokens of the {name}, got {tuple(one)}: end it, or the prefix, "
+                    f"span or range that it is of, at {most}"
                 )
 
 
@@ -418,13 +421,13 @@ def sees_paths(slices: Iterable[Slice], tokens: int) -> bool:
     return bool(((parent < token) & (seen == weights + np.where(parent < 0, 0, seen[parent]))).all())
 
 
-def next_sees(slices: Iterable[Slice], tokens: int) -> np.ndarray:
-    """Return True for each token that the next one of the sequence sees, (tokens,) bool; False for the last."""
+def sees_at(slices: Iterable[Slice], tokens: int, distance: int) -> np.ndarray:
+    """Return True for each token that sees the one at a distance, > 0 for later ones, (tokens,) bool."""
     seen = np.zeros(tokens, bool)
-    for one in slices:
-        q0, q1, k0, k1, low, high = one.limits
-        if low <= -1 <= high:
-            seen[max(q0 - 1, k0) : min(q1 - 1, k1, tokens - 1)] = True
+    for q0, q1, k0, k1, low, high in (one.limits for one in slices):
+        if low <= distance <= high:
+            begin, end = max(q0, k0 - distance, -distance), min(q1, k1 - distance, tokens - distance)
+            seen[begin : max(begin, end)] = True
     return seen
 
 

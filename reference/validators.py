@@ -10,12 +10,24 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any, TypeGuard, TypeVar
 
+import numpy as np
+import torch
+
 T = TypeVar("T")
 
 
 def is_integer(value: object) -> TypeGuard[int]:
     """Return True for an int, but not for a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def plain(value: Any) -> Any:
+    """Return Python's integers in place of NumPy's, and lists of them in place of arrays and tensors."""
+    if isinstance(value, np.integer):
+        return int(value)
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return value.tolist()
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
 
 
 def integer(name: str, value: object, least: int, most: int | None = None) -> int:

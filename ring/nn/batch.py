@@ -19,7 +19,7 @@ from torch import Tensor
 
 from reference.documents import Documents, check_tokens, checked_documents
 from reference.pattern import Pattern
-from reference.slices import next_sees
+from reference.slices import sees_at
 from ring.nn.context import ContextParallel
 from ring.validation import is_dtensor
 
@@ -115,17 +115,21 @@ def shard_batch(
             the tokens are refused if two or more are labelled, unless they are the next tokens too. Labels further
             ahead: next_tokens(tokens, ahead=k, documents=lengths).
         positions: None, or 0 .. n - 1, (n,) or (B, n), int64 or int32, since the pattern depends on these; with
-            documents 0 .. length - 1 in each; with a tree the depths.
-        documents: lengths of the documents that every row is packed from; None: the context's, if it has any. The
-            batch has -100 as the label of the last token of each, since the next token is in another document.
+            documents 0 .. length - 1 in each; with a tree the depths, with noisy frames those of
+            the clean ones.
+        documents: lengths of the documents that every row is packed from, the same as the pattern's, if it has any;
+            None: the pattern's or context's. The batch has -100 as the label of the last token of each, since the next
+            token is in another document.
         pattern: one with slices for this batch, in all its rows, as `Pattern.tree`; None: the context's, if it has
             one. It replaces the plain attention of the modules. The batch of a tree has its depths as positions, and
-            -100 as the label of a token whose next one in the sequence does not continue it.
+            -100 as the label of a token whose next one in the sequence does not continue it. A label that is the next
+            token is -100, too, where its token sees that one, as in a prefix, image or frame.
         unshifted: names of others that say something of each token itself, not of a later one: masks, classes, labels
             of a masked language model.
         others: other tensors along the sequence, (B, n, ...), any dtype. Further labels, as of multi-token prediction,
-            are next_tokens(tokens, ahead=k, documents=lengths). Labels and integers (B, n) that are the tokens up to
-            AHEAD positions ahead, also across the end of a document, are refused, except those in `unshifted`.
+            are next_tokens(tokens, ahead=k, documents=lengths), -100 at `pattern.sees_ahead(n, k)`. Labels and integers
+            (B, n) that are the tokens up to AHEAD positions ahead, also across the end of a document or where the
+            pattern shows them to the token that they label, are refused, except those in `unshifted`.
 
     Raises:
         ValueError, NotImplementedError: an argument is wrong on some rank, or the ranks of the context have different
@@ -134,25 +138,29 @@ def shard_batch(
 
     def check() -> tuple[dict[str, object], ContextParallel]:
         integers = {"tokens": tokens} | ({} if labels is None else {"labels": labels})
-        packed = context if pattern is None else context.with_pattern(pattern)
-        if documents is not None:
-            packed = packed.with_documents(_row_lengths(documents, tokens))
+        lengths = None if documents is None else _row_lengths(documents, tokens)
+        packed = context
+        if pattern is not None:
+            packed = context.with_pattern(pattern, lengths)
+        elif lengths is not None:
+            packed = context.with_documents(lengths)
         _check_batch(packed, integers, positions, others)
         listed = isinstance(unshifted, Collection) and not isinstance(unshifted, str)
         if not listed or not set(unshifted) <= set(others):
             raise ValueError(f"unshifted must be names of other tensors that are given, {[*others]}, got {unshifted!r}")
         runs = _runs(packed)
-        if runs is not None:
+        if runs is not None or packed.pattern is not None:
+            runs = runs or Documents((packed.layout.n,))
             for name, x in integers.items() | others.items():
                 if name not in ("tokens", *unshifted) and x.shape == tokens.shape and x.dtype in INTEGERS:
-                    kept = _within_documents(x, runs) if name == "labels" else x
-                    _check_within_documents(tokens, runs, name, kept)
+                    kept = _predicted(x, tokens, packed) if name == "labels" else x
+                    _check_ahead(tokens, runs, packed.pattern, name, kept)
         return _signature(packed, integers | others) if context.check else {}, packed
 
     context = context.agree("shard_batch", check)
     return Batch(
         tokens=context.shard(tokens),
-        labels=None if labels is None else context.shard(_within_documents(labels, _runs(context))),
+        labels=None if labels is None else context.shard(_predicted(labels, tokens, context)),
         positions=context.positions_on(tokens.device),
         context=context,
         others={name: context.shard(x) for name, x in others.items()},
@@ -167,9 +175,15 @@ def _row_lengths(documents: object, tokens: object) -> Documents:
     return lengths
 
 
-def _within_documents(labels: Tensor, documents: Documents | None) -> Tensor:
-    """Labels without those of the last tokens of documents."""
-    return labels if documents is None else labels.masked_fill(~_stays(documents, 1, labels.device), IGNORED)
+def _predicted(labels: Tensor, tokens: Tensor, context: ContextParallel) -> Tensor:
+    """Labels without those of the last tokens of documents, and those that are the next token, which the mask shows."""
+    runs = _runs(context)
+    if runs is not None:
+        labels = labels.masked_fill(~_stays(runs, 1, labels.device), IGNORED)
+    if context.pattern is not None:
+        sees = context.pattern.sees_ahead(context.layout.n, 1).to(labels.device)
+        labels = labels.masked_fill(sees & (labels == tokens.roll(-1, 1)), IGNORED)
+    return labels
 
 
 def _runs(context: ContextParallel) -> Documents | None:
@@ -177,7 +191,7 @@ def _runs(context: ContextParallel) -> Documents | None:
     if context.pattern is None or not context.pattern.depths:
         return context.documents
     n = context.layout.n
-    continued = next_sees(context.pattern.branches[0].slices or (), n)
+    continued = np.append(sees_at(context.pattern.branches[0].slices or (), n, -1)[1:], False)[:n]
     if context.documents is not None:
         continued &= _stays(context.documents, 1, torch.device("cpu")).numpy()
     return Documents(np.diff(np.flatnonzero(~continued) + 1, prepend=0).tolist())
@@ -219,11 +233,12 @@ def _check_positions(positions: Tensor, tokens: Tensor, context: ContextParallel
         raise ValueError(f"positions must be int64 or int32 of shape ({n},), or of tokens, got {_describe(positions)}")
     if positions.device != tokens.device:
         raise ValueError(f"positions must be on tokens' device {tokens.device}, got {positions.device}")
-    depths = context.pattern is not None and context.pattern.depths
+    own = context.pattern is not None and (context.pattern.depths or context.pattern.copies)
     whole = Pattern.dense(documents=documents) if context.pattern is None else context.pattern
     expected = whole.positions(n).to(tokens.device)
     if not torch.equal(positions.long(), expected.expand(positions.shape)):
-        allowed = "depths" if depths else f"0 .. {n - 1}" if documents is None else "0, 1, ... in each document"
+        allowed = f"0 .. {n - 1}" if documents is None else "0, 1, ... in each document"
+        allowed = "depths, or those of clean frames" if own else allowed
         differ = positions.dim() == 2 and not torch.equal(positions, positions[:1].expand_as(positions))
         got = f"other ones in each row: {ONE_ROW}" if differ else "others"
         raise ValueError(f"positions must be None or {allowed}, on which the pattern depends, got {got}")
@@ -239,19 +254,22 @@ def _check_shifted(tokens: Tensor, labels: Tensor) -> None:
             )
 
 
-def _check_within_documents(tokens: Tensor, documents: Documents, name: str, x: Tensor) -> None:
-    """Refuse integers that are the tokens of later positions, some of them of another document."""
+def _check_ahead(tokens: Tensor, documents: Documents, pattern: Pattern | None, name: str, x: Tensor) -> None:
+    """Refuse integers that are the tokens of later positions, some of another document, or seen by those they label."""
     n, labelled, facts = tokens.shape[1], x != IGNORED, []
     for ahead in range(min(AHEAD + 1, n)):
         counts, crossing = labelled[:, : n - ahead], ~_stays(documents, ahead, x.device)[: n - ahead]
         same = ((x[:, : n - ahead] == tokens[:, ahead:]) | ~counts).all() & (counts.sum() > 1)
+        if pattern is not None and ahead:
+            crossing |= pattern.sees_ahead(n, ahead)[: n - ahead].to(x.device)
         facts.append(torch.stack((same, (counts & crossing).any())))
     for ahead, (same, crosses) in enumerate(torch.stack(facts).tolist() if facts else ()):
         if same and crosses:
             raise ValueError(
                 f"{name} must not cross the ends of documents, got the tokens {ahead} ahead, also those of the next "
-                f"document; write next_tokens(tokens, ahead={ahead}, documents=lengths), in a tree with the lengths of "
-                "runs whose tokens continue each other"
+                f"document, or that a token sees; write next_tokens(tokens, ahead={ahead}, documents=lengths), in a "
+                "tree with the lengths of runs whose tokens continue each other, and .masked_fill(pattern.sees_ahead("
+                f"{n}, {ahead}), {IGNORED})"
             )
         if same:
             return

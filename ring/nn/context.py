@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reference.documents import Documents, begins, first_few
+from reference.documents import Documents, begins, checked_documents, first_few
 from reference.pattern import Pattern, numbered_pattern
 from ring.attention import attend_packed
 from ring.comm.group import transport_over
@@ -36,7 +37,7 @@ def _positions(layout: Layout, rank: int, packed: Pattern | None) -> Tensor:
     the CPU.
     """
     positions = layout.positions(rank)
-    if packed is not None and packed.depths:
+    if packed is not None and (packed.depths or packed.copies):
         return packed.positions(layout.n)[positions]
     return positions if packed is None or packed.packed is None else positions - begins(packed.packed, positions)
 
@@ -76,8 +77,9 @@ def _check_same_documents(pattern: Pattern, documents: Documents | None) -> None
     """Raise ValueError for a pattern over other documents than a handle's, beside slices: these fit one of both."""
     if pattern.documents is not None and pattern.documents != documents:
         raise ValueError(
-            f"documents of the pattern must be those of the handle, {first_few(documents or ())}, or None where one of "
-            f"both has slices, which are positions in these, got {first_few(pattern.documents)}"
+            f"documents of the pattern must be those of the handle or batch, {first_few(documents or ())}, or None "
+            f"where one of both has slices, which are positions in these, got {first_few(pattern.documents)}: give the "
+            "pattern's constructor the documents of the batch"
         )
 
 
@@ -147,11 +149,17 @@ class ContextParallel:
             documents: their lengths, which add up to the layout's tokens; None: those of the patterns.
 
         Raises:
-            ValueError: the documents do not add up to the layout's tokens.
+            ValueError: the documents do not add up to the layout's tokens, or are not parts of those of the handle's
+                pattern, which its slices fit.
         """
-        return self._over(_pattern_over(self.layout, documents, self.pattern))
+        over, own = _pattern_over(self.layout, documents, self.pattern), self.documents
+        if self.pattern is not None and own is not None and over is not None and over.packed is not None:
+            parts = set(accumulate(over.packed)).issuperset(accumulate(own))  # which only hide pairs, as of padding
+            if not parts or over.copies:
+                _check_same_documents(self.pattern, over.packed)
+        return self._over(over)
 
-    def with_pattern(self, pattern: Pattern) -> ContextParallel:
+    def with_pattern(self, pattern: Pattern, documents: tuple[int, ...] | None = None) -> ContextParallel:
         """Return a handle with the same layout, group and settings for a sequence with this mask, as of one batch.
 
         It replaces the plain attention of modules, causal or not. Positions are those of the pattern: depths in a tree.
@@ -159,6 +167,7 @@ class ContextParallel:
         Args:
             pattern: with slices, as `Pattern.tree` and `Pattern.slices` make it. Without documents it has those of
                 the handle.
+            documents: in place of the handle's.
 
         Raises:
             ValueError: pattern is no such pattern, reaches beyond the layout's tokens, or has other documents than the
@@ -166,9 +175,10 @@ class ContextParallel:
         """
         if not isinstance(pattern, Pattern) or not pattern.has_slices:
             raise ValueError(f"pattern must be a Pattern with slices, as Pattern.tree(...), got {pattern!r}")
-        documents = self.documents if self.pattern is None else None  # not those of the pattern that is replaced
-        if documents is not None:
-            _check_same_documents(pattern, documents)
+        if documents is None and self.pattern is None:  # not those of a pattern that is replaced
+            documents = self.documents
+        if documents is not None and not pattern.depths:
+            _check_same_documents(pattern, checked_documents(documents))
         return self._over(_pattern_over(self.layout, documents, pattern))
 
     def _over(self, packed: Pattern | None) -> ContextParallel:
@@ -343,9 +353,10 @@ class ContextParallel:
         either = pattern.has_slices or self.pattern is not None
         if either and pattern.documents is not None and self._packed is not None:  # in this order: graphs guard each
             _check_same_documents(pattern, self.documents)
-        if pattern.depths and self.pattern is None:
+        if (pattern.depths or pattern.copies) and self.pattern is None:
             raise ValueError(
-                "pattern of a tree must be the handle's, so that rotary positions are depths and not places: write "
+                f"pattern of {'a tree' if pattern.depths else 'noisy frames'} must be the handle's, so that rotary "
+                "positions are its own and not places: write "
                 "shard_batch(context, tokens, labels, pattern=pattern), or context.with_pattern(pattern)"
             )
 

@@ -229,7 +229,8 @@ def sequence_logprobs(logits: Tensor, labels: Tensor, context: ContextParallel, 
     Args:
         logits: (B, N, V) of this rank's tokens; fp64, fp32, bf16 or fp16; 16 bits are computed in fp32.
         labels: (B, N) int64 or int32, the next tokens, `ignored` for no label, whose log-probability counts as 0.
-        context: handle of the sequences. If it has documents, each of them is a sequence.
+        context: handle of the sequences. If it has documents, each of them is a sequence. That of a tree is refused:
+            sum over each answer, `sequence_sum(context, logprobs, mask=own)`.
         ignored: the label of a token without label.
 
     Returns:
@@ -245,6 +246,12 @@ def sequence_logprobs(logits: Tensor, labels: Tensor, context: ContextParallel, 
         _check_ignored(ignored)
         _check_logits(logits)
         _check_shapes("logits", logits, labels, logits.shape[:2])
+        if context.pattern is not None and context.pattern.depths:
+            raise ValueError(
+                "context must be no tree's, whose paths share tokens, got one that would sum over all of them: write "
+                "logprobs = -functional.cross_entropy(logits.transpose(1, 2), labels, reduction='none'), and for each "
+                "path sequence_sum(context, logprobs, mask=own), own (B, N) True for this rank's tokens of the path"
+            )
         wide = logits.to(accumulator_dtype(logits.dtype)).flatten(0, 1)
         logprobs = -_per_token(wide, labels.flatten().long(), ignored).view_as(labels)
         return {"ignored": ignored, "dtype of logits": str(logits.dtype)}, logprobs

@@ -181,7 +181,8 @@ def _check_positions(positions: Tensor, x: Tensor, context: ContextParallel) -> 
     if len(wrong):
         at = tuple(wrong[0].tolist())
         kind = "global positions" if context.documents is None else "positions within each document"
-        kind = "depths" if context.pattern is not None and context.pattern.depths else kind
+        if context.pattern is not None and (context.pattern.depths or context.pattern.copies):
+            kind = "depths, or positions of clean frames"
         raise ValueError(
             f"positions must be this rank's {kind}: at {at} it is {int(own[at[-1]])}, got {int(positions[at])}"
         )

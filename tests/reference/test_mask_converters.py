@@ -15,7 +15,7 @@ from reference.mask_converters import (
     slices_from_magi,
     spans_from_token_types,
 )
-from reference.pattern import Pattern
+from reference.pattern import Branch, Pattern
 from reference.slices import Slice, meet
 from tests.reference.test_slices import MASKS, N, seen
 
@@ -60,8 +60,7 @@ def test_slices_of_a_constructor_become_few_others(mask: str) -> None:
     pattern = MASKS[mask][0]
     own = pattern.branches[0].slices
     assert own is not None
-    if pattern.documents is None and pattern.branches[0].window is None:
-        assert torch.equal(dense(slices_from_magi(*magi_from_slices(own, N))), WANTED[mask])
+    assert torch.equal(dense(slices_from_magi(*magi_from_slices(pattern, N))), WANTED[mask])
     assert len(slices_from_function(lambda q, k: WANTED[mask][q, k] > 0, N)) <= 3 * max(4, len(own))
 
 
@@ -78,6 +77,13 @@ def test_flashmask_keeps_a_mask_or_refuses_it(mask: str) -> None:
     indices, causal = flashmask_from_slices(slices, N)
     assert indices.dtype == torch.int32 and indices.shape[:3] == (1, 1, N)
     assert torch.equal(dense(slices_from_flashmask(indices, causal)), wanted)
+
+
+@pytest.mark.parametrize("pattern", [Pattern.dense(True, (7, 0, 12, 5), 3), Pattern.prefix([2, 3], (4, 20))])
+def test_a_pattern_converts_with_documents_and_window(pattern: Pattern) -> None:
+    wanted = seen(pattern)[0]
+    assert torch.equal(dense(slices_from_magi(*magi_from_slices(pattern, N))), wanted)
+    assert torch.equal(dense(slices_from_flashmask(*flashmask_from_slices(pattern, N))), wanted)
 
 
 @pytest.mark.parametrize("causal, width", [(True, 1), (True, 2), (False, 2), (False, 4)])
@@ -123,11 +129,13 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "kind": (lambda: slices_from_magi([[0, 4]], [[0, 4]], [4]), "attn_type_map must hold 0 full.*got 4"),
     "range": (lambda: slices_from_magi([[4, 0]], [[0, 4]], [0]), r"a range of q_ranges must be a range.*\(4, 0\)"),
     "fraction": (lambda: slices_from_magi([[0, 4]], torch.tensor([[0, 4.5]]), [0]), "a range of k_ranges must be"),
-    "overlap": (lambda: slices_from_magi([[0, 4]] * 2, [[0, 4]] * 2, [0, 1]), "slices must see a pair once"),
+    "overlap": (lambda: slices_from_magi([[0, 4]] * 2, [[0, 4]] * 2, [0, 1]), r"see a pair once.*slices\(\[\("),
     "beyond": (lambda: magi_from_slices((Slice(0, 9),), 8), "slices must lie within the 8 tokens"),
     "beyond, too": (lambda: flashmask_from_slices((Slice(0, 4, 0, 9),), 8), "slices must lie within the 8 tokens"),
+    "segments": (lambda: flashmask_from_slices(Pattern((Branch(4),)), 8), r"segments and rates.*\(4, 1, None\)"),
+    "branches": (lambda: magi_from_slices(Pattern((Branch(),) * 2), 4), "pattern must have one branch for all heads"),
     "form": (lambda: slices_from_flashmask(torch.zeros(1, 1, 4, 4, dtype=torch.int32), True), "keys, 1 or 2.*=True"),
-    "heads": (lambda: slices_from_flashmask(torch.zeros(1, 2, 4, 1, dtype=torch.int32), True), "and one head"),
+    "two heads": (lambda: slices_from_flashmask(torch.zeros(1, 2, 4, 1, dtype=torch.int32), True), "and one head"),
     "intervals": (
         lambda: slices_from_function(lambda q, k: (k % 2 == 0) & (q > 2), 12),
         "at most 4 intervals of keys, got another at query 3 and key 8",

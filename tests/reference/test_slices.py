@@ -6,6 +6,7 @@ import pickle
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,8 +69,8 @@ MASKS = {
     "no spans": (Pattern.spans([]), lambda i, j: j <= i),
     "spans in a window": (Pattern.spans(SPANS, window=3), lambda i, j: 0 <= i - j <= 3 or inside(SPANS, i, j)),
     "spans in documents": (
-        Pattern.spans(SPANS, DOCUMENTS, window=4),
-        lambda i, j: BEGINS[i] == BEGINS[j] and (0 <= i - j <= 4 or inside(SPANS, i, j)),
+        Pattern.spans([(2, 5), (7, 13), (20, 24)], DOCUMENTS, window=4),
+        lambda i, j: BEGINS[i] == BEGINS[j] and (0 <= i - j <= 4 or inside([(2, 5), (7, 13), (20, 24)], i, j)),
     ),
     "frames": (Pattern.frames(FRAMES), lambda i, j: frame(j) <= frame(i)),
     "frames of a token": (Pattern.frames([1] * N), lambda i, j: j <= i),
@@ -164,7 +165,26 @@ def test_positions_of_a_tree_are_depths() -> None:
     starts = {node: sum(LENGTHS[above] for above in ancestors(node) - {node}) for node in range(len(LENGTHS))}
     within = [NODE[:i].count(NODE[i]) for i in range(N)]
     assert pattern.positions(N).tolist() == [starts[NODE[i]] + within[i] for i in range(N)]
+    noisy = MASKS["noisy frames of documents"][0].positions(N).tolist()
+    assert noisy == [*range(5), *range(5), *range(7), *range(7)]
     assert Pattern.prefix(3, DOCUMENTS).positions(N).tolist() == [i - BEGINS[i] for i in range(N)]
+
+
+NUMPY = {
+    "prefix": lambda x: Pattern.prefix(x([3, 2]), (6, 7)),
+    "spans": lambda x: Pattern.spans(x([(2, 5), (7, 9)]), window=x([1])[0]),
+    "frames": lambda x: Pattern.frames(x([4, 2]), noisy=True),
+    "first tokens": lambda x: Pattern.first_tokens(*x([2, 3])),
+    "tree": lambda x: Pattern.tree(x([-1, 0]), x([3, 4])),
+    "slices": lambda x: Pattern.slices([(tuple(x([0, 8])), x([0, 8]), "causal"), tuple(x([8, 9, 0, 3, -9, 0]))]),
+}
+
+
+@pytest.mark.parametrize("kind", NUMPY)
+def test_integers_of_numpy_and_torch_are_integers(kind: str) -> None:
+    patterns = [NUMPY[kind](x) for x in (np.array, torch.tensor, list)]
+    assert patterns[0] == patterns[1] == patterns[2]
+    assert json.dumps(patterns[0].to_dict()) == json.dumps(patterns[2].to_dict())
 
 
 def test_a_path_of_2000_nodes_takes_seconds() -> None:
@@ -184,8 +204,8 @@ REFUSED = {
     "open causal": (lambda: Pattern.slices([((0, None), (0, 9), "causal")]), "needs both ends"),
     "overlap": (lambda: Pattern.slices([((0, 3), (0, 3), "full")] * 2), "slices must see a pair once"),
     "no triple": (lambda: Pattern.slices([((0, 3), (0, 3))]), r"must be a list of \(\(q0, q1\), \(k0, k1\), kind\)"),
-    "beyond": (lambda: Pattern.prefix(9).validate_tokens(8), "slices must lie within the 8 tokens"),
-    "frames do not add up": (lambda: Pattern.frames([3, 4]).validate_tokens(8), "documents must add up to the 8"),
+    "beyond": (lambda: Pattern.prefix(9).validate_tokens(8), "slices must lie within the 8 .*end it, or the prefix"),
+    "frames do not add up": (lambda: Pattern.frames([3, 4]).validate_tokens(8), "pattern must be for the 8.*frames"),
     "frames and documents": (
         lambda: Pattern.frames([3, 4], (4, 4)),
         "frames must have the 8 tokens of the documents, got 7",
@@ -198,7 +218,7 @@ REFUSED = {
         lambda: Pattern.frames([3, 4], (4, 10), True),
         "documents must each be whole frames.*of 4 tokens",
     ),
-    "tree does not add up": (lambda: Pattern.tree([None], [4]).validate_tokens(8), "documents must add up to"),
+    "tree does not add up": (lambda: Pattern.tree([None], [4]).validate_tokens(8), "pattern must be for the 8.*nodes"),
     "spans overlap": (lambda: Pattern.spans([(0, 5), (4, 8)]), "spans must be in order and must not overlap"),
     "span out of order": (lambda: Pattern.spans([(5, 3)]), "a span must be a range"),
     "later parent": (lambda: Pattern.tree([None, 2, 0], [1, 1, 1]), "parents must be earlier nodes.*got 2 for node 1"),
@@ -211,6 +231,11 @@ REFUSED = {
         "prefix must be an integer >= 0, or a list of one for each of 1 documents",
     ),
     "long prefix": (lambda: Pattern.prefix([5], (4,)), "prefix must be at most its document's 4 tokens"),
+    "one long prefix": (lambda: Pattern.prefix(7, (10, 0, 4)), "prefix must be at most its document's 4 tokens, got 7"),
+    "cut frame": (lambda: Pattern.frames([4, 4], (6, 2)), r"frames must lie within a document, got \(4, 8\).* at 6"),
+    "cut span": (lambda: Pattern.spans([(20, 28)], (24, 24)), r"spans must lie within a document.*\(20, 28\).* at 24"),
+    "no band": (lambda: Pattern.slices([((0, 8), (0, 8), (3, -3))]), r"slices must see a pair each, got .*\(3, -3\)"),
+    "no pair": (lambda: Pattern.slices([((0, 8), (0, 4), "both")]), r"slices must see a pair each, got .* which sees"),
     "first": (lambda: Pattern.first_tokens(-1, 3), "count must be an integer >= 0"),
     "text in prefixes": (lambda: Pattern.prefix(["1"], (4,)), "prefix must be an integer >= 0, got '1'"),  # type: ignore[list-item]
     "documents of frames": (lambda: Pattern.frames([3, 4], 7), "documents must be"),  # type: ignore[arg-type]
@@ -230,7 +255,7 @@ REFUSED = {
     "depths of a prefix": (lambda: replace(Pattern.prefix(3, (9,)), depths=True), "depths need the slices of a tree"),
     "depths of any length": (lambda: replace(Pattern.prefix(3), depths=True).positions(9), "depths need the slices"),
     "depths of a window": (lambda: replace(Pattern.first_tokens(2, 3, (9,)), depths=True), "depths need the slices"),
-    "no six": (lambda: checked_slices([(1, 2, 3)]), r"a slice must be \(q0, q1, k0, k1, low, high\)"),
+    "no six": (lambda: checked_slices([(1, 2, 3)]), r"a slice must be \(q0, q1, k0, k1, low, high\).*Pattern.slices"),
 }
 
 

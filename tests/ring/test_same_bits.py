@@ -33,7 +33,7 @@ PATTERNS = {
     "per head": Pattern((Branch(48, heads=range(1)), Branch(None, 2, heads=range(1, 4), window=30)), causal=True),
 }
 MASKS = {
-    "spans": Pattern.spans([(3, 20), (40, 57)], documents=DOCUMENTS, window=30),
+    "spans": Pattern.spans([(3, 20), (43, 60)], documents=DOCUMENTS, window=30),
     "tree": Pattern.tree([None, 0, 0, 2], [40, 30, 20, 16]),
     "slices": Pattern.slices([((0, 50), (0, 40), "causal"), ((30, 106), (40, 106), (-30, 12))]),
 }

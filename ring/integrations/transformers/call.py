@@ -46,7 +46,7 @@ IMAGES = (
 )
 COUNTING = (
     "pattern of a tree must be left out for a model that counts positions itself, from padding tokens or its mask: "
-    "positions in a tree are depths"
+    "positions in a tree are depths, in noisy frames those of clean ones"
 )
 require_handle = partial(
     checked_context,
@@ -145,7 +145,7 @@ class PreparedCall:
             context.raise_everywhere(error, FIRST)
         typed = self._typed(model, arguments, context)
         counts = self.padding is not None or (self.counts_mask and count is not None)
-        if counts and context.pattern is not None and context.pattern.depths:
+        if counts and context.pattern is not None and (context.pattern.depths or context.pattern.copies):
             context.raise_everywhere(NotImplementedError(COUNTING), FIRST)
         own = self._own_positions(arguments.get("input_ids"), positions, count, context)
         causal_only = False

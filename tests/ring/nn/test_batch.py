@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from reference import Pattern
+from reference.pattern import Branch, Pattern, multiplicity
+from reference.slices import EVERYTHING
 from ring import Layout
 from ring.nn import IGNORED, ContextParallel, SelfAttention, gather, next_tokens, shard_batch
 from tests.support.nn_ranks import TOKENS, context_of, data_index, drawn, layout_of, mesh_of, whole_tokens
@@ -95,6 +97,35 @@ def test_without_check_ranks_do_not_compare(ranks: Ranks) -> None:
 
 
 DOCUMENTS, WITHIN = (4, 0, 1, 5, 3), torch.tensor([0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "seen"),
+    [
+        (Pattern.prefix([3, 2], (6, 7)), [0, 1, 6]),
+        (Pattern.spans([(2, 5), (9, 11)], window=1), [2, 3, 9]),
+        (Pattern.frames([4, 1, 8]), [0, 1, 2, *range(5, 12)]),
+        (Pattern.slices([((0, 13), (0, 13), (-12, 0)), ((1, 4), (4, 8), "full")]), [3]),
+        (Pattern((Branch(4, 2, slices=(EVERYTHING,)),)), []),
+    ],
+)
+def test_a_token_that_sees_the_next_has_no_label(pattern: Pattern, seen: list[int]) -> None:
+    context, tokens = ContextParallel(Layout.contiguous(TOKENS, 1)), torch.arange(100, 100 + TOKENS)[None]
+    wanted = next_tokens(tokens, documents=pattern.documents)
+    wanted[:, seen] = IGNORED
+    batch = shard_batch(context, tokens, next_tokens(tokens, documents=pattern.documents), pattern=pattern)
+    assert batch.labels is not None and torch.equal(batch.labels, wanted)
+    others = tokens + 100  # labels that are not the next tokens
+    batch = shard_batch(context, tokens, others, pattern=replace(pattern, documents=None))
+    assert batch.labels is not None and torch.equal(batch.labels, others)
+    later = next_tokens(tokens, ahead=2, documents=pattern.documents)
+    places = torch.arange(TOKENS)
+    leaks = multiplicity(pattern, places, places, 1)[0].diagonal(2) > 0
+    assert torch.equal(pattern.sees_ahead(TOKENS, 2)[:-2], leaks)
+    if leaks.any():
+        with pytest.raises(ValueError, match="later must not .* the tokens 2 ahead.* that a token sees"):
+            shard_batch(context, tokens, pattern=pattern, later=later)
+    shard_batch(context, tokens, pattern=pattern, later=later.masked_fill(pattern.sees_ahead(TOKENS, 2), IGNORED))
 
 
 @pytest.mark.parametrize("whose", ("the batch's", "the context's", "the batch's before the context's"))

@@ -185,6 +185,7 @@ REFUSED: dict[str, tuple[Callable[[ContextParallel], object], str]] = {
     "no slices": (lambda x: x.with_pattern(Pattern.dense(True)), "pattern must be a Pattern with slices"),
     "too long": (lambda x: x.with_pattern(Pattern.prefix(8)), "slices must lie within the 7 tokens"),
     "a tree's places": (lambda x: attend(x, Pattern.tree([None, 0], [3, 4])), "shard_batch.*pattern=pattern"),
+    "places of noisy frames": (lambda x: attend(x, Pattern.frames([3], noisy=True)), "pattern of noisy frames must be"),
     "a window": (lambda x: attend(x.with_pattern(Pattern.prefix(3)), Pattern.dense(True, window=2)), "must be plain"),
     "a second": (lambda x: attend(x.with_pattern(Pattern.prefix(3)), Pattern.prefix(3)), "pattern must be plain"),
     "positions": (
@@ -194,7 +195,15 @@ REFUSED: dict[str, tuple[Callable[[ContextParallel], object], str]] = {
     "documents of a tree": (lambda x: x.with_pattern(ANSWERS).with_documents((3, 4)), "documents must be left out"),
     "documents of both": (
         lambda x: x.with_documents((3, 4)).with_pattern(Pattern.prefix(2, (4, 3))),
-        r"documents of the pattern must be those of the handle, \(3, 4\).*got \(4, 3\)",
+        r"documents of the pattern must be those of the handle or batch, \(3, 4\).*got \(4, 3\)",
+    ),
+    "documents of a batch": (
+        lambda x: shard_batch(x, WORDS, pattern=Pattern.prefix(2, (4, 3)), documents=(2, 2, 3)),
+        r"documents of the pattern must be those of the handle or batch, \(2, 2, 3\).*got \(4, 3\)",
+    ),
+    "other documents later": (
+        lambda x: x.with_pattern(Pattern.prefix(2, (4, 3))).with_documents((3, 4)),
+        "documents of the pattern must be those of the handle or batch",
     ),
     "documents of a module with slices": (
         lambda x: attend(x.with_documents((3, 4)), Pattern.prefix(2, (4, 3))),
@@ -224,10 +233,10 @@ def test_a_wrong_pattern_of_a_handle_is_refused(kind: str) -> None:
 
 
 def test_a_handle_with_a_pattern_replaces_plain_attention() -> None:
-    context, pattern = ContextParallel(LAYOUT), Pattern.spans([(2, 5)])
+    context, pattern = ContextParallel(LAYOUT), Pattern.spans([(4, 6)])
     for plain in (Pattern.dense(True), Pattern.dense()):
         assert torch.equal(attend(context.with_pattern(pattern), plain), attend(context, pattern))
     packed = context.with_pattern(pattern).with_documents((3, 4))
     for same in (context.with_documents((3, 4)).with_pattern(pattern), packed.with_documents(None)):
         assert same.pattern == packed.pattern
-    assert packed.pattern == Pattern.spans([(2, 5)], (3, 4)) and packed.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert packed.pattern == Pattern.spans([(4, 6)], (3, 4)) and packed.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]

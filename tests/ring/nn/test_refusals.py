@@ -198,6 +198,7 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("logits", lambda x: x.float(), "dtype of logits must be the same on every rank"),
         ("labels", _to(torch.full((2, 2), VOCABULARY)), "labels must be -100, or from 0 to 6: .*7"),
         ("ignored", _to(9), "ignored must be the same on every rank|labels must be 9"),
+        ("context", lambda x: x.with_pattern(Pattern.tree([None, 0], [5, 8])), "context must be no tree's"),
         ("context", lambda context: context.with_documents((TOKENS, 0)), "documents must be the same on every rank"),
     ],
     "batch_mean": [
