@@ -219,6 +219,17 @@ def test_buffers_by_hand(
         assert (got.backward == forward + got.gradients + returning).all()
 
 
+def test_sums_of_chunks_return_in_the_accumulator_type() -> None:
+    """Ranges 01 2 3 45. Rank 1 returns two sums of 01, for 2 and for 3; rank 2 one of 2 and one of 3. A slot has 6
+    numbers, in fp32: `narrow` is for other calls."""
+    s = Setting(Pattern.dense(True, window=2), shards([0, 1], [2, 3], [4, 5]), 1, 1, 1, 3, 2, chunk=2)
+    assert sent(s, "direct", True).backward_gradients.tolist() == [[0, 0, 0], [4 * 24, 0, 0], [0, 2 * 24, 0]]
+    for exchange, copies in (("direct", 2), ("gather", 1)):
+        held = buffers(s, exchange, 2, True)
+        assert held.gradients.tolist() == [0, copies * 4 * 24, copies * 2 * 24]
+        assert held.returned.tolist() == [4 * 24, 2 * 24, 0]
+
+
 def test_lengths_beyond_the_sequence() -> None:
     """No table grows with a segment or a rate that no sequence has."""
     huge = Setting(Pattern((Branch(10**15, 10**15, 2),)), shards([0, 2], [1]), 1, 1, 1, 1)

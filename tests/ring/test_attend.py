@@ -10,6 +10,10 @@ import torch
 
 from ring.attend import _merges_in_one_pass, accumulator_for, sum_class_for
 from ring.compute.accumulator import Accumulator, Sum
+from ring.compute.part_sums import PartSum
+from ring.plan.blocks import Heads
+from ring.plan.rows import Rows
+from ring.plan.tile import Leaf, Node, SumTree
 
 
 @pytest.mark.parametrize(
@@ -29,3 +33,10 @@ def test_partial_results_are_combined_in_one_pass(
     assert _merges_in_one_pass(x) is combined
     if not combined:
         assert isinstance(accumulator_for(x, None), Accumulator) and sum_class_for(x) is Sum
+
+
+def test_parts_are_added_in_the_accumulator_dtype() -> None:
+    tree, sums = SumTree(Rows(0, 1, 1), Heads(1, 1, 0, 1, 1), 2, 0, True), PartSum()
+    for number, value in enumerate((1.0, 2.0**-9)):
+        sums.add(Leaf(tree, number, 0), torch.full((1, 1, 1, 1, 1, 1), value, dtype=torch.bfloat16))
+    assert sums.take(tree, Node(1, 0)).item() == 1.0 + 2.0**-9

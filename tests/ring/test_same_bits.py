@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,14 @@ import torch
 from torch import Tensor
 
 from reference import Branch, Pattern
+from reference.cost import Setting
 from reference.same_bits import attention_in_chunks
 from ring import Layout, ring_attention
 from ring.comm.transport import SoloTransport
 from ring.nn import ContextParallel
+from ring.plan.exchange import parse
+from ring.plan.plan import plan_of
+from ring.validation import _validate_same_bits
 from tests.support.attention_cases import call, normal, plain
 from verification.run.rank import same_bits
 from verification.run.simulation.simulated_transport import SimulatedTransport
@@ -110,13 +115,29 @@ def test_bits_are_those_of_one_rank(pattern: Pattern, exchange: str, ranks: int)
         assert_same(results(x, pattern, layout, exchange=exchange, bucket=bucket), wanted)
 
 
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_ranks_return_as_many_sums_as_the_reference_counts(pattern: Pattern) -> None:
+    layout = Layout.whole_chunks(N, 3, CHUNK, pattern.documents)
+    wanted = Setting(pattern, [layout.positions(rank) for rank in range(3)], 1, 4, 2, 8, chunk=CHUNK).returned_slots
+    for rank, exchange in product(range(3), ("ring", "direct", "gather")):
+        steps = plan_of(pattern, layout, rank, 4, 2, parse(exchange, 3).keys, N, chunk=CHUNK).steps
+        assert sum(sent.stop - sent.start for step in steps for sent in step.return_sends) == wanted[rank].sum()
+
+
+@pytest.mark.parametrize("pattern", [Pattern.dense(causal=True, window=50), PATTERNS["longnet"]], ids=str)
 @pytest.mark.parametrize("keys", [40, 170])
-def test_keys_of_another_sequence_keep_their_bits(keys: int) -> None:
-    x, pattern = tensors(torch.float32, keys), Pattern.dense(causal=True, window=50)
+def test_keys_of_another_sequence_keep_their_bits(keys: int, pattern: Pattern) -> None:
+    x = tensors(torch.float32, keys)
     wanted = expected(x, pattern)
     for exchange in ("ring", "gather"):
         layouts = dealt(N, 3, None, 5), dealt(keys, 3, None, 6)
         assert_same(results(x, pattern, *layouts, exchange=exchange), wanted)
+
+
+def test_no_result_is_minus_zero() -> None:
+    x, pattern = tensors(torch.float32), PATTERNS["causal"]
+    x[2].fill_(-1e-45)  # averages of it are rounded to -0.0
+    assert_same(results(x, pattern, Layout.contiguous(N, 1)), expected(x, pattern))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -156,11 +177,14 @@ def test_modules_and_compiled_graphs_keep_the_bits() -> None:
 REFUSED = {
     "zigzag": ({"layout": Layout.zigzag(N, 2)}, r"at position 26 on rank 0: write Layout.whole_chunks\(106, 2, 16\)"),
     "reversed": ({"layout": Layout.from_cuts(range(N)[::-1], (0, 58, N))}, "chunks of same_bits=16 tokens whole"),
+    "behind": ({"layout": Layout.from_cuts([*range(40, N), *range(40)], (0, 66, N))}, "at position 40 on rank 0"),
+    "keys": ({"key_layout": Layout.zigzag(N, 2)}, "key_layout must hold chunks of same_bits=16 tokens whole"),
     "documents": ({"pattern": PATTERNS["documents"]}, r"write Layout.whole_chunks\(106, 2, 16, documents\)"),
     "bucket": ({"bucket": 15}, "bucket must be None or at least same_bits, 16 tokens, got 15"),
     "kernel": ({"kernel": "flash"}, "kernel 'flash' has no fixed bits on cpu, got same_bits=16: use 'auto' or 'math'"),
     "auto": ({"exchange": "auto"}, "exchange 'auto' is not predicted with same_bits"),
     "a shared head": ({"exchange": "all-to-all", "heads": 1}, "divides the query heads of a key/value head"),
+    "a head of both": ({"exchange": "all-to-all", "heads": 3}, "got 3 key/value heads for 2 ranks that divide heads"),
     "size": ({"same_bits": 24}, "same_bits must be None or the tokens of a chunk, a multiple of 16"),
     "type": ({"same_bits": True}, "same_bits must be None"),
 }  # fmt: skip
@@ -177,11 +201,18 @@ def test_refusals_name_the_argument_on_every_rank(arguments: dict[str, Any], mes
     heads = options.pop("heads", 2)
 
     def step(transport: SimulatedTransport) -> None:
-        q, k = (torch.ones(1, options["layout"].counts[transport.rank], count, 8) for count in (4, heads))
+        layouts = options["layout"], options.get("key_layout", options["layout"])
+        q, k = (torch.ones(1, on.counts[transport.rank], x, 8) for on, x in zip(layouts, (12, heads), strict=True))
         with pytest.raises((ValueError, NotImplementedError), match=message):
             ring_attention(q, k, k, group=transport, **options)
 
     Simulation(2, seed=1).run(step)
+
+
+def test_chunks_on_gpus_are_whole_tiles() -> None:
+    call: Any = SimpleNamespace(settings=None, q=SimpleNamespace(is_cuda=True))
+    with pytest.raises(ValueError, match="same_bits must be a multiple of 128 tokens on GPUs, got 144"):
+        _validate_same_bits(call, 144, 2)
 
 
 def test_other_chunks_on_another_rank_are_refused() -> None:

@@ -197,9 +197,11 @@ def test_bits_are_compared_as_integers(number: int) -> None:
 
 def test_the_same_bits_have_a_way_that_is_taken() -> None:
     for world in (1, 2, 4):
-        for case, how in draw_many(SAME_BITS.draw(world), 40):
+        drawn = draw_many(SAME_BITS.draw(world), 40)
+        for case, how in drawn:
             SAME_BITS.validate(case, how)
             assert case.same_bits is not None and other_of(case, how) != case
+        assert any(how["entry"] is not None for _, how in drawn)
 
 
 def plant_number(number: int) -> None:
