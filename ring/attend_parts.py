@@ -85,7 +85,7 @@ def _backward(call: KernelCall, rows: list[StridedView], arrival: Arrival, scori
     """Return the tile's summands of dq, dk, dv. rows: q, dout, out, lse and, unless it has no gradient, that of lse."""
     kernel = call.kernel
     tensors = _views(call, rows, arrival)
-    with _fixed_order() if kernel.batched else nullcontext():
+    with fixed_order() if kernel.batched else nullcontext():
         if not kernel.alone:
             return list(_kernel_backward(kernel, call.tile, tensors, scoring))
         one = _of_one_group(call.tile)
@@ -140,14 +140,14 @@ def _of_one_group(tile: Tile) -> Tile:
 
 
 @contextmanager
-def _fixed_order() -> Iterator[None]:
+def fixed_order() -> Iterator[None]:
     """Make kernels of a backward sum in a fixed order. New memory is left as it is."""
     memory: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    before = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        torch.set_deterministic_debug_mode(before[0])
         memory.fill_uninitialized_memory = before[1]

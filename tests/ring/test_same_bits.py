@@ -16,6 +16,7 @@ from reference import Branch, Pattern
 from reference.cost import Setting
 from reference.same_bits import attention_in_chunks
 from ring import Layout, ring_attention
+from ring.attend_parts import fixed_order
 from ring.comm.transport import SoloTransport
 from ring.nn import ContextParallel
 from ring.plan.exchange import parse
@@ -118,7 +119,8 @@ def test_bits_are_those_of_one_rank(pattern: Pattern, exchange: str, ranks: int)
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_ranks_return_as_many_sums_as_the_reference_counts(pattern: Pattern) -> None:
     layout = Layout.whole_chunks(N, 3, CHUNK, pattern.documents)
-    wanted = Setting(pattern, [layout.positions(rank) for rank in range(3)], 1, 4, 2, 8, chunk=CHUNK).returned_slots
+    positions = [layout.positions(rank).numpy() for rank in range(3)]
+    wanted = Setting(pattern, positions, 1, 4, 2, 8, chunk=CHUNK).returned_slots
     for rank, exchange in product(range(3), ("ring", "direct", "gather")):
         steps = plan_of(pattern, layout, rank, 4, 2, parse(exchange, 3).keys, N, chunk=CHUNK).steps
         assert sum(sent.stop - sent.start for step in steps for sent in step.return_sends) == wanted[rank].sum()
@@ -224,3 +226,13 @@ def test_other_chunks_on_another_rank_are_refused() -> None:
 
     with pytest.raises(RankError, match="same_bits must be the same on every rank: rank 0 has 16, rank 1 32"):
         Simulation(2, seed=1).run(step)
+
+
+def test_switches_of_determinism_are_as_before() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with fixed_order():
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)

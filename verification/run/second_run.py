@@ -39,12 +39,12 @@ def another_default_dtype(dtype: torch.dtype) -> Iterator[None]:
 @contextmanager
 def sums_in_fixed_order() -> Iterator[None]:
     """Make kernels sum in the same order in every run."""
-    before = torch.are_deterministic_algorithms_enabled()
+    before = torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
 
 
 @contextmanager
