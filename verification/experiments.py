@@ -9,8 +9,7 @@ from functools import partial
 from verification.case import Case
 from verification.check import properties
 from verification.check.attention_on_ranks import OURS, AttentionOnRanks, Implementation
-from verification.check.checks import CHECKS, costs
-from verification.check.expectation import expect
+from verification.check.checks import CHECKS
 from verification.check.laws import Law
 from verification.check.supported import check_supported
 from verification.run.backends import Backend
@@ -29,8 +28,7 @@ def check_case(backend: Backend, case: Case, names: Sequence[str] = tuple(CHECKS
 def check_errors(backend: Backend, case: Case) -> dict[str, float]:
     """Check the properties of the ranks, without oracle agreement: its ratio is no error of the ranks."""
     backend.submit(observe, case)
-    expectation = expect(case)
-    costs(case)
+    expectation = properties.prepare_ranks(case)
     return properties.check(case, expectation, backend.collect(), properties.OF_THE_RANKS)
 
 

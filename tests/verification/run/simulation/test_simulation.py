@@ -14,12 +14,13 @@ from ring.comm.transport import Message, Outgoing, Pending
 from tests.support.backends import shared
 from tests.support.plain_case import plain
 from tests.support.planted import plant, plant_receive_first
-from verification.experiments import check_case
+from verification.experiments import EXAMPLES, LARGER_ERRORS, check_case
 from verification.failures import BrokenContract, Deadlock, MismatchedMessages, RankError, RankFailure, RankHang
 from verification.run.backends import SimBackend
 from verification.run.simulation.scheduler import POLICIES
 from verification.run.simulation.simulated_transport import SimulatedTransport
 from verification.run.simulation.simulation import Simulation
+from verification.search.experiment import Experiment
 
 pytestmark = pytest.mark.ranks
 
@@ -255,6 +256,12 @@ def test_cases_hold_on_one_backend_for_any_world(backend: SimBackend, world: int
     longnet = {"tokens": 45, "pattern": Pattern.longnet((4, 16), (1, 3), 2, causal=True), "bucket": 3}
     for changes in ({}, longnet):
         assert 0 < max(check_case(backend, plain(world, exchange=exchange, **changes)).values()) <= 1
+
+
+@pytest.mark.parametrize("experiment", [EXAMPLES, LARGER_ERRORS], ids=lambda experiment: experiment.name)
+def test_chunks_of_slices_hold_without_counts_of_bytes(backend: SimBackend, experiment: Experiment) -> None:
+    slices = Pattern.slices([((0, 50), (0, 40), "causal"), ((30, 96), (40, 96), (-30, 12))])
+    experiment.check(backend, plain(3, tokens=96, pattern=slices, order="dealt chunks", same_bits=32))
 
 
 def plant_endless_loop() -> None:
