@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ring.attend import output_like
+from ring.caching.weak_cache import cached_on
 from ring.comm.exchange import Arrival, Exchange
 from ring.comm.transport import Transport
 from ring.compute import kernel_calls
@@ -131,8 +132,11 @@ def _joined(entries: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor
     return torch.cat(list(entries), 2).unflatten(2, (batch, groups)).squeeze(1)
 
 
+@cached_on
 def _of_one_group(tile: Tile) -> Tile:
-    """Return the tile with its first group of heads alone."""
+    """Return the tile with its first group of heads alone. The same one every time: its tables on a GPU are copied
+    once.
+    """
     query, key = (
         x._replace(groups=1, ids=None if x.ids is None else x.ids[:1]) for x in (tile.query_heads, tile.key_heads)
     )

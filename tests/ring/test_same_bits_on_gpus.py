@@ -6,7 +6,8 @@ python -m pytest tests/ring/test_same_bits_on_gpus.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from ring import Layout
 from ring.compute.accumulator import merge
 from ring.compute.gpu import graph_replay
 from ring.compute.kernels import FA4
-from tests.ring.compute.gpu.test_graph_replay import captured_anew
+from tests.ring.compute.gpu.test_graph_replay import called, captured_anew
 from tests.support.attention_cases import call, normal
 from tests.support.ranks import Ranks
 from verification.run.rank import same_bits
@@ -93,14 +94,39 @@ def test_a_document_alone_has_the_bits_of_the_packed_one(name: str, dtype: torch
         begin += length
 
 
+def replayed(step: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """Return the results of a call that a caller's graph replays."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for x in captured:
+        x.fill_(torch.nan)
+    graph.replay()
+    return [x.clone() for x in captured]
+
+
 @pytest.mark.parametrize("name, dtype", KERNELS)
-def test_replayed_graphs_have_the_bits_of_calls(name: str, dtype: torch.dtype) -> None:
-    x, pattern = drawn(dtype), PATTERNS["causal"]
-    wanted = results(x, pattern, kernel=name)
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_captured_calls_have_the_bits_of_others(name: str, dtype: torch.dtype, pattern: Pattern) -> None:
+    step = partial(results, drawn(dtype), pattern, kernel=name, check=False)
+    wanted = step()
+    assert_same(replayed(step), wanted)
+
+
+def test_short_calls_that_repeat_have_the_bits_of_the_first() -> None:
+    """They are replayed."""
+    q, k, v, dout, _ = drawn(torch.bfloat16)
     with captured_anew(1) as graphs:
         torch.use_deterministic_algorithms(False)
+        step = partial(called, (q, k, v, dout), PATTERNS["causal"], Layout.contiguous(N, 1), same_bits=CHUNK)
+        wanted = step()
         for _ in range(graph_replay.WARMUP_CALLS + 2):
-            assert_same(results(x, pattern, kernel=name), wanted)
+            assert all(map(same_bits, step(), wanted))
         assert len(graphs) == 2, "forward and backward"
 
 
@@ -116,9 +142,10 @@ def _differing(exchange: str) -> list[str]:
             whole = results(x, pattern, group=alone, kernel=name)
             layout = Layout.whole_chunks(N, world, CHUNK, pattern.documents)
             shard = [layout.shard(t, rank, dim) for t, dim in zip(x, (1, 1, 1, 1, 2), strict=True)]
-            found = results(shard, pattern, layout, kernel=name, exchange=exchange)
+            step = partial(results, shard, pattern, layout, kernel=name, exchange=exchange, check=False)
             own = [layout.shard(t, rank, dim) for t, dim in zip(whole, (1, 2, 1, 1, 1), strict=True)]
-            wrong += [f"{name}, {dtype}, {what}"] if not all(map(same_bits, found, own)) else []
+            found = {"called": step()} | ({} if exchange == "gather" else {"captured": replayed(step)})
+            wrong += [f"{name}, {dtype}, {what}, {how}" for how, x in found.items() if not all(map(same_bits, x, own))]
     return wrong
 
 
