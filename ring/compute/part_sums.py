@@ -1,51 +1,20 @@
 """Results of parts, merged and summed over the trees of a plan (`ring.plan.parts`), whatever the order in which they
-come. A node waits for its sibling; so a tree holds few nodes at a time.
+come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 import torch
 
 from ring.compute.accumulator import Accumulator, Sum, lse_view, merge
+from ring.compute.tree_nodes import TreeNodes
 from ring.plan.tile import Leaf, Node, SumTree
 from ring.precision import accumulator_dtype
 from ring.strided_view import StridedView
 
-T = TypeVar("T")
 _Output = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(eq=False)
-class _Nodes(Generic[T]):
-    """The nodes of a tree that are complete, and wait for their siblings. combine: of the left node and the right."""
-
-    parts: int
-    combine: Callable[[T, T], T]
-    waiting: dict[Node, T] = field(default_factory=dict)
-    root: T | None = None
-
-    def insert(self, node: Node, value: T) -> None:
-        """Add a complete node: combine it with its sibling, and so on upwards, as far as siblings are complete."""
-        while not node.is_root(self.parts):
-            if not node.is_alone(self.parts):
-                if node.sibling not in self.waiting:
-                    self.waiting[node] = value
-                    return
-                other = self.waiting.pop(node.sibling)
-                value = self.combine(other, value) if node.number % 2 else self.combine(value, other)
-            node = node.parent
-        self.root = value
-
-    def take(self, node: Node) -> T:
-        """Return a node that waits, or the root."""
-        if node.is_root(self.parts):
-            assert self.root is not None
-            return self.root
-        return self.waiting[node]
 
 
 class PartOutputs:
@@ -54,7 +23,7 @@ class PartOutputs:
     """
 
     def __init__(self, like: torch.Tensor, sinks: torch.Tensor | None, disjoint: bool) -> None:
-        self._trees: dict[SumTree, _Nodes[_Output]] = {}
+        self._trees: dict[SumTree, TreeNodes[_Output]] = {}
         self._like, self._sinks, self._merge = like, sinks, _merge_of(like)
         self._in_place = disjoint and sinks is None
         batch, tokens, heads, _ = like.shape
@@ -66,7 +35,7 @@ class PartOutputs:
     def merge(self, leaf: Leaf, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge the result of a part. out: (1, B, groups, per_group, L, D); lse the same without D."""
         tree = leaf.tree
-        nodes = self._trees.setdefault(tree, _Nodes(tree.parts, lambda a, b: self._merge(*a, *b)))
+        nodes = self._trees.setdefault(tree, TreeNodes(tree.parts, lambda a, b: self._merge(*a, *b)))
         nodes.insert(Node(0, leaf.number), (_filled(out, leaf, 0.0), _filled(lse, leaf, -torch.inf)))
         if self._in_place and nodes.root is not None:
             out, lse = nodes.root
@@ -100,7 +69,7 @@ class PartSum:
     """Gradients of tiles, summed over trees in the accumulator's dtype."""
 
     def __init__(self) -> None:
-        self._trees: dict[SumTree, _Nodes[torch.Tensor]] = {}
+        self._trees: dict[SumTree, TreeNodes[torch.Tensor]] = {}
 
     def add(self, leaf: Leaf, tile: torch.Tensor) -> None:
         """Add the summand of a part, (1, B, groups, per_group, L, D), which may be overwritten."""
@@ -108,7 +77,7 @@ class PartSum:
 
     def insert(self, tree: SumTree, node: Node, value: torch.Tensor) -> None:
         """Add the sum of a node, which may be overwritten."""
-        self._trees.setdefault(tree, _Nodes(tree.parts, _add)).insert(node, value)
+        self._trees.setdefault(tree, TreeNodes(tree.parts, _add)).insert(node, value)
 
     def take(self, tree: SumTree, node: Node) -> torch.Tensor:
         """Return the sum of a node whose parts were all added."""

@@ -10,6 +10,8 @@
     batch_group     the ranks that share a global batch
     loss            means over all labelled tokens, and over all sequences, of the global batch
     gradients       average of gradients without a wrapper; clipping by their norm
+    same_weights    a model whose training steps have the same bits on any number of ranks
+    replicas        parameters of which every rank has a copy
     module_calls    calls of a model's modules, and the first that differs from what it should be
 
 Nothing here patches torch or a model, and no argument is silently ignored.
@@ -22,6 +24,7 @@ from ring.nn.longnet_block import LongNetBlock, longnet_pattern
 from ring.nn.loss import batch_mean, count_labels, cross_entropy, sequence_logprobs, token_mean
 from ring.nn.ring_attention import RingAttention
 from ring.nn.rotary import rotary
+from ring.nn.same_weights.wrapper import SameWeights
 from ring.nn.self_attention import SelfAttention
 from ring.nn.sequence import gather, sequence_mean, sequence_sum
 
@@ -31,6 +34,7 @@ __all__ = [
     "ContextParallel",
     "LongNetBlock",
     "RingAttention",
+    "SameWeights",
     "SelfAttention",
     "average_gradients",
     "batch_mean",

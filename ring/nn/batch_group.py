@@ -105,6 +105,11 @@ class BatchRanks:
         self.world_ranks = _world_ranks(over)
         self.calls: Calls = _SharedCallNumber([axis.transport.calls for axis in self._axes])
 
+    @property
+    def is_one_group(self) -> bool:
+        """True if one process group, or this process alone, has all ranks."""
+        return len(self._axes) <= 1
+
     def lock(self) -> AbstractContextManager[object]:
         """Lock for all collectives of one result: another thread waits until it is released."""
         return self.calls.lock()
@@ -132,6 +137,21 @@ class BatchRanks:
             dist.all_reduce(x, group=axis.group)
         for axis in self._axes[:-1]:  # sums of the same numbers along two axes may differ in their last bit
             dist.broadcast(x, group=axis.group, group_src=0)
+
+    def all_to_all(self, x: Tensor, rows: Sequence[int]) -> list[Tensor]:
+        """Return what each rank has for this one, (rows[r], ...) of rank r.
+
+        x: (ranks, rows of this rank, ...), contiguous: an entry for each rank. All ranks are in one process group.
+        """
+        if not self._axes:
+            return [x[0]]
+        (axis,) = self._axes
+        local = x.to(_device_for(axis.group, x.device)).flatten(2)
+        width = local.shape[2]
+        found = local.new_empty(sum(rows) * width)
+        sizes = [count * width for count in rows]
+        dist.all_to_all_single(found, local.flatten(), sizes, [local.shape[1] * width] * len(x), group=axis.group)
+        return [y.view(-1, *x.shape[2:]) for y in found.to(x.device).split(sizes)]
 
     def all_equal(self, payload: bytes) -> bool:
         equal = True

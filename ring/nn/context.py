@@ -231,6 +231,13 @@ class ContextParallel:
         return self.transport.rank
 
     @property
+    def first_rank(self) -> int:
+        """Number in the world of the group's first rank, by which ranks of a batch tell context groups apart."""
+        if isinstance(self.transport, ProcessGroupTransport):
+            return dist.get_process_group_ranks(self.transport.group)[0]
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
         return self.transport.world_size

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring.nn.batch_group import BatchRanks
+from ring.nn.replicas import check_plain, check_real, check_replicas
+from ring.nn.same_weights.wrapper import SameWeights, ranks_over
 from ring.precision import accumulator_dtype
 from ring.validation import is_dtensor
 
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 BUCKET = 2**25  # bytes of gradients summed in one message, as in DDP
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 @torch.no_grad()
@@ -46,6 +47,8 @@ def average_gradients(
             differed or one rank left out a step; for sparse gradients, and an exhausted iterator.
         NotImplementedError: for complex gradients, and for DTensors, whose wrapper averages them.
     """
+    if isinstance(over, SameWeights):
+        raise ValueError("over must be a process group, a DeviceMesh or None: SameWeights sums gradients itself")
     ranks = BatchRanks(over)
     with ranks.lock():
         _average_gradients(parameters, ranks)
@@ -55,11 +58,11 @@ def _average_gradients(parameters: Iterable[Tensor] | Tensor, ranks: BatchRanks)
     def checked() -> tuple[dict[str, object], list[Tensor]]:
         tensors = _parameter_list(parameters)
         for number, x in enumerate(tensors):
-            _check_plain(number, x)
+            check_plain(number, x)
         return {"parameters": [[str(x.dtype), list(x.shape), x.device.type] for x in tensors]}, tensors
 
     tensors = ranks.agree("average_gradients", checked)
-    _check_replicas(tensors, ranks)
+    check_replicas(tensors, ranks)
     with_grad = [x for x, has_grad in zip(tensors, _has_grad_anywhere(tensors, ranks), strict=True) if has_grad]
     for bucket in _buckets(with_grad):
         _average(bucket, ranks)
@@ -67,7 +70,9 @@ def _average_gradients(parameters: Iterable[Tensor] | Tensor, ranks: BatchRanks)
 
 @torch.no_grad()
 def clip_grad_norm(
-    parameters: Iterable[Tensor] | Tensor, max_norm: float, over: dist.ProcessGroup | DeviceMesh | None = None
+    parameters: Iterable[Tensor] | Tensor,
+    max_norm: float,
+    over: dist.ProcessGroup | DeviceMesh | SameWeights | None = None,
 ) -> Tensor:
     """Scale all gradients by max_norm / (norm + 1e-6) where that is below 1, as `torch.nn.utils.clip_grad_norm_` does.
 
@@ -78,7 +83,8 @@ def clip_grad_norm(
     Args:
         parameters: the same on every rank; those without gradient do not count.
         max_norm: greatest norm afterwards, > 0.
-        over: ranks of the batch, data x context: a process group, a `DeviceMesh`, or None: the default group, if any.
+        over: ranks of the batch, data x context: a process group, a `DeviceMesh`, or None: the default group, if any;
+            or the model with `SameWeights`.
 
     Returns:
         The norm before clipping: a scalar in fp64 on the CPU.
@@ -89,7 +95,7 @@ def clip_grad_norm(
             exhausted iterator.
         NotImplementedError: for complex gradients and for DTensors that are partial sums.
     """
-    ranks = BatchRanks(over)
+    ranks = ranks_over(over)
     with ranks.lock():
         return _clip_grad_norm(parameters, max_norm, ranks)
 
@@ -128,38 +134,7 @@ def _parameter_list(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
     return list({id(x): x for x in listed}.values())  # list tied parameters once
 
 
-def _check_real(x: Tensor) -> None:
-    if x.is_complex():
-        raise NotImplementedError(f"gradients must be real, got one in {x.dtype}")
-
-
 # --- the average ------------------------------------------------------------------------------------------------------
-
-
-def _check_plain(number: int, x: Tensor) -> None:
-    if is_dtensor(x) or is_dtensor(x.grad):
-        raise NotImplementedError(
-            f"parameters must be plain tensors, got a DTensor as number {number}: its wrapper averages it"
-        )
-    _check_real(x)
-    if x.grad is not None and x.grad.layout is not torch.strided:
-        raise ValueError(f"gradients must be dense, got that of parameter {number} in {x.grad.layout}")
-
-
-def _check_replicas(parameters: Sequence[Tensor], ranks: BatchRanks) -> None:
-    """Raise ValueError, on every rank, if the bits of a parameter differ between ranks: compare sums of integers."""
-    if not parameters or ranks.world_size == 1:
-        return
-    sums = [x.detach().view(_INTEGERS[x.element_size()]).sum(dtype=torch.int64) for x in parameters]
-    everyone = ranks.gather(torch.stack([total.to(sums[0].device) for total in sums]))
-    unlike = (everyone != everyone[0]).cpu()
-    if unlike.any():
-        rank, number = unlike.nonzero()[0].tolist()
-        raise ValueError(
-            f"parameters must have the same values on every rank, got others in number {number} on rank {rank} than on "
-            "rank 0: make the model from one seed; average before GradScaler.unscale_, or use ShardedGradScaler, lest "
-            "a rank leave out a step alone"
-        )
 
 
 def _has_grad_anywhere(parameters: Sequence[Tensor], ranks: BatchRanks) -> list[bool]:
@@ -201,7 +176,7 @@ def _check_grad(grad: Any) -> None:
         raise NotImplementedError(
             f"gradients must be averaged before they are clipped, got a DTensor {grad.placements}"
         )
-    _check_real(grad)
+    check_real(grad)
     if grad.layout is not torch.strided:
         raise ValueError(f"gradients must be dense, got one in {grad.layout}")
 

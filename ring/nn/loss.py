@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring.comm.process_group import ProcessGroupTransport
 from ring.nn import loss_ranks
 from ring.nn.batch import IGNORED, INTEGERS
 from ring.nn.batch_group import BatchRanks
 from ring.nn.context import ContextParallel
+from ring.nn.same_weights.wrapper import SameWeights, ranks_over
 from ring.nn.sequence import sequence_sum
 from ring.precision import accumulator_dtype
 from ring.validation import refuse_dtensor
@@ -76,7 +76,7 @@ def _count_labels(labels: Tensor | Sequence[Tensor], ranks: BatchRanks, ignored:
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,
-    over: dist.ProcessGroup | DeviceMesh | None = None,
+    over: dist.ProcessGroup | DeviceMesh | SameWeights | None = None,
     *,
     labelled: int | None = None,
     averaged_over: float | None = None,
@@ -88,11 +88,11 @@ def cross_entropy(
         logits: (B, N, V) of this rank's tokens; fp64, fp32, bf16 or fp16; 16 bits are computed in fp32.
         labels: (B, N) int64 or int32, the next tokens, `ignored` for no label.
         over: the ranks that share the global batch, data x context: a process group, a `DeviceMesh` of any number of
-            dimensions, or None for the default group, or for this process without one.
+            dimensions, or None for the default group, or for this process without one; or the model with `SameWeights`.
         labelled: number of labelled tokens of the whole step if it has several micro-batches (`count_labels`). The
             value is then this micro-batch's share of the mean; add the shares. None: number of this call.
         averaged_over: the divisor that the wrapper applies to the sum of all ranks' gradients; None: the number of
-            ranks, as for DDP and FSDP. 1 if gradients are only summed.
+            ranks, as for DDP and FSDP. 1 if gradients are only summed, as by `SameWeights`.
         ignored: the label of a token without label.
 
     Returns:
@@ -108,18 +108,19 @@ def cross_entropy(
     def losses() -> Tensor:
         _check_logits(logits)
         _check_shapes("logits", logits, labels, logits.shape[:2])
-        wide = logits.to(accumulator_dtype(logits.dtype)).flatten(0, 1)
-        return _per_token(wide, labels.flatten().long(), ignored).view_as(labels)
+        if fixed is not None:
+            return fixed.token_sums.by_chunks("logits", lambda x, y: _losses(x, y, ignored), logits, labels)
+        return _losses(logits, labels, ignored)
 
-    ranks = BatchRanks(over)
+    ranks, fixed = ranks_over(over), over if isinstance(over, SameWeights) else None
     with ranks.lock():
-        return _mean("cross_entropy", losses, labels, ranks, labelled, averaged_over, ignored)
+        return _mean("cross_entropy", losses, labels, ranks, labelled, averaged_over, ignored, fixed)
 
 
 def token_mean(
     losses: Tensor,
     labels: Tensor | None,
-    over: dist.ProcessGroup | DeviceMesh | None = None,
+    over: dist.ProcessGroup | DeviceMesh | SameWeights | None = None,
     *,
     labelled: int | None = None,
     averaged_over: float | None = None,
@@ -133,9 +134,11 @@ def token_mean(
         losses: (B, N, ...) of this rank's tokens, real. Those of `ignored` labels do not count, not even if infinite
             or NaN.
         labels: (B, N) int64 or int32, `ignored` for no label, as at padding; None: every token counts.
-        over: ranks of the batch, data x context: a process group, a `DeviceMesh`, or None: the default group, if any.
+        over: ranks of the batch, data x context: a process group, a `DeviceMesh`, or None: the default group, if any;
+            or the model with `SameWeights`.
         labelled: number of labelled tokens of the whole step if it has several micro-batches; None: of this call.
-        averaged_over: divisor of the sum of all ranks' gradients, by the wrapper; None: the number of ranks.
+        averaged_over: divisor of the sum of all ranks' gradients, by the wrapper; None: the number of ranks, or 1 for
+            `SameWeights`.
         ignored: the label of a token without label.
 
     Returns:
@@ -152,9 +155,9 @@ def token_mean(
             _check_shapes("losses", losses, labels, losses.shape[:2])
         return losses
 
-    ranks = BatchRanks(over)
+    ranks, fixed = ranks_over(over), over if isinstance(over, SameWeights) else None
     with ranks.lock():
-        return _mean("token_mean", checked, labels, ranks, labelled, averaged_over, ignored)
+        return _mean("token_mean", checked, labels, ranks, labelled, averaged_over, ignored, fixed)
 
 
 def batch_mean(
@@ -199,7 +202,7 @@ def _batch_mean(
         _check_real("losses", losses, "(...)", range(65))
         _check_options("counted", counted, averaged_over)
         local, size = losses.sum(dtype=torch.float64), losses.detach().abs().sum(dtype=torch.float64)
-        group, number = local.new_tensor([float(_first_rank(context)), float(losses.numel())])
+        group, number = local.new_tensor([float(context.first_rank), float(losses.numel())])
         signature: dict[str, object] = {
             "counted": counted, "averaged_over": averaged_over, "ranks of the context": context.world_size,
             "dtype": str(losses.dtype), "device type": losses.device.type,
@@ -252,8 +255,7 @@ def sequence_logprobs(logits: Tensor, labels: Tensor, context: ContextParallel, 
                 "logprobs = -functional.cross_entropy(logits.transpose(1, 2), labels, reduction='none'), and for each "
                 "path sequence_sum(context, logprobs, mask=own), own (B, N) True for this rank's tokens of the path"
             )
-        wide = logits.to(accumulator_dtype(logits.dtype)).flatten(0, 1)
-        logprobs = -_per_token(wide, labels.flatten().long(), ignored).view_as(labels)
+        logprobs = -_losses(logits, labels, ignored)
         return {"ignored": ignored, "dtype of logits": str(logits.dtype)}, logprobs
 
     return sequence_sum(context, context.agree("sequence_logprobs", computed))
@@ -267,26 +269,39 @@ def _mean(
     labelled: int | None,
     averaged_over: float | None,
     ignored: int,
+    fixed: SameWeights | None,
 ) -> Tensor:
-    """Mean of the losses (B, N, ...) that `compute` returns; it also checks the arguments of the caller."""
+    """Mean of the losses (B, N, ...) that `compute` returns; it also checks the arguments of the caller.
 
-    def summed() -> tuple[dict[str, object], tuple[Tensor, Tensor, torch.dtype]]:
+    fixed: the model whose chunks give the order of sums.
+    """
+
+    def summed() -> tuple[dict[str, object], tuple[Tensor, Tensor, Tensor, torch.dtype]]:
         _check_ignored(ignored)
         _check_options("labelled", labelled, averaged_over)
+        if fixed is not None and averaged_over not in (None, 1):
+            raise ValueError(f"averaged_over must be None or 1, since SameWeights sums gradients, got {averaged_over}")
         losses = compute()
         counts = losses.new_ones(losses.shape[:2]).bool() if labels is None else labels != ignored  # (B, N)
         per_token = counts.view(*counts.shape, *[1] * (losses.dim() - 2))
-        local = losses.masked_fill(~per_token, 0.0).sum((0, 1), dtype=torch.float64)
+        counted = losses.masked_fill(~per_token, 0.0)
+        if fixed is None:
+            sums = local = counted.sum((0, 1), dtype=torch.float64)
+        else:
+            sums = fixed.token_sums.of_chunks("losses", counted)  # (B chunks, ...)
+            local = sums.sum(0)
         signature: dict[str, object] = {
             "labelled": labelled, "averaged_over": averaged_over, "ignored": ignored, "dtype": str(losses.dtype),
             "device type": losses.device.type, "other dimensions": list(local.shape),
         }  # fmt: skip
-        sums = torch.cat((local.detach().flatten(), counts.sum(dtype=torch.float64)[None]))
-        return signature, (local, sums, accumulator_dtype(losses.dtype))
+        return signature, (local, sums.detach(), counts.sum(dtype=torch.float64), accumulator_dtype(losses.dtype))
 
-    local, sums, kind = ranks.agree(operation, summed)
-    gathered = ranks.gather(sums).sum(0)
-    total, count = gathered[:-1].view(local.shape), gathered[-1]
+    local, sums, number, kind = ranks.agree(operation, summed)
+    if fixed is None:
+        gathered = ranks.gather(torch.cat((sums.flatten(), number[None]))).sum(0)
+        total, count = gathered[:-1].view(sums.shape), gathered[-1]
+    else:
+        total, count = fixed.token_sums.total(sums), ranks.gather(number).sum(0)
     if labelled is not None:
         if labelled < int(count):
             raise ValueError(
@@ -295,7 +310,8 @@ def _mean(
             )
         count = torch.full_like(count, labelled)
     share = 1.0 / count.clamp(min=1.0)
-    scale = ranks.world_size if averaged_over is None else averaged_over
+    divisor = ranks.world_size if fixed is None else 1
+    scale = divisor if averaged_over is None else averaged_over
     mean: Tensor = _Mean.apply(local, (total * share).to(kind), share * scale, ranks.world_ranks)
     return mean
 
@@ -314,19 +330,18 @@ class _Mean(torch.autograd.Function):
         return grad.double() * ctx.scale, None, None, None
 
 
+def _losses(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    """Losses (B, N) of logits (B, N, V)."""
+    wide = logits.to(accumulator_dtype(logits.dtype)).flatten(0, 1)
+    return _per_token(wide, labels.flatten().long(), ignored).view_as(labels)
+
+
 def _per_token(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
     """Losses: logits (T, V), labels (T,) -> (T,), 0 for ignored labels."""
     try:
         return torch.nn.functional.cross_entropy(logits, labels, ignore_index=ignored, reduction="none")
     except IndexError as error:  # on CPUs only: on a GPU the process aborts
         raise ValueError(f"labels must be {ignored}, or from 0 to {logits.shape[1] - 1}: {error}") from error
-
-
-def _first_rank(context: ContextParallel) -> int:
-    """World rank of the first rank of the context group, by which batch ranks tell groups apart."""
-    if isinstance(context.transport, ProcessGroupTransport):
-        return dist.get_process_group_ranks(context.transport.group)[0]
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _check_copies(everyone: Tensor, copies: int, eps: float) -> None:

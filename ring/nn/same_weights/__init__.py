@@ -1,0 +1,7 @@
+"""Training steps with the same bits on any number of ranks: see SAME_WEIGHTS.md in the folder above.
+
+chunk_rows      chunks of a rank, and the pieces of its tensors
+chunked_calls   calls of modules, chunk by chunk
+gradient_sums   sums of the gradients of chunks, over ranks
+wrapper         the model, in place of DDP
+"""

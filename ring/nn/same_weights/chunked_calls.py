@@ -1,0 +1,164 @@
+"""Calls of modules, chunk by chunk: each module with parameters of its own is called once for each chunk.
+
+So a module's operations have the same shapes on any number of ranks, whatever they are. A call gets copies of the
+parameters, through which the gradients of its chunk reach the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ring.comm.call_order import within_backward
+from ring.nn.same_weights.chunk_rows import ChunkRows, Cut, Join
+
+
+@dataclass(eq=False)
+class Forward:
+    """A forward of the model: the chunks of this rank, and the sequences of the batch. done: after its backward."""
+
+    chunks: ChunkRows
+    batch: int
+    done: bool = False
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Iterate over the entry and the number of the chunk of each piece."""
+        return ((entry, number) for entry in range(self.batch) for number in self.chunks.numbers)
+
+
+Insert = Callable[[Forward, int, int, int, Tensor], None]  # forward, parameter, entry, chunk, gradient
+
+
+class _Copy(torch.autograd.Function):
+    """A parameter, for one chunk. Its gradient goes to `insert`, and not to the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, insert: Callable[[Tensor], None]) -> Tensor:
+        ctx.insert = insert
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.insert(gradient)
+        return None, None
+
+
+def by_chunks(forward: Forward, where: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
+    """Return call(number of the piece, *args, **kwargs) of each piece of the tensors among the arguments, joined.
+
+    Raises NotImplementedError for a tensor that is not (B, N, ...), and for a result that is no tensor of the rows.
+    """
+    values, structure = tree_flatten((args, kwargs))
+    cut: dict[int, tuple[Tensor, ...]] = {}
+    for at, x in enumerate(values):
+        if isinstance(x, Tensor) and x.dim():
+            if x.shape[:2] != (forward.batch, forward.chunks.tokens):
+                raise NotImplementedError(
+                    f"{where} must be called with tensors (B, N, ...), here ({forward.batch}, "
+                    f"{forward.chunks.tokens}, ...), so that it can be called chunk by chunk, got {tuple(x.shape)}"
+                )
+            cut[at] = Cut.apply(x, forward.chunks)
+    if not cut:
+        raise NotImplementedError(f"{where} must be called with tensors of tokens, (B, N, ...), got none")
+    results = []
+    for piece, (begin, end) in enumerate(forward.chunks.rows * forward.batch):
+        args, kwargs = tree_unflatten([cut[at][piece] if at in cut else x for at, x in enumerate(values)], structure)
+        result = call(piece, *args, **kwargs)
+        if not isinstance(result, Tensor) or result.shape[:2] != (1, end - begin):
+            got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise NotImplementedError(f"{where} must return a tensor (1, {end - begin}, ...) for a chunk, got {got}")
+        results.append(result)
+    joined: Tensor = Join.apply(forward.chunks, forward.batch, *results)
+    return joined
+
+
+class ChunkedCalls:
+    """Calls the modules of a model chunk by chunk, within a forward and where its backward computes them again.
+
+    Args:
+        model: its modules with parameters get another `forward`, until `restore`.
+        numbers: of parameters, by id.
+        insert: takes gradients.
+    """
+
+    def __init__(self, model: nn.Module, numbers: dict[int, int], insert: Insert) -> None:
+        self.running: Forward | None = None
+        self._inside = False
+        self._numbers, self._insert = numbers, insert
+        self._replaced: list[tuple[nn.Module, Any]] = []
+        named = [(name, module) for name, module in model.named_modules() if _own_parameters(module)]
+        for name, module in named:
+            if next(module.children(), None) is not None:
+                raise NotImplementedError(
+                    f"{_described(name, module)} must have no parameters of its own beside modules, got "
+                    f"{', '.join(_own_parameters(module))}: what it does with them cannot be computed chunk by chunk"
+                )
+        for name, module in named:
+            self._replaced.append((module, module.__dict__.get("forward")))
+            module.forward = self._chunked(module, _described(name, module), module.forward)
+
+    @contextmanager
+    def within(self, forward: Forward) -> Iterator[None]:
+        """Call modules for this forward. It remains `running`, for its backward."""
+        self.running, self._inside = forward, True
+        try:
+            yield
+        except BaseException:
+            self.running = None
+            raise
+        finally:
+            self._inside = False
+
+    def restore(self) -> None:
+        """Give the modules their own `forward` again."""
+        for module, before in self._replaced:
+            del module.forward
+            if before is not None:
+                module.forward = before
+        self._replaced.clear()
+
+    def _chunked(self, module: nn.Module, where: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            running = self.running if self._inside or within_backward() else None
+            if running is None:
+                return own(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                raise NotImplementedError(f"{where} must not be compiled: chunks are separate calls")
+            places = list(running.places())
+
+            def call(piece: int, *args: Any, **kwargs: Any) -> Any:
+                with self._copies(module, running, *places[piece]):
+                    return own(*args, **kwargs)
+
+            return by_chunks(running, where, call, args, kwargs)
+
+        return forward
+
+    @contextmanager
+    def _copies(self, module: nn.Module, running: Forward, entry: int, chunk: int) -> Iterator[None]:
+        """Give a module copies of its parameters."""
+        before = dict(module._parameters)
+        for name, x in before.items():
+            if x is not None and x.requires_grad and torch.is_grad_enabled():
+                insert = partial(self._insert, running, self._numbers[id(x)], entry, chunk)
+                module._parameters[name] = _Copy.apply(x, insert)
+        try:
+            yield
+        finally:
+            module._parameters.update(before)
+
+
+def _own_parameters(module: nn.Module) -> list[str]:
+    return [name for name, x in module._parameters.items() if x is not None]
+
+
+def _described(name: str, module: nn.Module) -> str:
+    return f"module {name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"

@@ -1,0 +1,207 @@
+"""Gradients of parameters, summed over chunks in an order that no split changes.
+
+The gradient of a chunk is a leaf. The leaves of a sequence are summed over the binary tree of their numbers, the sums
+of sequences over that of the step's sequences. A rank sums the nodes that it has whole. After each backward every rank
+gets the nodes of one share of the parameters, from all ranks, and sums them further; at the end of the step all gather
+the sums.
+
+Sequences are numbered through the micro-batches of a step, in each of them through its context groups, in each of these
+through the batch. A parameter that a chunk does not reach has gradient 0 there; one that no chunk reaches has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ring.compute.tree_nodes import TreeNodes
+from ring.nn.batch_group import BatchRanks
+from ring.plan.parts import whole_nodes
+from ring.plan.tile import Node
+from ring.precision import accumulator_dtype
+
+BUCKET = 2**25  # bytes of gradients summed in one message, as in DDP
+
+
+@dataclass(frozen=True)
+class Held:
+    """Sequences of a micro-batch in a rank's context group, `group`, and the numbers of its chunks of each."""
+
+    group: int
+    batch: int
+    count: int
+    numbers: tuple[int, ...]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Nodes of each sequence that it has whole."""
+        return whole_nodes(sorted(self.numbers), self.count)
+
+    def gathered(self, ranks: BatchRanks, device: torch.device) -> list[Held]:
+        """Return what each rank holds. Collective."""
+        own = torch.tensor([self.group, self.batch, self.count, len(self.numbers), *self.numbers], device=device)
+        longest = int(ranks.gather(torch.tensor([len(own)], device=device)).max())
+        rows = ranks.gather(torch.nn.functional.pad(own, (0, longest - len(own)))).tolist()
+        return [Held(group, batch, count, tuple(rest[:some])) for group, batch, count, some, *rest in rows]
+
+
+def sequences(held: Sequence[Held]) -> list[tuple[int, int]]:
+    """Return the context group and the entry of each sequence of a micro-batch, in the order of their numbers."""
+    batches = {one.group: one.batch for one in held}
+    return [(group, entry) for group in sorted(batches) for entry in range(batches[group])]
+
+
+def add(left: Tensor, right: Tensor) -> Tensor:
+    """Return the sum in the accumulator's dtype."""
+    kind = accumulator_dtype(left.dtype)
+    return left.to(kind) + right.to(kind)
+
+
+class _Bucket:
+    """Parameters of one dtype and device whose gradients travel together."""
+
+    def __init__(self, members: list[int], parameters: Sequence[Tensor]) -> None:
+        self.members, self.like = members, [parameters[i] for i in members]
+        self.kind, self.device = accumulator_dtype(self.like[0].dtype), self.like[0].device
+
+
+class GradientSums:
+    """Sums of the gradients of one step.
+
+    parameters: the same on every rank. A use is a call that a parameter's gradient comes through: a parameter may be
+    used twice in a chunk. Each use has a tree of its own.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], ranks: BatchRanks) -> None:
+        self._parameters, self._ranks = parameters, ranks
+        self._buckets = [_Bucket(members, parameters) for members in _grouped(parameters)]
+        self._own: dict[tuple[int, int, int], TreeNodes[Tensor]] = {}  # by parameter, use and entry of the batch
+        self._arrived: dict[tuple[int, int, int], int] = {}  # uses so far, by parameter, entry and chunk
+        self._totals: dict[tuple[int, int], TreeNodes[Tensor]] = {}  # of this rank's share, by bucket and use
+        self._uses = [0] * len(parameters)  # of each parameter in the step, on any rank
+        self._sequences = 0  # of the step, in the micro-batches so far
+
+    @property
+    def pending(self) -> bool:
+        """True if some micro-batch of the step is summed."""
+        return self._sequences > 0
+
+    def insert(self, index: int, entry: int, chunk: int, count: int, gradient: Tensor) -> None:
+        """Add the gradient of a parameter in a chunk of an entry; count: chunks of the sequence."""
+        leaf = index, entry, chunk
+        use = self._arrived[leaf] = self._arrived.get(leaf, -1) + 1
+        self._tree(index, use, entry, count).insert(Node(0, chunk), gradient)
+
+    def _tree(self, index: int, use: int, entry: int, count: int) -> TreeNodes[Tensor]:
+        return self._own.setdefault((index, use, entry), TreeNodes(count, add))
+
+    def exchange(self, own: Held) -> None:
+        """Sum the gradients of a micro-batch further, and make room for those of the next. Collective."""
+        device = self._parameters[0].device
+        held = own.gathered(self._ranks, device)
+        uses = self._most_uses(device)
+        self._fill(own, uses)
+        for number, bucket in enumerate(self._buckets):
+            for use in range(max(uses[i] for i in bucket.members)):
+                self._sum_shares(number, use, own, held)
+        self._sequences += len(sequences(held))
+        self._own.clear()
+        self._arrived.clear()
+
+    def _most_uses(self, device: torch.device) -> list[int]:
+        """Return the uses of each parameter in this micro-batch, on the rank that has most."""
+        own = [0] * len(self._parameters)
+        for index, use, _ in self._own:
+            own[index] = max(own[index], use + 1)
+        uses: list[int] = self._ranks.gather(torch.tensor(own, device=device)).amax(0).tolist()
+        self._uses = [max(pair) for pair in zip(self._uses, uses, strict=True)]
+        return uses
+
+    def _fill(self, own: Held, uses: Sequence[int]) -> None:
+        """Add 0 for chunks that a parameter's gradient does not come through."""
+        for index, count in enumerate(uses):
+            for use, entry, chunk in ((u, b, c) for u in range(count) for b in range(own.batch) for c in own.numbers):
+                if self._arrived.get((index, entry, chunk), -1) < use:
+                    zero = torch.zeros_like(self._parameters[index], memory_format=torch.contiguous_format)
+                    self._tree(index, use, entry, own.count).insert(Node(0, chunk), zero)
+
+    def _sum_shares(self, number: int, use: int, own: Held, held: Sequence[Held]) -> None:
+        """Send the nodes of a bucket, a share to each rank, and sum those of this rank's share."""
+        bucket, world = self._buckets[number], self._ranks.world_size
+        flat = [self._flat(bucket, use, entry, node) for entry in range(own.batch) for node in own.nodes]
+        share = flat[0].numel() // world
+        nodes = [one.batch * len(one.nodes) for one in held]
+        shares = torch.stack(flat).view(len(flat), world, share).transpose(0, 1).contiguous()
+        received = iter(self._ranks.all_to_all(shares, nodes))  # (nodes of a rank, share) of each
+        total = self._totals.setdefault((number, use), TreeNodes(None, add))
+        trees: dict[tuple[int, int], TreeNodes[Tensor]] = {}
+        for one, sums in zip(held, received, strict=True):
+            values = iter(sums)
+            for entry in range(one.batch):
+                tree = trees.setdefault((one.group, entry), TreeNodes(one.count, add))
+                for node in one.nodes:
+                    tree.insert(node, next(values))
+        for place, sequence in enumerate(sequences(held)):
+            root = trees[sequence].root
+            assert root is not None
+            total.insert(Node(0, self._sequences + place), root)
+
+    def _flat(self, bucket: _Bucket, use: int, entry: int, node: Node) -> Tensor:
+        """Return the sum of a node, (numbers,), filled up to a multiple of the ranks."""
+        parts = []
+        for index, like in zip(bucket.members, bucket.like, strict=True):
+            tree = self._own.get((index, use, entry))
+            parts.append(
+                torch.zeros(like.numel(), dtype=bucket.kind, device=bucket.device)
+                if tree is None
+                else tree.take(node).to(bucket.kind).flatten()
+            )
+        parts.append(parts[0].new_zeros(-sum(x.numel() for x in parts) % self._ranks.world_size))
+        return torch.cat(parts)
+
+    def results(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield each parameter that has a gradient, by number, and its gradient; begin a new step. Collective."""
+        for number, bucket in enumerate(self._buckets):
+            sums: list[Tensor] = []
+            for use in range(max(self._uses[i] for i in bucket.members)):
+                total = self._totals[number, use]
+                for place in set(range(self._sequences)) - _leaves(total):
+                    some = next(iter(total.waiting.values()))
+                    total.insert(Node(0, place), torch.zeros_like(some))
+                sums.append(self._ranks.gather(total.close(self._sequences)).flatten())
+            if sums:
+                parts = [
+                    x.split([*(like.numel() for like in bucket.like), sums[0].numel() - _size(bucket)]) for x in sums
+                ]
+                for at, index in enumerate(bucket.members):
+                    if self._uses[index]:
+                        gradient = parts[0][at]
+                        for use in range(1, self._uses[index]):
+                            gradient = gradient + parts[use][at]
+                        like = bucket.like[at]
+                        yield index, gradient.view(like.shape).to(like.dtype, copy=True)
+        self._totals.clear()
+        self._uses, self._sequences = [0] * len(self._parameters), 0
+
+
+def _size(bucket: _Bucket) -> int:
+    return sum(like.numel() for like in bucket.like)
+
+
+def _leaves(tree: TreeNodes[Tensor]) -> set[int]:
+    """Return the numbers of the parts in a tree that is not closed."""
+    return {leaf for level, number in tree.waiting for leaf in range(number << level, (number + 1) << level)}
+
+
+def _grouped(parameters: Sequence[Tensor]) -> list[list[int]]:
+    """Group the numbers of parameters of one dtype and device, in their order, up to BUCKET bytes."""
+    filled: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
+    for index, x in enumerate(parameters):
+        lists = filled.setdefault((x.dtype, x.device), [[]])
+        if lists[-1] and sum(parameters[i].nbytes for i in lists[-1]) + x.nbytes > BUCKET:
+            lists.append([])
+        lists[-1].append(index)
+    return [members for lists in filled.values() for members in lists]

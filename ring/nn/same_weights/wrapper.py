@@ -1,0 +1,196 @@
+"""A model whose training step has the same bits on any number of ranks, data x context: in place of DDP.
+
+    model = SameWeights(model, mesh)                      # after prepare, before the optimizer
+    context = ContextParallel(Layout.whole_chunks(n, ranks, 4096), mesh["context"], same_bits=4096)
+    batch = shard_batch(context, tokens, next_tokens(tokens))
+    cross_entropy(model(batch.tokens, batch.context), batch.labels, model).backward()
+    clip_grad_norm(model.parameters(), 1.0, model)
+    optimizer.step()
+
+`ring/nn/SAME_WEIGHTS.md` says what is promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+from ring.nn.batch_group import BatchRanks
+from ring.nn.context import ContextParallel
+from ring.nn.replicas import check_plain, check_replicas
+from ring.nn.same_weights.chunk_rows import ChunkRows
+from ring.nn.same_weights.chunked_calls import ChunkedCalls, Forward
+from ring.nn.same_weights.gradient_sums import GradientSums
+from ring.nn.same_weights.token_sums import TokenSums
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class SameWeights(nn.Module):
+    """A model whose gradients have the same bits on any number of ranks, data x context. Its parameters then have, too.
+
+    A forward gets a `ContextParallel` with `same_bits`, and tensors of this rank's tokens, (B, N, ...). After the
+    backward every rank has the gradient of the sum of all ranks' losses: give the losses this model in place of a mesh.
+    The sequences of a step are numbered micro-batch by micro-batch, data rank by data rank, entry by entry.
+
+    Args:
+        module: the model, not wrapped, with the same parameters on every rank. Its modules with parameters are called
+            chunk by chunk until `restore`.
+        over: ranks of the batch, data x context: a process group, a `DeviceMesh` of one dimension or of the whole
+            world, or None: the default group, if any.
+
+    Raises:
+        ValueError, NotImplementedError: on every rank, for parameters that are no plain tensors or differ between
+            ranks, and for modules that have parameters beside modules.
+    """
+
+    def __init__(self, module: nn.Module, over: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+        super().__init__()
+        self.module, self.ranks = module, BatchRanks(over)
+        self._parameter_names = [name for name, x in module.named_parameters() if x.requires_grad]
+        tensors = [x for x in module.parameters() if x.requires_grad]
+
+        def checked() -> tuple[dict[str, object], ChunkedCalls]:
+            if isinstance(module, SameWeights) or not tensors:
+                raise ValueError(f"module must be a plain model with parameters to train, got {type(module).__name__}")
+            if not self.ranks.is_one_group:
+                raise NotImplementedError(
+                    "over must be a process group, a mesh of one dimension or one of the whole world, got another mesh"
+                )
+            for number, x in enumerate(tensors):
+                check_plain(number, x)
+            signature: dict[str, object] = {
+                "parameters": [[str(x.dtype), list(x.shape), x.device.type] for x in tensors]
+            }
+            return signature, ChunkedCalls(module, {id(x): i for i, x in enumerate(tensors)}, self._insert)
+
+        with self.ranks.lock():
+            self._calls = self.ranks.agree("SameWeights", checked)
+            check_replicas([x.detach() for x in module.parameters()], self.ranks)
+        self._parameters_list, self._sums = tensors, GradientSums(tensors, self.ranks)
+        self.token_sums = TokenSums(self.ranks)
+        self._synchronized = True
+        self._backward = -1  # torch's number of the backward whose end is awaited
+
+    def restore(self) -> nn.Module:
+        """Return the model as it was given."""
+        self._calls.restore()
+        return self.module
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Return a context in which backwards leave no gradients yet, but keep them for the step's last micro-batch, as
+        DDP's `no_sync`.
+        """
+        before, self._synchronized = self._synchronized, False
+        try:
+            yield
+        finally:
+            self._synchronized = before
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns for this rank's tokens.
+
+        Args:
+            args: of the model, with a `ContextParallel` that has `same_bits` among them.
+            kwargs: alike.
+
+        Raises:
+            ValueError, NotImplementedError: no such handle; a rank without tokens; a call before the backward of the
+                last output; parameters that have gradients.
+        """
+        context, forward = self._begin(args, kwargs)
+        self.token_sums.begin(forward, context.first_rank)
+        with self._calls.within(forward):
+            output = self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self._close(forward)
+        return output
+
+    def _close(self, forward: Forward) -> None:
+        forward.done, self._calls.running = True, None
+
+    def _begin(self, args: Any, kwargs: Any) -> tuple[ContextParallel, Forward]:
+        values = tree_leaves((args, kwargs))
+        handles = [x for x in values if isinstance(x, ContextParallel)]
+        if len(handles) != 1 or handles[0].same_bits is None:
+            raise ValueError(
+                "model must be called with one ContextParallel(..., same_bits=C), got "
+                f"{[f'same_bits={x.same_bits}' for x in handles] or 'none'}"
+            )
+        (context,) = handles
+        try:
+            self._check(context, values)
+        except Exception as error:  # of any type: the other ranks must raise it too
+            context.raise_everywhere(error)
+        chunk = context.same_bits
+        assert chunk is not None
+        chunks = context.cached(
+            "rows of chunks", lambda: ChunkRows.of(context.layout, context.documents, chunk, context.rank)
+        )
+        batch = max(x.shape[0] for x in values if isinstance(x, Tensor) and x.shape[1:2] == (context.tokens,))
+        return context, Forward(chunks, batch)
+
+    def _check(self, context: ContextParallel, values: list[Any]) -> None:
+        if not all(context.layout.counts):
+            raise NotImplementedError(
+                f"layout must give every rank a chunk, got {list(context.layout.counts)} tokens: take shorter chunks"
+            )
+        shapes = [tuple(x.shape) for x in values if isinstance(x, Tensor)]
+        if all(shape[1:2] != (context.tokens,) for shape in shapes):
+            raise ValueError(f"model must be called with tensors of tokens, (B, {context.tokens}, ...), got {shapes}")
+        if self._calls.running is not None:
+            raise ValueError("model must be called again after the backward of its output, or of one under no_grad()")
+        if torch.is_grad_enabled():
+            self._check_no_gradients("be None before the first forward of a step: zero_grad(set_to_none=True)")
+
+    def _check_no_gradients(self, wanted: str) -> None:
+        some = [
+            x
+            for x, parameter in zip(self._parameter_names, self._parameters_list, strict=True)
+            if parameter.grad is not None
+        ]
+        if some:
+            raise ValueError(f"gradients of {', '.join(some[:3])} must {wanted}")
+
+    # --- gradients ---
+
+    def _insert(self, forward: Forward, index: int, entry: int, chunk: int, gradient: Tensor) -> None:
+        """Take the gradient of a parameter in a chunk. Called within a backward."""
+        if forward.done:
+            raise ValueError("loss must have one backward for each forward of the model, got another one")
+        number = torch._C._current_graph_task_id()
+        if number != self._backward:
+            self._backward = number
+            Variable._execution_engine.queue_callback(lambda: self._end(forward))
+        self._sums.insert(index, entry, chunk, forward.chunks.count, gradient)
+
+    def _end(self, forward: Forward) -> None:
+        """Sum over ranks, at the end of a backward."""
+        self._close(forward)
+
+        def checked() -> tuple[dict[str, object], None]:
+            self._check_no_gradients(
+                "come from calls of their modules alone, but they came from elsewhere: the model uses them itself"
+            )
+            return {"synchronized": self._synchronized}, None
+
+        with self.ranks.lock():
+            self.ranks.agree("the backward of SameWeights", checked)
+            self._sums.exchange(self.token_sums.held)
+            if self._synchronized:
+                for index, gradient in self._sums.results():
+                    self._parameters_list[index].grad = gradient
+
+
+def ranks_over(over: dist.ProcessGroup | DeviceMesh | SameWeights | None) -> BatchRanks:
+    """Return the ranks of a batch."""
+    return over.ranks if isinstance(over, SameWeights) else BatchRanks(over)
