@@ -312,7 +312,8 @@ def _mean(
     share = 1.0 / count.clamp(min=1.0)
     divisor = ranks.world_size if fixed is None else 1
     scale = divisor if averaged_over is None else averaged_over
-    mean: Tensor = _Mean.apply(local, (total * share).to(kind), share * scale, ranks.world_ranks)
+    averaging = ranks.world_ranks if fixed is None else frozenset[int]()
+    mean: Tensor = _Mean.apply(local, (total * share).to(kind), share * scale, averaging)
     return mean
 
 

@@ -1,4 +1,6 @@
-"""World ranks of the losses in the backward that runs: a wrapper compares them with those over which it averages."""
+"""World ranks of the losses in the backward that runs: a wrapper compares them with those over which it averages. None
+for a loss over a model with `SameWeights`.
+"""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class ChunkedCalls:
     def __init__(self, model: nn.Module, numbers: dict[int, int], insert: Insert) -> None:
         self.running: Forward | None = None
         self._inside = False
-        self._numbers, self._insert = numbers, insert
+        self.insert, self._numbers = insert, numbers
         self._replaced: list[tuple[nn.Module, Any]] = []
         named = [(name, module) for name, module in model.named_modules() if _own_parameters(module)]
         for name, module in named:
@@ -148,7 +148,7 @@ class ChunkedCalls:
         before = dict(module._parameters)
         for name, x in before.items():
             if x is not None and x.requires_grad and torch.is_grad_enabled():
-                insert = partial(self._insert, running, self._numbers[id(x)], entry, chunk)
+                insert = partial(self.insert, running, self._numbers[id(x)], entry, chunk)
                 module._parameters[name] = _Copy.apply(x, insert)
         try:
             yield

@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
+from ring.nn import loss_ranks
 from ring.nn.batch_group import BatchRanks
 from ring.nn.context import ContextParallel
 from ring.nn.replicas import check_plain, check_replicas
 from ring.nn.same_weights.chunk_rows import ChunkRows
 from ring.nn.same_weights.chunked_calls import ChunkedCalls, Forward
+from ring.nn.same_weights.comparison import compare_alone
 from ring.nn.same_weights.gradient_sums import GradientSums
 from ring.nn.same_weights.token_sums import TokenSums
 
@@ -46,13 +48,17 @@ class SameWeights(nn.Module):
             chunk by chunk until `restore`.
         over: ranks of the batch, data x context: a process group, a `DeviceMesh` of one dimension or of the whole
             world, or None: the default group, if any.
+        compare: compare chunks alone with all chunks of a rank, before the first forward that records gradients: a
+            model whose tokens depend on others than by attention is refused. False: nothing then notices it.
 
     Raises:
         ValueError, NotImplementedError: on every rank, for parameters that are no plain tensors or differ between
             ranks, and for modules that have parameters beside modules.
     """
 
-    def __init__(self, module: nn.Module, over: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, over: dist.ProcessGroup | DeviceMesh | None = None, *, compare: bool = True
+    ) -> None:
         super().__init__()
         self.module, self.ranks = module, BatchRanks(over)
         self._parameter_names = [name for name, x in module.named_parameters() if x.requires_grad]
@@ -77,8 +83,8 @@ class SameWeights(nn.Module):
             check_replicas([x.detach() for x in module.parameters()], self.ranks)
         self._parameters_list, self._sums = tensors, GradientSums(tensors, self.ranks)
         self.token_sums = TokenSums(self.ranks)
-        self._synchronized = True
-        self._backward = -1  # torch's number of the backward whose end is awaited
+        self._compare, self._synchronized = compare, True
+        self._backward: int | None = None  # torch's number of the backward whose end is awaited
 
     def restore(self) -> nn.Module:
         """Return the model as it was given."""
@@ -108,10 +114,18 @@ class SameWeights(nn.Module):
                 last output; parameters that have gradients.
         """
         context, forward = self._begin(args, kwargs)
+        if self._compare and torch.is_grad_enabled():
+            verdict = compare_alone(self.module, self._calls, self._parameters_list, context, forward, args, kwargs)
+            with self.ranks.lock():
+                self.ranks.agree("the comparison of SameWeights", lambda: ({}, verdict()))
+            self._compare = False
         self.token_sums.begin(forward, context.first_rank)
         with self._calls.within(forward):
             output = self.module(*args, **kwargs)
-        if not torch.is_grad_enabled():
+        differentiable = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+        for x in differentiable:
+            x.register_hook(lambda _: self._begin_backward(forward))
+        if not differentiable:
             self._close(forward)
         return output
 
@@ -163,21 +177,32 @@ class SameWeights(nn.Module):
 
     # --- gradients ---
 
-    def _insert(self, forward: Forward, index: int, entry: int, chunk: int, gradient: Tensor) -> None:
-        """Take the gradient of a parameter in a chunk. Called within a backward."""
+    def _begin_backward(self, forward: Forward) -> None:
+        """Await the end of the backward that reaches an output. Recomputation has backwards of its own within it."""
         if forward.done:
             raise ValueError("loss must have one backward for each forward of the model, got another one")
-        number = torch._C._current_graph_task_id()
-        if number != self._backward:
-            self._backward = number
+        if self._backward is None:
+            self._backward = torch._C._current_graph_task_id()
             Variable._execution_engine.queue_callback(lambda: self._end(forward))
+
+    def _insert(self, forward: Forward, index: int, entry: int, chunk: int, gradient: Tensor) -> None:
+        """Take the gradient of a parameter in a chunk. Called within a backward."""
+        if self._backward is None:
+            raise ValueError("loss must be a function of what the model returns, got one of other tensors in it")
         self._sums.insert(index, entry, chunk, forward.chunks.count, gradient)
 
     def _end(self, forward: Forward) -> None:
         """Sum over ranks, at the end of a backward."""
         self._close(forward)
+        backward, self._backward = self._backward, None
+        assert backward is not None
 
         def checked() -> tuple[dict[str, object], None]:
+            if others := [sorted(x) for x in loss_ranks.noted(backward) if x]:
+                raise ValueError(
+                    "losses must be over the model with SameWeights, as cross_entropy(logits, labels, model), got one "
+                    f"over ranks {others[0]}"
+                )
             self._check_no_gradients(
                 "come from calls of their modules alone, but they came from elsewhere: the model uses them itself"
             )

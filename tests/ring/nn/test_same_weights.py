@@ -1,0 +1,299 @@
+"""`SameWeights`: the same parameters, losses and norms on any data x context; refusals before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from reference.documents import Documents
+from ring import Layout
+from ring.nn import (
+    ContextParallel,
+    LongNetBlock,
+    SameWeights,
+    average_gradients,
+    clip_grad_norm,
+    cross_entropy,
+    next_tokens,
+    shard_batch,
+    token_mean,
+)
+from ring.nn.same_weights.chunk_rows import ChunkRows
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.ranks
+TOKENS, CHUNK, SEQUENCES, VOCABULARY = 192, 16, 4, 23
+DOCUMENTS = (70, 0, 3, 55, 64)
+
+
+class Model(nn.Module):
+    """Two blocks of LongNet, and a head that shares the embedding's weights."""
+
+    def __init__(self, recompute: str = "none") -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(VOCABULARY, 32), nn.LayerNorm(32)
+        self.blocks = nn.ModuleList(LongNetBlock(32, 4, [32, 96], [1, 2], kv_heads=2) for _ in range(2))
+        self.head = nn.Linear(32, VOCABULARY, bias=False)
+        self.head.weight, self.recompute = self.embedding.weight, recompute
+
+    def forward(self, tokens: Tensor, context: ContextParallel) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            if self.recompute == "none":
+                x = block(x, context)
+            else:
+                x = checkpoint(block, x, context, use_reentrant=self.recompute == "reentrant")
+        return self.head(self.norm(x))
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view({4: torch.int32, 8: torch.int64}[x.itemsize])
+
+
+def _trained(
+    data: int, micro_batches: int, dtype: torch.dtype, documents: tuple[int, ...] | None, recompute: str, autocast: bool
+) -> list[Tensor]:
+    """Bits of parameters and moments after three steps, of each step's norm and, of one micro-batch, loss."""
+    mesh = dist.init_device_mesh("cpu", (data, dist.get_world_size() // data), mesh_dim_names=("data", "context"))
+    torch.manual_seed(3)
+    model = SameWeights(Model(recompute).to(dtype), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    layout = Layout.whole_chunks(TOKENS, mesh["context"].size(), CHUNK, documents)
+    context, found = ContextParallel(layout, mesh["context"], same_bits=CHUNK), []
+    for step in range(3):
+        tokens = torch.randint(VOCABULARY, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(step))
+        labels = next_tokens(tokens, documents=documents)
+        labels[:, 5:40] = -100
+        parts = zip(tokens.chunk(micro_batches), labels.chunk(micro_batches), strict=True)
+        for number, part in enumerate(parts, 1):
+            own = (x.chunk(data)[mesh["data"].get_local_rank()] for x in part)
+            batch = shard_batch(context, *own, documents=documents)
+            with nullcontext() if number == micro_batches else model.no_sync():
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    logits = model(batch.tokens, batch.context)
+                loss = cross_entropy(logits, batch.labels, model, labelled=int((labels != -100).sum()))  # type: ignore[arg-type]
+                loss.backward()
+        found += [bits(clip_grad_norm(model.parameters(), 0.5, model))] + ([bits(loss)] if micro_batches == 1 else [])
+        optimizer.step()
+        optimizer.zero_grad()
+    states = [x for state in optimizer.state.values() for x in (state["exp_avg"], state["exp_avg_sq"])]
+    return [*map(bits, (*model.parameters(), *states)), *found]
+
+
+SETTINGS: dict[str, tuple[torch.dtype, tuple[int, ...] | None, str, bool]] = {
+    "fp32": (torch.float32, None, "none", False),
+    "fp64, recomputed": (torch.float64, None, "non-reentrant", False),
+    "documents, recomputed with reentry": (torch.float32, DOCUMENTS, "reentrant", False),
+    "bf16 by autocast": (torch.float32, DOCUMENTS, "none", True),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_any_ranks_train_one_model(ranks: Ranks, setting: Any) -> None:
+    (wanted,) = ranks(1).run(_trained, 1, 1, *setting)
+    for world, data in ((2, 1), (2, 2), (3, 1), (4, 1), (4, 2)):
+        for found in ranks(world).run(_trained, data, 1, *setting):
+            assert all(map(torch.equal, found, wanted)), (world, data)
+
+
+@pytest.mark.parametrize("world, data, micro_batches", [(1, 1, 4), (2, 2, 2), (3, 1, 2)])
+def test_micro_batches_add_up_to_the_same_step(ranks: Ranks, world: int, data: int, micro_batches: int) -> None:
+    parameters = len(list(Model().parameters()))
+    whole = ranks(1).run(_trained, 1, 1, *SETTINGS["fp32"])[0]
+    parts = ranks(world).run(_trained, data, micro_batches, *SETTINGS["fp32"])[0]
+    assert all(map(torch.equal, parts[: 3 * parameters], whole[: 3 * parameters]))
+
+
+def _step(model: nn.Module, compare: bool = True, world: Any = None) -> SameWeights:
+    """A step of a model on one rank, without a group."""
+    torch.manual_seed(1)
+    same = SameWeights(model, compare=compare)
+    context = ContextParallel(Layout.contiguous(TOKENS, 1), same_bits=CHUNK)
+    tokens = torch.randint(VOCABULARY, (2, TOKENS))
+    batch = shard_batch(context, tokens, next_tokens(tokens))
+    assert batch.labels is not None
+    cross_entropy(same(batch.tokens, batch.context), batch.labels, same).backward()
+    return same
+
+
+def test_gradients_are_those_of_a_plain_model() -> None:
+    torch.manual_seed(2)
+    plain, fixed = Model().double(), Model().double()
+    fixed.load_state_dict(plain.state_dict())
+    _step(fixed)
+    torch.manual_seed(1)
+    context = ContextParallel(Layout.contiguous(TOKENS, 1))
+    tokens = torch.randint(VOCABULARY, (2, TOKENS))
+    batch = shard_batch(context, tokens, next_tokens(tokens))
+    assert batch.labels is not None
+    cross_entropy(plain(batch.tokens, batch.context), batch.labels).backward()
+    for x, y in zip(plain.parameters(), fixed.parameters(), strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=1e-10, atol=1e-14)
+
+
+class Broken(Model):
+    """A model with something between its modules."""
+
+    def __init__(self, between: Callable[[Broken, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.between, self.dropout, self.batch_norm = between, nn.Dropout(0.1), nn.BatchNorm1d(32, affine=False)
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, tokens: Tensor, context: ContextParallel) -> Tensor:
+        return self.head(self.norm(self.blocks[0](self.between(self, self.embedding(tokens)), context)))
+
+
+REFUSED: dict[str, tuple[Callable[[Broken, Tensor], Tensor], str]] = {
+    "dropout": (lambda model, x: model.dropout(x), r"the output of dropout \(Dropout\)"),
+    "a mean over tokens": (lambda model, x: x - x.mean(1, keepdim=True), r"the output of blocks.0"),
+    "a mean of gradients": (lambda model, x: x + (x.mean(1, True) - x.mean(1, True).detach()), "the gradient of"),
+    "the token before": (lambda model, x: x + x.roll(1, 1), r"the output of blocks.0"),
+    "statistics": (lambda model, x: model.batch_norm(x.mT).mT, r"the output of batch_norm|buffers must stay"),
+    "a count": (lambda model, x: x + 0 * model.count.add_(1), r"buffers must stay .* changes count"),
+    "a direct use": (lambda model, x: x + model.norm.weight, r"parameters must be used by calls .* norm.weight"),
+    "other rows": (lambda model, x: model.norm(x.flatten(0, 1)).view_as(x), r"module 'norm' \(LayerNorm\) must be c"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("between, message", REFUSED.values(), ids=REFUSED)
+def test_refuses_what_mixes_tokens_by_name(between: Callable[[Broken, Tensor], Tensor], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        _step(Broken(between))
+
+
+def test_a_comparison_leaves_nothing_behind() -> None:
+    torch.manual_seed(7)
+    first, second = Model(), Model()
+    second.load_state_dict(first.state_dict())
+    before = torch.get_rng_state()
+    _step(first)
+    torch.set_rng_state(before)
+    _step(second, compare=False)
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip(first.parameters(), second.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def test_one_chunk_alone_cannot_be_compared() -> None:
+    same = SameWeights(Model())
+    context = ContextParallel(Layout.contiguous(CHUNK, 1), same_bits=CHUNK)
+    with pytest.raises(ValueError, match="two chunks or sequences, which are compared, got one"):
+        same(torch.zeros(1, CHUNK, dtype=torch.long), context)
+
+
+class Beside(nn.Module):
+    """A module with a parameter beside modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.sinks = nn.Linear(4, 4), nn.Parameter(torch.zeros(4))
+
+
+def _again(same: SameWeights, context: ContextParallel, x: Tensor) -> None:
+    out = same(x, context)
+    same(x, context)
+    out.sum().backward()
+
+
+def _twice(same: SameWeights, context: ContextParallel, x: Tensor) -> None:
+    out = same(x, context)
+    out.sum().backward(retain_graph=True)
+    same.zero_grad()
+    out.sum().backward()
+
+
+def _with_gradients(same: SameWeights, context: ContextParallel, x: Tensor) -> None:
+    for _ in range(2):
+        same(x, context).sum().backward()
+
+
+def _other_loss(same: SameWeights, context: ContextParallel, x: Tensor) -> None:
+    cross_entropy(same(x, context), x).backward()
+
+
+WRONG: dict[str, tuple[Callable[[SameWeights, ContextParallel, Tensor], object], str]] = {
+    "no handle": (lambda same, context, x: same(x), "one ContextParallel"),
+    "a handle without chunks": (lambda same, context, x: same(x, ContextParallel(context.layout)), "same_bits=C"),
+    "other tokens": (lambda same, context, x: same(x[:, :5], context), r"tensors of tokens, \(B, 192"),
+    "a second forward": (_again, "after the backward of its output"),
+    "a second backward": (_twice, "one backward for each forward"),
+    "gradients": (_with_gradients, "must be None before the first forward of a step"),
+    "average": (lambda same, context, x: average_gradients(same.parameters(), same), "SameWeights sums gradients"),  # type: ignore[arg-type]
+    "a loss too early": (lambda same, context, x: token_mean(x.double(), x, same), "which was not called yet"),
+    "the loss of a wrapper": (_other_loss, "losses must be over the model with SameWeights"),
+    "averaged": (
+        lambda same, context, x: cross_entropy(same(x, context), x, same, averaged_over=2.0), "must be None or 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call, message", WRONG.values(), ids=WRONG)
+def test_refusals_say_what_to_write(call: Callable[..., object], message: str) -> None:
+    same = SameWeights(Model(), compare=False)
+    context = ContextParallel(Layout.contiguous(TOKENS, 1), same_bits=CHUNK)
+    with pytest.raises(ValueError, match=message):
+        call(same, context, torch.zeros(2, TOKENS, dtype=torch.long))
+
+
+@pytest.mark.parametrize("model, message", [
+    (Beside, r"the model \(Beside\) must have no parameters of its own beside modules, got sinks"),
+    (nn.ReLU, "parameters to train, got ReLU"),
+    (lambda: SameWeights(Model()), "must be a plain model"),
+])  # fmt: skip
+def test_models_that_cannot_be_held_are_refused(model: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        SameWeights(model())
+
+
+def test_a_restored_model_is_plain() -> None:
+    model = Model()
+    same = SameWeights(model)
+    assert same.restore() is model and "forward" not in model.norm.__dict__
+    assert model.norm(torch.ones(5, 32)).shape == (5, 32)
+
+
+def test_chunks_of_documents_are_counted_through() -> None:
+    documents = Documents((37, 0, 5, 48, 16))
+    layout = Layout.whole_chunks(106, 2, 16, documents)
+    own = [ChunkRows.of(layout, documents, 16, rank) for rank in range(2)]
+    assert own[1] == ChunkRows(((0, 5), (5, 10), (10, 26), (26, 42)), (2, 3, 4, 5), 8, 42)
+    assert sorted(own[0].numbers + own[1].numbers) == list(range(8))
+
+
+def _unequal_parameters() -> str:
+    torch.manual_seed(dist.get_rank())
+    try:
+        SameWeights(Model())
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_parameters_that_differ_are_refused_on_every_rank(ranks: Ranks) -> None:
+    (answer,) = set(ranks(2).run(_unequal_parameters))
+    assert "parameters must have the same values on every rank" in answer
+
+
+def _dropout_on_ranks() -> str:
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
+    torch.manual_seed(1)
+    same = SameWeights(Broken(lambda model, x: x if dist.get_rank() else model.dropout(x)), mesh)
+    context = ContextParallel(Layout.whole_chunks(TOKENS, 2, CHUNK), mesh, same_bits=CHUNK)
+    batch = shard_batch(context, torch.zeros(2, TOKENS, dtype=torch.long))
+    try:
+        same(batch.tokens, batch.context)
+    except NotImplementedError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_difference_on_one_rank_is_raised_on_every_rank(ranks: Ranks) -> None:
+    (answer,) = set(ranks(2).run(partial(_dropout_on_ranks)))
+    assert "the output of dropout (Dropout) must not depend on the chunks beside one" in answer
