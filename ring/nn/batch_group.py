@@ -107,8 +107,9 @@ class BatchRanks:
 
     @property
     def is_one_group(self) -> bool:
-        """True if one process group, or this process alone, has all ranks."""
-        return len(self._axes) <= 1
+        """True if one process group, or this process alone, has all ranks, in the same order."""
+        axes = [axis for axis in self._axes if len(axis.members) > 1]
+        return not axes or (len(axes) == 1 and [*axes[0].members] == [*range(axes[0].transport.world_size)])
 
     def lock(self) -> AbstractContextManager[object]:
         """Lock for all collectives of one result: another thread waits until it is released."""
@@ -143,9 +144,9 @@ class BatchRanks:
 
         x: (ranks, rows of this rank, ...), contiguous: an entry for each rank. All ranks are in one process group.
         """
-        if not self._axes:
+        if self.world_size == 1:
             return [x[0]]
-        (axis,) = self._axes
+        (axis,) = (axis for axis in self._axes if len(axis.members) > 1)
         local = x.to(_device_for(axis.group, x.device)).flatten(2)
         width = local.shape[2]
         found = local.new_empty(sum(rows) * width)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ring.nn.context import ContextParallel
+from ring.nn.same_weights.chunk_rows import ChunkRows
 from ring.nn.same_weights.chunked_calls import ChunkedCalls, Forward
 
 T = TypeVar("T")
@@ -29,8 +30,9 @@ _FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd, so that no number's change is lost 
 class Piece:
     """A chunk of an entry of the batch: its rows, and what was recorded of it.
 
-    digests: of outputs by module and number of its call, in their order. attention: of each call out, the digest of its
-    gradient, and the gradients of q, k, v. gradients: of parameters, by number.
+    digests: of outputs by module and number of its call, in their order. attention: of each call "out", "dout", which
+    is a digest, the gradients "q", "k", "v", and, if dout "differs" in the chunk alone. gradients: of parameters, by
+    number.
     """
 
     def __init__(self, entry: int, number: int, begin: int, end: int) -> None:
@@ -62,7 +64,8 @@ def compare_alone(
             )
         )
     with _restored(model, parameters) as changed:
-        _record(model, calls, _handle(_Recording, context, pieces), forward, pieces, args, kwargs)
+        recorded = _with_handle((args, kwargs), _handle(_Recording, context, pieces))
+        _run(model, calls, forward, pieces, recorded, lambda x: _direction(x, *x.shape[:2]))
         used = [name for name, x in model.named_parameters() if x.grad is not None]
         changed_buffers = changed()
         for piece in pieces:
@@ -76,7 +79,8 @@ def compare_alone(
                     raise NotImplementedError(
                         f"buffers must stay as they are, but a forward changes {', '.join(changed_buffers[:3])}: {OFF}"
                     )
-                _compare(model, parameters, _handle(_Alone, context, [piece]), forward, piece, args, kwargs)
+                handle = _handle(_Alone, context, [piece])
+                _compare(model, calls, parameters, handle, forward, piece, (args, kwargs))
             except Exception as error:  # raised on every rank
                 failures.append(error)
 
@@ -87,10 +91,12 @@ def compare_alone(
     return verdict
 
 
-def _record(
-    model: nn.Module, calls: ChunkedCalls, context: ContextParallel, forward: Forward, pieces: list[Piece], args: Any,
-    kwargs: Any,
+def _run(
+    model: nn.Module, calls: ChunkedCalls, forward: Forward, pieces: Sequence[Piece], arguments: tuple[Any, Any],
+    direction: Callable[[Tensor], Tensor],
 ) -> None:  # fmt: skip
+    """Make a forward and a backward, and note what they do in some chunks. direction: the gradient of an output."""
+
     def insert(_: Forward, index: int, entry: int, chunk: int, gradient: Tensor) -> None:
         for piece in pieces:
             if (entry, chunk) == (piece.entry, piece.number):
@@ -98,42 +104,49 @@ def _record(
                 piece.gradients[index] = gradient.clone() if before is None else before + gradient
 
     before, calls.insert = calls.insert, insert
+    shape, (args, kwargs) = (forward.batch, forward.chunks.tokens), arguments
     try:
-        with calls.within(forward), _digested(model, forward.batch, forward.chunks.tokens, pieces):
-            args, kwargs = _with_handle((args, kwargs), context)
-            outputs = _outputs(model(*args, **kwargs), forward.batch, forward.chunks.tokens)
-        torch.autograd.backward(outputs, [_direction(x, *x.shape[:2]) for x in outputs])
+        with calls.within(forward), _digested(model, shape, pieces):
+            values = tree_leaves(model(*args, **kwargs))
+        outputs = [x for x in values if isinstance(x, Tensor) and x.shape[:2] == shape and x.requires_grad]
+        torch.autograd.backward(outputs, [direction(x) for x in outputs])
     finally:
         calls.insert, calls.running = before, None
 
 
+def _direction(like: Tensor, batch: int, tokens: int) -> Tensor:
+    """Return a gradient (batch, tokens, ...) of an output, of which `like` has some rows."""
+    rows = torch.arange(batch * tokens, device=like.device).view(batch, tokens, 1)
+    columns = torch.arange(like[0, 0].numel(), device=like.device)
+    return torch.cos(1.37 * rows + 0.61 * columns).view(batch, tokens, *like.shape[2:]).to(like.dtype)
+
+
 def _compare(
-    model: nn.Module, parameters: Sequence[Tensor], context: ContextParallel, forward: Forward, piece: Piece, args: Any,
-    kwargs: Any,
+    model: nn.Module, calls: ChunkedCalls, parameters: Sequence[Tensor], context: ContextParallel, forward: Forward,
+    piece: Piece, arguments: tuple[Any, Any],
 ) -> None:  # fmt: skip
-    """Raise NotImplementedError if the chunk alone has other bits."""
-    alone = Piece(0, 0, 0, piece.end - piece.begin)
+    """Raise NotImplementedError if the chunk alone has other bits than were recorded."""
+    batch, tokens, rows = forward.batch, forward.chunks.tokens, piece.end - piece.begin
 
     def cut(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.shape[1:2] == (forward.chunks.tokens,):
-            return piece.of(x) if x.shape[0] == forward.batch else x[:, piece.begin : piece.end].clone()
+        if isinstance(x, Tensor) and x.shape[1:2] == (tokens,):
+            return piece.of(x) if x.shape[0] == batch else x[:, piece.begin : piece.end].clone()
         return x
 
-    args, kwargs = _with_handle(tree_map(cut, (args, kwargs)), context)
-    with _digested(model, 1, alone.end, [alone]):
-        output = model(*args, **kwargs)
+    alone = Piece(0, piece.number, 0, rows)
+    chunk = Forward(ChunkRows(((0, rows),), (piece.number,), forward.chunks.count, rows), 1)
+    _run(
+        model, calls, chunk, [alone], tree_map(cut, _with_handle(arguments, context)),
+        lambda x: piece.of(_direction(x, batch, tokens)),
+    )  # fmt: skip
     for where, digest in alone.digests.items():
         if piece.digests.get(where, digest) != digest:
             raise NotImplementedError(_text(f"the output of {where[0]}", piece))
-    outputs = _outputs(output, 1, alone.end)
-    directions = [piece.of(_direction(x, forward.batch, forward.chunks.tokens)) for x in outputs]
-    torch.autograd.backward(outputs, directions)
+    for number, noted in enumerate(piece.attention):
+        if noted.get("differs"):
+            raise NotImplementedError(_text(f"the gradient of attention, in call {number}", piece))
     for name, index in _names(model, parameters):
-        recorded, found = piece.gradients.get(index), parameters[index].grad
-        parameters[index].grad = None
-        if (recorded is None) != (found is None) or (
-            recorded is not None and found is not None and not _same(recorded, found)
-        ):
+        if not _same(piece.gradients.get(index), alone.gradients.get(index)):
             raise NotImplementedError(_text(f"the gradient of {name}", piece))
 
 
@@ -206,8 +219,7 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.noted.get("dout", _digest(dout)) != _digest(dout):
-            raise NotImplementedError(f"the gradient of attention must not depend on the chunks beside one. {OFF}")
+        ctx.noted["differs"] = ctx.noted.get("dout") != _digest(dout)
         return ctx.noted.get("q"), ctx.noted.get("k"), ctx.noted.get("v"), None
 
 
@@ -227,24 +239,11 @@ def _with_handle(values: Any, context: ContextParallel) -> Any:
 # --- bits ---
 
 
-def _outputs(output: Any, batch: int, tokens: int) -> list[Tensor]:
-    """Return the outputs that are compared, (batch, tokens, ...)."""
-    found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.shape[:2] == (batch, tokens)]
-    return [x for x in found if x.requires_grad]
-
-
-def _direction(like: Tensor, batch: int, tokens: int) -> Tensor:
-    """Return a gradient (batch, tokens, ...) of an output, of which `like` has some rows."""
-    rows = torch.arange(batch * tokens, device=like.device).view(batch, tokens, 1)
-    columns = torch.arange(like[0, 0].numel(), device=like.device)
-    return torch.cos(1.37 * rows + 0.61 * columns).view(batch, tokens, *like.shape[2:]).to(like.dtype)
-
-
 @contextmanager
-def _digested(model: nn.Module, batch: int, tokens: int, pieces: list[Piece]) -> Iterator[None]:
+def _digested(model: nn.Module, shape: tuple[int, int], pieces: Sequence[Piece]) -> Iterator[None]:
     """Note the digests of the outputs of modules in some chunks."""
     hooks = [
-        module.register_forward_hook(partial(_note_output, (batch, tokens), pieces, name))
+        module.register_forward_hook(partial(_note_output, shape, pieces, name))
         for name, module in model.named_modules()
     ]
     try:
@@ -255,7 +254,7 @@ def _digested(model: nn.Module, batch: int, tokens: int, pieces: list[Piece]) ->
 
 
 def _note_output(
-    shape: tuple[int, int], pieces: list[Piece], name: str, module: nn.Module, args: Any, output: Any
+    shape: tuple[int, int], pieces: Sequence[Piece], name: str, module: nn.Module, args: Any, output: Any
 ) -> None:
     for at, x in enumerate(tree_leaves(output)):
         if isinstance(x, Tensor) and x.shape[:2] == shape:
@@ -271,7 +270,9 @@ def _digest(x: Tensor) -> int:
     return int((bits * (torch.arange(len(bits), device=x.device) * _FACTOR + 1)).sum())
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
+def _same(x: Tensor | None, y: Tensor | None) -> bool:
+    if x is None or y is None:
+        return x is y
     return x.shape == y.shape and x.dtype == y.dtype and _digest(x) == _digest(y)
 
 
