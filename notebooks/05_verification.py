@@ -65,7 +65,7 @@ style()
 LONG = os.environ.get("NOTEBOOKS_LONG") == "1"  # SEEDS_LONG in place of SEEDS
 DEFECT = "phase-from-local-rows"  # planted in part 1, whose pictures are of this one
 PROFILE = "quick"  # of `scripts/verify`: how many examples are drawn in parts 1 and 2
-SEED = "22"  # of these examples
+SEED = "2"  # of these examples
 CURVE_SEEDS = ("1", "2", "3")  # of the curves of covered features
 CURVE_CASES = 300  # drawn for each curve, at least 200
 CURVE_RANKS = 4  # on which they are drawn
@@ -143,7 +143,8 @@ axes.set(yscale="log", xlabel="Case checked (number)", ylabel="numbers in q, tim
 axes.set_title(f"Found at example {first + 1}; shrinking takes its size from {size(case)} to {size(smallest)}")
 axes.legend()
 plt.show()
-assert size(smallest) < size(case) and size(smallest) == min(s for _, s in failed)
+alike = [size(c) for c, failure in looked if failure is not None and failure.check == found.failure.check]
+assert size(smallest) < size(case) and size(smallest) == min(alike)  # others fail in another way
 
 # %% [markdown]
 # **The smallest Case.** Every field that does not matter for the failure has its simplest value: one batch, one head of
