@@ -4,6 +4,7 @@
     scripts/train.py --ranks 4                      # 4 processes on this machine, each with a quarter of the sequence
     scripts/train.py --ranks 4 --data 2             # 2 x 2: two batches in parallel, each over 2 ranks
     scripts/train.py --ranks 2 --steps 400 --resume # resumes from the last checkpoint, on another number of ranks
+    scripts/train.py --ranks 3 --same-bits 64       # 64: tokens of a chunk; any ranks print one digest of parameters
     scripts/train.py --check                        # trains on 1 and on 4 ranks; status 1 if the curves differ
     torchrun --nproc-per-node=8 scripts/train.py    # the same under torchrun; on GPUs with NCCL
 
@@ -11,7 +12,7 @@ Checkpoints are folders step-N in --folder, of which the last is kept. With --re
 those of the checkpoint; only RESUMABLE ones may differ. The folder is locked, and ranks end with their launcher.
 
 Comments (1) to (6) mark what sharding adds to the code of one process. A step gives the same result on any number of
-ranks, up to rounding, because its batch depends on the step alone.
+ranks, up to rounding, because its batch depends on the step alone. With --same-bits it has the same bits.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from torch.distributed.run import main as torchrun
 from torch.nn.parallel import DistributedDataParallel
 
 from ring import Layout
-from ring.nn import ContextParallel, LongNetBlock, clip_grad_norm, cross_entropy, next_tokens, shard_batch
+from ring.nn import ContextParallel, LongNetBlock, SameWeights, clip_grad_norm, cross_entropy, next_tokens, shard_batch
 from verification import whole_file
 from verification.cli.arguments import check_file, check_folder, count, number
 from verification.run.processes.parent_death import end_with_parent
@@ -55,7 +56,7 @@ TEXTS = ("manual", "library")
 # Options that a checkpoint keeps; with --resume those in RESUMABLE may be given another value.
 KEPT = (
     "tokens", "batch", "layers", "dim", "heads", "segment_length", "dilated_ratio", "layout", "dtype", "text",
-    "held_out", "lr", "seed",
+    "held_out", "lr", "seed", "same_bits",
 )  # fmt: skip
 RESUMABLE = ("lr", "layout")  # besides --ranks, --data, --steps and --every, which it does not keep
 LAUNCHER = "TRAIN_LAUNCHER"  # environment variable: number of the parent process, with which this one ends
@@ -123,14 +124,23 @@ class Training:
         self.step = 0
         self.losses: list[float] = []
         # (1) The layout: which rank of the context group has which positions.
-        ranks = self.mesh["context"].size()
-        self.context = ContextParallel(LAYOUTS[options.layout](options.tokens, ranks), self.mesh["context"])
+        ranks, chunk = self.mesh["context"].size(), options.same_bits or None
+        layout = LAYOUTS[options.layout](options.tokens, ranks)
+        if chunk:
+            layout = Layout.whole_chunks(options.tokens, ranks, chunk)
+        self.context = ContextParallel(layout, self.mesh["context"], same_bits=chunk)
         if options.resume:
             self.load()
             for group in self.optimizer.param_groups:
                 group["lr"] = options.lr
-        # (2) Gradients are averaged over all ranks, data and context.
-        self.parallel = DistributedDataParallel(self.model, process_group=self.mesh._flatten().get_group())
+        # (2) Gradients are averaged over all ranks, data and context, or summed in an order that no split changes.
+        self.parallel: nn.Module
+        self.over: DeviceMesh | SameWeights
+        if chunk:
+            self.parallel = self.over = SameWeights(self.model, self.mesh)
+        else:
+            self.parallel = DistributedDataParallel(self.model, process_group=self.mesh._flatten().get_group())
+            self.over = self.mesh
 
     def loss(self, sequences: Tensor) -> Tensor:
         """Return the mean loss over (batch, tokens), the same on every rank."""
@@ -139,9 +149,9 @@ class Training:
         batch = shard_batch(self.context, rows, next_tokens(rows))
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.dtype == "bfloat16"):
             logits = self.parallel(batch.tokens, batch.context)
-        # (5) The mean over all labelled tokens, scaled so that DDP's average of gradients is exact.
+        # (5) The mean over all labelled tokens, scaled so that the average, or the sum, of gradients is exact.
         assert batch.labels is not None
-        return cross_entropy(logits, batch.labels, self.mesh)
+        return cross_entropy(logits, batch.labels, self.over)
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -154,8 +164,8 @@ class Training:
         """Make one step and return its loss."""
         loss = self.loss(windows(self.step, self.options))
         loss.backward()
-        # (6) The norm of the averaged gradients, which every rank has in full.
-        clip_grad_norm(self.model.parameters(), 1.0)
+        # (6) The norm of the gradients after (2), which every rank has in full.
+        clip_grad_norm(self.model.parameters(), 1.0, self.over)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
@@ -170,6 +180,13 @@ class Training:
         if dist.get_rank() == 0:
             for old in checkpoints(self.options.folder)[:-1]:
                 shutil.rmtree(old)
+
+    def digest(self) -> str:
+        """Return a digest of all parameters."""
+        whole = hashlib.sha256()
+        for parameter in self.model.parameters():
+            whole.update(parameter.detach().cpu().numpy().tobytes())
+        return whole.hexdigest()[:16]
 
     def load(self) -> None:
         progress = checkpoint.load(self.options.last[0], self.model, self.optimizer)
@@ -270,8 +287,11 @@ def train_on(options: argparse.Namespace, mesh: DeviceMesh, device: torch.device
     held_out = training.held_out_loss() if options.held_out else None
     if held_out is not None:
         say(f"held-out loss {held_out:.4f}")
+    record = {"ranks": ranks, "losses": training.losses, "activations": peak.item(), "held_out": held_out}
+    if options.same_bits:
+        record["digest"] = training.digest()
+        say(f"digest of parameters {record['digest']}")
     if options.json and dist.get_rank() == 0:
-        record = {"ranks": ranks, "losses": training.losses, "activations": peak.item(), "held_out": held_out}
         whole_file.write(options.json, json.dumps(record) + "\n")
 
 
@@ -343,6 +363,11 @@ def parser_of(description: str | None = __doc__, exit_on_error: bool = True) -> 
     parser.add_argument(
         "--seed", type=number(int, lambda x: 0 <= x < 2**32, "an integer from 0 to 2**32 - 1"), default=0
     )
+    step = 128 if torch.cuda.is_available() else 16
+    chunk = number(int, lambda x: 0 <= x <= 2**40 and x % step == 0, f"0 or a multiple of {step} up to 2**40")
+    parser.add_argument(
+        "--same-bits", type=chunk, default=0, metavar="C", help="tokens of a chunk, for the same bits on any ranks"
+    )
     return parser
 
 
@@ -362,6 +387,14 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = Non
         parser.error(f"--data is {options.data}; it must divide the {ranks} ranks and the batch of {options.batch}")
     if options.held_out < 0 or options.held_out % options.batch:
         parser.error(f"--held-out is {options.held_out}; it must be a multiple of the batch of {options.batch}")
+    if options.same_bits:
+        if parser.parse_args(arguments, argparse.Namespace(layout=None)).layout:
+            parser.error("--layout must be left out with --same-bits, whose ranks hold whole chunks")
+        chunks, needed = -(-options.tokens // options.same_bits), ranks // options.data
+        if chunks < needed:
+            parser.error(
+                f"--same-bits is {options.same_bits}; it must make {needed} chunks, one per context rank, or more"
+            )
     if (options.held_out + 1) * options.tokens >= len(text(options.text)):
         parser.error(f"--text {options.text} has {len(text(options.text))} bytes; that is not enough for the windows")
     return options

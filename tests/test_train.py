@@ -31,14 +31,19 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
 
 
-def trained(folder: Path, arguments: str) -> Any:
-    """The losses of all steps."""
+def recorded(folder: Path, arguments: str) -> Any:
+    """Return the record of a training."""
     folder.mkdir(exist_ok=True)
     record = folder / "record.json"
     places = ("--folder", str(folder), "--json", str(record), "--every", "1")
     done = run("scripts/train.py", *places, *arguments.split())
     assert done.returncode == 0, done.stderr
-    return json.loads(record.read_text())["losses"]
+    return json.loads(record.read_text())
+
+
+def trained(folder: Path, arguments: str) -> Any:
+    """The losses of all steps."""
+    return recorded(folder, arguments)["losses"]
 
 
 @pytest.mark.ranks
@@ -49,6 +54,18 @@ def test_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     found = trained(tmp_path / "shared", "--steps 4 --ranks 2 --resume")
     assert len(set(found)) == 4
     assert found == pytest.approx(wanted, rel=1e-12, abs=0)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
+    ranks = ("--ranks 1", "--ranks 2", "--ranks 3", "--ranks 4 --data 2")
+    words = "--steps 3 --held-out 2 --same-bits 16"
+    first, *others = (recorded(tmp_path / str(n), f"{words} {own}") for n, own in enumerate(ranks))
+    for other in others:
+        assert [other[name] for name in ("digest", "losses", "held_out")] == [
+            first[name] for name in ("digest", "losses", "held_out")
+        ]
 
 
 def checkpointed(folder: Path, **changes: Any) -> Any:
@@ -75,6 +92,7 @@ def test_options_default_to_the_checkpoints(tmp_path: Path) -> None:
     "words, said",
     [
         ("--seed 1", "seed is 1, was 0"),
+        ("--same-bits 128", "same-bits is 128, was 0"),
         ("--tokens 128", "tokens is 128, was 64"),
         ("--batch 4", "batch is 4, was 2"),
         ("--dtype float32", "dtype is float32, was float64"),
@@ -106,6 +124,7 @@ def test_options_unlike_the_checkpoint_are_refused(
         ({"tokens": -64}, "argument --tokens: must be an integer >= 1"),
         ({"heads": 0}, "argument --heads: must be an integer >= 1"),
         ({"lr": -1.0}, "argument --lr: must be a number above 0"),
+        ({"same_bits": 8}, "argument --same-bits: must be 0 or a multiple of"),
         ({"seed": 2**99}, "argument --seed: must be an integer from 0"),
         ({"dilated_ratio": []}, "argument --dilated-ratio: expected"),
         ({"segment_length": ["--check"]}, "must be integers"),
@@ -121,6 +140,25 @@ def test_every_field_of_a_checkpoint_is_checked(
     train = checkpointed(tmp_path, **changes)
     with pytest.raises(SystemExit):
         train.parse(train.parser_of(), ["--resume", "--folder", str(tmp_path)])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--same-bits 8", "argument --same-bits: must be 0 or a multiple of"),
+        ("--same-bits -128", "argument --same-bits: must be 0 or a multiple of"),
+        ("--same-bits 512 --ranks 3", "--same-bits is 512; it must make 3 chunks, one per context rank, or more"),
+        ("--same-bits 1024 --ranks 4 --data 2", "--same-bits is 1024; it must make 2 chunks"),
+        ("--same-bits 128 --layout zigzag", "--layout must be left out with --same-bits"),
+    ],
+)
+def test_chunks_that_do_not_fit_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    train = importlib.import_module("train")
+    with pytest.raises(SystemExit):
+        train.launched(train.parser_of(), ["--folder", str(tmp_path), *words.split()])
     assert said in capsys.readouterr().err
 
 
@@ -189,6 +227,18 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, start: str, number: int) 
     """The last checkpoint stays whole, and the lock is free."""
     with training_of_two(tmp_path, *STARTS[start]) as (launcher, _):
         launcher.send_signal(number)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_killed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
+    with training_of_two(tmp_path / "killed", *STARTS["train.py"], "--same-bits", "16") as (launcher, _):
+        launcher.kill()
+    *_, last = importlib.import_module("train").checkpoints(tmp_path / "killed")
+    steps = int(last.name.removeprefix("step-")) + 2
+    resumed = recorded(tmp_path / "killed", f"--resume --ranks 3 --steps {steps}")
+    whole = recorded(tmp_path / "whole", f"--same-bits 16 --steps {steps}")
+    assert (resumed["digest"], resumed["losses"]) == (whole["digest"], whole["losses"])
 
 
 @pytest.mark.ranks
