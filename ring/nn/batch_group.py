@@ -139,20 +139,23 @@ class BatchRanks:
         for axis in self._axes[:-1]:  # sums of the same numbers along two axes may differ in their last bit
             dist.broadcast(x, group=axis.group, group_src=0)
 
-    def all_to_all(self, x: Tensor, rows: Sequence[int]) -> list[Tensor]:
-        """Return what each rank has for this one, (rows[r], ...) of rank r.
+    def all_to_all(self, x: Tensor, held: Sequence[bool]) -> Tensor:
+        """Return what other ranks have for this one, (ranks that have something, ...), in rank order.
 
-        x: (ranks, rows of this rank, ...), contiguous: an entry for each rank. All ranks are in one process group.
+        Args:
+            x: (ranks, ...), contiguous: an entry for each rank; of no use on a rank that has nothing.
+            held: True for each rank that has something. All ranks are in one process group (`is_one_group`).
         """
         if self.world_size == 1:
-            return [x[0]]
+            return x
         (axis,) = (axis for axis in self._axes if len(axis.members) > 1)
-        local = x.to(_device_for(axis.group, x.device)).flatten(2)
-        width = local.shape[2]
-        found = local.new_empty(sum(rows) * width)
-        sizes = [count * width for count in rows]
-        dist.all_to_all_single(found, local.flatten(), sizes, [local.shape[1] * width] * len(x), group=axis.group)
-        return [y.view(-1, *x.shape[2:]) for y in found.to(x.device).split(sizes)]
+        local, size = x.to(_device_for(axis.group, x.device)), x[0].numel()
+        sizes = [size * has for has in held]
+        found = local.new_empty(sum(sizes))
+        sent = local.flatten() if held[self.rank] else local.new_empty(0)
+        own = [size * held[self.rank]] * self.world_size
+        dist.all_to_all_single(found, sent, sizes, own, group=axis.group)
+        return found.to(x.device).view(-1, *x.shape[1:])
 
     def all_equal(self, payload: bytes) -> bool:
         equal = True

@@ -11,7 +11,7 @@ through the batch. A parameter that a chunk does not reach has gradient 0 there;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +65,18 @@ class _Bucket:
 
     def __init__(self, members: list[int], parameters: Sequence[Tensor]) -> None:
         self.members, self.like = members, [parameters[i] for i in members]
-        self.kind, self.device = accumulator_dtype(self.like[0].dtype), self.like[0].device
+        self.size = sum(like.numel() for like in self.like)
+
+    def empty(self, ranks: int) -> Tensor:
+        """Return new memory for the numbers of all members, a multiple of the ranks."""
+        like = self.like[0]
+        numbers = self.size + -self.size % ranks
+        return torch.empty(numbers, dtype=accumulator_dtype(like.dtype), device=like.device)
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """Return the memory of each member."""
+        parts = flat[: self.size].split([like.numel() for like in self.like])
+        return [part.view(like.shape) for part, like in zip(parts, self.like, strict=True)]
 
 
 class GradientSums:
@@ -83,11 +94,6 @@ class GradientSums:
         self._totals: dict[tuple[int, int], TreeNodes[Tensor]] = {}  # of this rank's share, by bucket and use
         self._uses = [0] * len(parameters)  # of each parameter in the step, on any rank
         self._sequences = 0  # of the step, in the micro-batches so far
-
-    @property
-    def pending(self) -> bool:
-        """True if some micro-batch of the step is summed."""
-        return self._sequences > 0
 
     def insert(self, index: int, entry: int, chunk: int, count: int, gradient: Tensor) -> None:
         """Add the gradient of a parameter in a chunk of an entry; count: chunks of the sequence."""
@@ -107,8 +113,9 @@ class GradientSums:
         for number, bucket in enumerate(self._buckets):
             for use in range(max(uses[i] for i in bucket.members)):
                 self._sum_shares(number, use, own, held)
+                for index, entry in ((i, b) for i in bucket.members for b in range(own.batch)):
+                    self._own.pop((index, use, entry), None)  # gives its memory to the next bucket
         self._sequences += len(sequences(held))
-        self._own.clear()
         self._arrived.clear()
 
     def _most_uses(self, device: torch.device) -> list[int]:
@@ -131,19 +138,17 @@ class GradientSums:
     def _sum_shares(self, number: int, use: int, own: Held, held: Sequence[Held]) -> None:
         """Send the nodes of a bucket, a share to each rank, and sum those of this rank's share."""
         bucket, world = self._buckets[number], self._ranks.world_size
-        flat = [self._flat(bucket, use, entry, node) for entry in range(own.batch) for node in own.nodes]
-        share = flat[0].numel() // world
-        nodes = [one.batch * len(one.nodes) for one in held]
-        shares = torch.stack(flat).view(len(flat), world, share).transpose(0, 1).contiguous()
-        received = iter(self._ranks.all_to_all(shares, nodes))  # (nodes of a rank, share) of each
-        total = self._totals.setdefault((number, use), TreeNodes(None, add))
+        places = [[(entry, node) for entry in range(one.batch) for node in one.nodes] for one in held]
+        mine = places[self._ranks.rank]
         trees: dict[tuple[int, int], TreeNodes[Tensor]] = {}
-        for one, sums in zip(held, received, strict=True):
-            values = iter(sums)
-            for entry in range(one.batch):
-                tree = trees.setdefault((one.group, entry), TreeNodes(one.count, add))
-                for node in one.nodes:
-                    tree.insert(node, next(values))
+        for turn in range(max(map(len, places))):
+            flat = bucket.empty(world) if turn >= len(mine) else self._flat(bucket, use, *mine[turn])
+            senders = [rank for rank, some in enumerate(places) if turn < len(some)]
+            shares = self._ranks.all_to_all(flat.view(world, -1), [turn < len(some) for some in places])
+            for rank, share in zip(senders, shares, strict=True):
+                one, (entry, node) = held[rank], places[rank][turn]
+                trees.setdefault((one.group, entry), TreeNodes(one.count, add)).insert(node, share)
+        total = self._totals.setdefault((number, use), TreeNodes(None, add))
         for place, sequence in enumerate(sequences(held)):
             root = trees[sequence].root
             assert root is not None
@@ -151,19 +156,19 @@ class GradientSums:
 
     def _flat(self, bucket: _Bucket, use: int, entry: int, node: Node) -> Tensor:
         """Return the sum of a node, (numbers,), filled up to a multiple of the ranks."""
-        parts = []
-        for index, like in zip(bucket.members, bucket.like, strict=True):
+        flat = bucket.empty(self._ranks.world_size)
+        for index, part in zip(bucket.members, bucket.parts(flat), strict=True):
             tree = self._own.get((index, use, entry))
-            parts.append(
-                torch.zeros(like.numel(), dtype=bucket.kind, device=bucket.device)
-                if tree is None
-                else tree.take(node).to(bucket.kind).flatten()
-            )
-        parts.append(parts[0].new_zeros(-sum(x.numel() for x in parts) % self._ranks.world_size))
-        return torch.cat(parts)
+            if tree is None:
+                part.zero_()
+            else:
+                part.copy_(tree.take(node))
+        flat[bucket.size :].zero_()
+        return flat
 
-    def results(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield each parameter that has a gradient, by number, and its gradient; begin a new step. Collective."""
+    def results(self) -> dict[int, Tensor]:
+        """Return the gradient of each parameter that has one, by number, and begin a new step. Collective."""
+        gradients: dict[int, Tensor] = {}
         for number, bucket in enumerate(self._buckets):
             sums: list[Tensor] = []
             for use in range(max(self._uses[i] for i in bucket.members)):
@@ -172,23 +177,15 @@ class GradientSums:
                     some = next(iter(total.waiting.values()))
                     total.insert(Node(0, place), torch.zeros_like(some))
                 sums.append(self._ranks.gather(total.close(self._sequences)).flatten())
-            if sums:
-                parts = [
-                    x.split([*(like.numel() for like in bucket.like), sums[0].numel() - _size(bucket)]) for x in sums
-                ]
-                for at, index in enumerate(bucket.members):
-                    if self._uses[index]:
-                        gradient = parts[0][at]
-                        for use in range(1, self._uses[index]):
-                            gradient = gradient + parts[use][at]
-                        like = bucket.like[at]
-                        yield index, gradient.view(like.shape).to(like.dtype, copy=True)
+            for use, flat in enumerate(sums):
+                for index, part in zip(bucket.members, bucket.parts(flat), strict=True):
+                    if use == 0 and self._uses[index]:
+                        gradients[index] = part
+                    elif use < self._uses[index]:
+                        gradients[index] += part
         self._totals.clear()
         self._uses, self._sequences = [0] * len(self._parameters), 0
-
-
-def _size(bucket: _Bucket) -> int:
-    return sum(like.numel() for like in bucket.like)
+        return {index: x.to(self._parameters[index].dtype) for index, x in gradients.items()}
 
 
 def _leaves(tree: TreeNodes[Tensor]) -> set[int]:

@@ -212,7 +212,7 @@ class SameWeights(nn.Module):
             self.ranks.agree("the backward of SameWeights", checked)
             self._sums.exchange(self.token_sums.held)
             if self._synchronized:
-                for index, gradient in self._sums.results():
+                for index, gradient in self._sums.results().items():
                     self._parameters_list[index].grad = gradient
 
 
