@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ring.comm.call_order import within_backward
+from ring.nn.context import ContextParallel
 from ring.nn.same_weights.chunk_rows import ChunkRows, Cut, Join
 
 
@@ -24,6 +26,7 @@ from ring.nn.same_weights.chunk_rows import ChunkRows, Cut, Join
 class Forward:
     """A forward of the model: the chunks of this rank, and the sequences of the batch. done: after its backward."""
 
+    context: ContextParallel
     chunks: ChunkRows
     batch: int
     done: bool = False
@@ -86,11 +89,13 @@ class ChunkedCalls:
         model: its modules with parameters get another `forward`, until `restore`.
         numbers: of parameters, by id.
         insert: takes gradients.
+
+    probing: True to check that modules compute each row of a chunk from that row alone.
     """
 
     def __init__(self, model: nn.Module, numbers: dict[int, int], insert: Insert) -> None:
         self.running: Forward | None = None
-        self._inside = False
+        self.probing, self._inside = False, False
         self.insert, self._numbers = insert, numbers
         self._replaced: list[tuple[nn.Module, Any]] = []
         named = [(name, module) for name, module in model.named_modules() if _own_parameters(module)]
@@ -125,8 +130,10 @@ class ChunkedCalls:
         self._replaced.clear()
 
     def _chunked(self, module: nn.Module, where: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(own)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        @wraps(type(module).forward)
+        def forward(of: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if of is not module:  # a copy
+                return type(of).forward(of, *args, **kwargs)
             running = self.running if self._inside or within_backward() else None
             if running is None:
                 return own(*args, **kwargs)
@@ -135,15 +142,20 @@ class ChunkedCalls:
             places = list(running.places())
 
             def call(piece: int, *args: Any, **kwargs: Any) -> Any:
-                with self._copies(module, running, *places[piece]):
+                if self.probing and piece == 0:
+                    _check_rows(where, own, args, kwargs)
+                with self._copies(module, where, running, *places[piece]):
                     return own(*args, **kwargs)
 
-            return by_chunks(running, where, call, args, kwargs)
+            try:
+                return by_chunks(running, where, call, args, kwargs)
+            except (ValueError, NotImplementedError) as error:  # the other ranks are in attention, or will be
+                running.context.raise_everywhere(error)
 
-        return forward
+        return MethodType(forward, module)  # so that a copy of the module has one of its own
 
     @contextmanager
-    def _copies(self, module: nn.Module, running: Forward, entry: int, chunk: int) -> Iterator[None]:
+    def _copies(self, module: nn.Module, where: str, running: Forward, entry: int, chunk: int) -> Iterator[None]:
         """Give a module copies of its parameters."""
         before = dict(module._parameters)
         for name, x in before.items():
@@ -162,3 +174,27 @@ def _own_parameters(module: nn.Module) -> list[str]:
 
 def _described(name: str, module: nn.Module) -> str:
     return f"module {name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+
+
+@torch.no_grad()
+def _check_rows(where: str, own: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Raise NotImplementedError if NaN in other rows of a chunk reach the middle one."""
+
+    def others_nan(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dim() < 2 or not x.is_floating_point():
+            return x
+        poisoned, middle = torch.full_like(x, torch.nan), x.shape[1] // 2
+        poisoned[:, middle] = x[:, middle]
+        return poisoned
+
+    plain = own(*args, **kwargs)
+    args, kwargs = tree_map(others_nan, (args, kwargs))
+    poisoned = own(*args, **kwargs)
+    if not isinstance(plain, Tensor) or plain.dim() < 2:
+        return  # refused by the call itself
+    middle = plain.shape[1] // 2
+    if bool((poisoned[:, middle].isnan() & ~plain[:, middle].isnan()).any()):
+        raise NotImplementedError(
+            f"{where} must compute each token from that token alone, since it is called chunk by chunk, but NaN in "
+            "other rows reach a row"
+        )

@@ -47,12 +47,12 @@ class Piece:
 
 
 def compare_alone(
-    model: nn.Module, calls: ChunkedCalls, parameters: Sequence[Tensor], context: ContextParallel, forward: Forward,
-    args: Any, kwargs: Any,
+    model: nn.Module, calls: ChunkedCalls, parameters: Sequence[Tensor], forward: Forward, args: Any, kwargs: Any,
 ) -> Callable[[], None]:  # fmt: skip
     """Run the model twice, and return a function that raises NotImplementedError, with the module's name, if a chunk
     alone has other bits. Collective; gradients, buffers and random numbers are as before.
     """
+    context = forward.context
     places = list(zip(forward.places(), forward.chunks.rows * forward.batch, strict=True))
     pieces = [Piece(*place, *rows) for place, rows in (places[0], places[-1])][: len(places)]
     failures: list[Exception] = []
@@ -64,8 +64,10 @@ def compare_alone(
             )
         )
     with _restored(model, parameters) as changed:
+        calls.probing = True
         recorded = _with_handle((args, kwargs), _handle(_Recording, context, pieces))
         _run(model, calls, forward, pieces, recorded, lambda x: _direction(x, *x.shape[:2]))
+        calls.probing = False
         used = [name for name, x in model.named_parameters() if x.grad is not None]
         changed_buffers = changed()
         for piece in pieces:
@@ -134,7 +136,7 @@ def _compare(
         return x
 
     alone = Piece(0, piece.number, 0, rows)
-    chunk = Forward(ChunkRows(((0, rows),), (piece.number,), forward.chunks.count, rows), 1)
+    chunk = Forward(context, ChunkRows(((0, rows),), (piece.number,), forward.chunks.count, rows), 1)
     _run(
         model, calls, chunk, [alone], tree_map(cut, _with_handle(arguments, context)),
         lambda x: piece.of(_direction(x, batch, tokens)),

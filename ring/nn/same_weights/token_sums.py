@@ -21,9 +21,12 @@ class TokenSums:
         self._ranks = ranks
         self._latest: tuple[Forward, Held] | None = None
 
-    def begin(self, forward: Forward, group: int) -> None:
-        """Go on with another forward. group: number of its context group."""
-        self._latest = forward, Held(group, forward.batch, forward.chunks.count, forward.chunks.numbers)
+    def begin(self, forward: Forward) -> None:
+        """Go on with another forward."""
+        self._latest = (
+            forward,
+            Held(forward.context.first_rank, forward.batch, forward.chunks.count, forward.chunks.numbers),
+        )
 
     @property
     def held(self) -> Held:

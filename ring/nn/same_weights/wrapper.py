@@ -113,13 +113,13 @@ class SameWeights(nn.Module):
             ValueError, NotImplementedError: no such handle; a rank without tokens; a call before the backward of the
                 last output; parameters that have gradients.
         """
-        context, forward = self._begin(args, kwargs)
+        forward = self._begin(args, kwargs)
         if self._compare and torch.is_grad_enabled():
-            verdict = compare_alone(self.module, self._calls, self._parameters_list, context, forward, args, kwargs)
+            verdict = compare_alone(self.module, self._calls, self._parameters_list, forward, args, kwargs)
             with self.ranks.lock():
                 self.ranks.agree("the comparison of SameWeights", lambda: ({}, verdict()))
             self._compare = False
-        self.token_sums.begin(forward, context.first_rank)
+        self.token_sums.begin(forward)
         with self._calls.within(forward):
             output = self.module(*args, **kwargs)
         differentiable = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
@@ -132,7 +132,7 @@ class SameWeights(nn.Module):
     def _close(self, forward: Forward) -> None:
         forward.done, self._calls.running = True, None
 
-    def _begin(self, args: Any, kwargs: Any) -> tuple[ContextParallel, Forward]:
+    def _begin(self, args: Any, kwargs: Any) -> Forward:
         values = tree_leaves((args, kwargs))
         handles = [x for x in values if isinstance(x, ContextParallel)]
         if len(handles) != 1 or handles[0].same_bits is None:
@@ -151,7 +151,7 @@ class SameWeights(nn.Module):
             "rows of chunks", lambda: ChunkRows.of(context.layout, context.documents, chunk, context.rank)
         )
         batch = max(x.shape[0] for x in values if isinstance(x, Tensor) and x.shape[1:2] == (context.tokens,))
-        return context, Forward(chunks, batch)
+        return Forward(context, chunks, batch)
 
     def _check(self, context: ContextParallel, values: list[Any]) -> None:
         if not all(context.layout.counts):
@@ -161,6 +161,19 @@ class SameWeights(nn.Module):
         shapes = [tuple(x.shape) for x in values if isinstance(x, Tensor)]
         if all(shape[1:2] != (context.tokens,) for shape in shapes):
             raise ValueError(f"model must be called with tensors of tokens, (B, {context.tokens}, ...), got {shapes}")
+        now = {id(x) for x in self.module.parameters() if x.requires_grad}
+        if now != {id(x) for x in self._parameters_list}:
+            raise ValueError(
+                "parameters that require gradients must be those that SameWeights was made with, got others: wrap the "
+                "model again"
+            )
+        hooks = [
+            name for name, x in self.module.named_parameters() if x._backward_hooks or x._post_accumulate_grad_hooks
+        ]
+        if hooks:
+            raise NotImplementedError(
+                f"parameters must have no hooks, which get no gradient of a chunk, got some of {', '.join(hooks[:3])}"
+            )
         if self._calls.running is not None:
             raise ValueError("model must be called again after the backward of its output, or of one under no_grad()")
         if torch.is_grad_enabled():
