@@ -20,7 +20,7 @@ backward, and that is an error on every rank. A loss that some ranks multiply by
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from ring.comm.transport import Message, Outgoing
 from ring.consensus import agree_backward
 from ring.layout import Layout
 from ring.nn.context import ContextParallel
+from ring.nn.same_weights.chunk_rows import chunks_of_ranks
 from ring.precision import accumulator_dtype
 from ring.validation import wants_gradients
 
@@ -61,7 +62,8 @@ def sequence_sum(context: ContextParallel, x: Tensor, dim: int = 1, *, mask: Ten
     """Return sums over all tokens of a sequence, with the same bits and gradient on every rank of the context group.
 
     Args:
-        context: handle of the sharded sequence. If it has documents, each of them is a sequence.
+        context: handle of the sharded sequence. If it has documents, each of them is a sequence. With `same_bits` sums
+            are those of chunks, and have the same bits on any number of ranks.
         x: any shape, with this rank's tokens along `dim`; real, integers or bool.
         dim: dimension of the tokens.
         mask: this rank's shard of the tokens that count, of x's shape up to `dim`, as (B, N); bool, or integers 0 and
@@ -107,9 +109,39 @@ def _sums(context: ContextParallel, operation: str, x: Tensor, dim: int, mask: T
         if mask is not None:
             x = x.masked_fill(~mask.bool().view(*mask.shape, *[1] * (x.dim() - mask.dim())), 0)
         wide = x.to(accumulator_dtype(x.dtype) if x.is_floating_point() else torch.int64)
+        if context.same_bits is not None:
+            return _by_chunks(context, call, wide, dim)
         local = wide.sum(dim) if context.documents is None else _by_document(context, wide, dim)
         rows = Layout.contiguous(context.world_size, context.world_size)  # one a rank
         return _gathered(context, call, rows, local[None], 0).sum(0)
+
+
+def _by_chunks(context: ContextParallel, call: NumberedCall, x: Tensor, dim: int) -> Tensor:
+    """Sums over the binary tree of the chunks of a sequence or document, the same bits on any number of ranks."""
+    every = chunks_of_ranks(context)
+    order = Layout.from_cuts(
+        [number for one in every for number in one.numbers], [*accumulate((len(x.numbers) for x in every), initial=0)]
+    )
+    # Row by row of what comes before `dim`: the order in which a device sums may depend on the number of sums.
+    before, own = x.flatten(0, dim - 1) if dim else x[None], every[context.rank].rows
+    local = [torch.stack([row[begin:end].contiguous().sum(0) for begin, end in own]) for row in before if own]
+    stacked = torch.stack(local, 1) if own else x.new_zeros(0, len(before), *x.shape[dim + 1 :])  # (chunks, rows, ...)
+    chunks = iter(_gathered(context, call, order, stacked, 0))
+    lengths = (context.layout.n,) if context.documents is None else context.documents
+    counts = [-(-length // context.same_bits) for length in lengths if context.same_bits]
+    sums = [_tree_sum(list(islice(chunks, count))) if count else x.new_zeros(stacked.shape[1:]) for count in counts]
+    shape = x.shape[:dim], x.shape[dim + 1 :]
+    if context.documents is None:
+        return sums[0].view(*shape[0], *shape[1])
+    return torch.stack(sums, 1).view(*shape[0], len(sums), *shape[1])
+
+
+def _tree_sum(parts: list[Tensor]) -> Tensor:
+    """Sum of neighbours, then of pairs of neighbours, and so on; an odd one waits."""
+    while len(parts) > 1:
+        pairs = (parts[at : at + 2] for at in range(0, len(parts), 2))
+        parts = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
+    return parts[0]
 
 
 def _by_document(context: ContextParallel, x: Tensor, dim: int) -> Tensor:
@@ -125,7 +157,7 @@ def _agree(context: ContextParallel, operation: str, x: Tensor, dim: int, mask: 
     """Validate a call on every rank, and return its number for the backward."""
 
     def check() -> tuple[dict[str, object], None]:
-        _check(context, operation, x, dim)
+        _check(context, operation, x, dim, mask is not None)
         if mask is not None:
             _check_mask(mask, x, tuple(x.shape[: dim % x.dim() + 1]))
         other = [size for i, size in enumerate(x.shape) if i != dim % x.dim()]
@@ -140,12 +172,17 @@ def _agree(context: ContextParallel, operation: str, x: Tensor, dim: int, mask: 
     return NumberedCall(calls, calls.number, operation)
 
 
-def _check(context: ContextParallel, operation: str, x: Tensor, dim: int) -> None:
+def _check(context: ContextParallel, operation: str, x: Tensor, dim: int, masked: bool) -> None:
     if not isinstance(x, Tensor) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x))
         raise ValueError(f"x must be a tensor with dimension {dim!r}, got {got}")
     shape = tuple("local tokens" if i == dim % x.dim() else f"dimension {i}" for i in range(x.dim()))
     context.check_local("x", x, shape, dim)
+    if operation == "sequence_mean" and not masked and context.pattern is not None and context.pattern.depths:
+        raise ValueError(
+            "mask must be given where the handle has a tree, whose paths share tokens, got None, a mean over all: "
+            "write sequence_mean(context, x, mask=own), own True for this rank's tokens of a path"
+        )
     if operation == "sequence_mean" and not x.is_floating_point():
         raise ValueError(f"x must be real, got {x.dtype}; write x.float()")
     if operation == "sequence_sum" and x.is_complex():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from reference.documents import Documents
 from ring.layout import Layout
+from ring.nn.context import ContextParallel
 from ring.plan.pieces import DocumentTable
 from ring.plan.whole_chunks import straight_runs
 
@@ -52,6 +53,15 @@ class ChunkRows:
         found.sort()
         rows, numbers = tuple(one for one, _ in found), tuple(number for _, number in found)
         return cls(rows, numbers, len(table), layout.counts[rank])
+
+
+def chunks_of_ranks(context: ContextParallel) -> list[ChunkRows]:
+    """Return the chunks of every rank of a handle with `same_bits`."""
+    chunk, ranks = context.same_bits, range(context.world_size)
+    assert chunk is not None
+    return context.cached(
+        "chunks of ranks", lambda: [ChunkRows.of(context.layout, context.documents, chunk, rank) for rank in ranks]
+    )
 
 
 class Cut(torch.autograd.Function):

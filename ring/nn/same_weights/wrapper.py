@@ -26,7 +26,7 @@ from ring.nn import loss_ranks
 from ring.nn.batch_group import BatchRanks
 from ring.nn.context import ContextParallel
 from ring.nn.replicas import check_plain, check_replicas
-from ring.nn.same_weights.chunk_rows import ChunkRows
+from ring.nn.same_weights.chunk_rows import chunks_of_ranks
 from ring.nn.same_weights.chunked_calls import ChunkedCalls, Forward
 from ring.nn.same_weights.comparison import compare_alone
 from ring.nn.same_weights.gradient_sums import GradientSums
@@ -145,11 +145,7 @@ class SameWeights(nn.Module):
             self._check(context, values)
         except Exception as error:  # of any type: the other ranks must raise it too
             context.raise_everywhere(error)
-        chunk = context.same_bits
-        assert chunk is not None
-        chunks = context.cached(
-            "rows of chunks", lambda: ChunkRows.of(context.layout, context.documents, chunk, context.rank)
-        )
+        chunks = chunks_of_ranks(context)[context.rank]
         batch = max(x.shape[0] for x in values if isinstance(x, Tensor) and x.shape[1:2] == (context.tokens,))
         return Forward(context, chunks, batch)
 

@@ -23,7 +23,11 @@ from ring.nn import (
     average_gradients,
     clip_grad_norm,
     cross_entropy,
+    gather,
     next_tokens,
+    sequence_logprobs,
+    sequence_mean,
+    sequence_sum,
     shard_batch,
     token_mean,
 )
@@ -300,6 +304,29 @@ def test_chunks_of_documents_are_counted_through() -> None:
     own = [ChunkRows.of(layout, documents, 16, rank) for rank in range(2)]
     assert own[1] == ChunkRows(((0, 5), (5, 10), (10, 26), (26, 42)), (2, 3, 4, 5), 8, 42)
     assert sorted(own[0].numbers + own[1].numbers) == list(range(8))
+
+
+def _sequence_values(documents: tuple[int, ...] | None) -> list[Tensor]:
+    """Bits of sums, means and log-probabilities of sequences, and of the gradient of this rank's tokens, whole."""
+    world = dist.get_world_size()
+    layout = Layout.whole_chunks(TOKENS, world, CHUNK, documents)
+    context = ContextParallel(layout, same_bits=CHUNK, documents=documents)
+    whole = torch.randn(3, TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    x = context.shard(whole).requires_grad_()
+    labels = context.shard(torch.arange(3 * TOKENS).view(3, TOKENS) % VOCABULARY)
+    masked = sequence_mean(context, x, mask=labels > 3)
+    values = [sequence_sum(context, x), masked, sequence_logprobs(x, labels, context)]
+    (gradient,) = torch.autograd.grad(values[0].square().sum() / world, x)
+    torch.testing.assert_close(values[0].sum(), whole.sum(), rtol=1e-4, atol=1e-3)
+    return [*map(bits, values), gather(context, gradient)]
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_values_of_sequences_have_the_same_bits(ranks: Ranks, documents: tuple[int, ...] | None) -> None:
+    (wanted,) = ranks(1).run(_sequence_values, documents)
+    for found in ranks(2).run(_sequence_values, documents) + ranks(3).run(_sequence_values, documents):
+        assert all(map(torch.equal, found[:3], wanted[:3]))
+        torch.testing.assert_close(found[3], wanted[3])
 
 
 def _unequal_parameters() -> str:

@@ -338,3 +338,11 @@ def test_one_process(number: float) -> None:
     torch.testing.assert_close(logprobs, logits.log_softmax(-1)[0, [0, 1], [1, 2]].sum() * torch.tensor([1.0, 0.0]))
     assert batch_mean(logprobs, context) == logprobs.mean() and batch_mean(logprobs[:0], context) == 0.0
     torch.testing.assert_close(batch_mean(torch.tensor(number), context), torch.tensor(number), equal_nan=True)
+
+
+def test_a_mean_over_a_tree_needs_a_mask() -> None:
+    context = ContextParallel(Layout.contiguous(13, 1)).with_pattern(Pattern.tree([None, 0], [5, 8]))
+    x = torch.ones(1, 13)
+    with pytest.raises(ValueError, match="mask must be given where the handle has a tree"):
+        sequence_mean(context, x)
+    assert sequence_mean(context, x, mask=(x > 0)).item() == 1.0
