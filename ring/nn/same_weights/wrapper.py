@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from ring.nn import loss_ranks
@@ -65,7 +66,9 @@ class SameWeights(nn.Module):
         tensors = [x for x in module.parameters() if x.requires_grad]
 
         def checked() -> tuple[dict[str, object], ChunkedCalls]:
-            if isinstance(module, SameWeights) or not tensors:
+            wrappers = SameWeights, DistributedDataParallel
+            wrapped = any(isinstance(x, wrappers) or hasattr(x, "_orig_mod") for x in module.modules())  # or compiled
+            if wrapped or not tensors:
                 raise ValueError(f"module must be a plain model with parameters to train, got {type(module).__name__}")
             if not self.ranks.is_one_group:
                 raise NotImplementedError(

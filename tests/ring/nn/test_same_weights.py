@@ -276,6 +276,7 @@ def test_refusals_say_what_to_write(call: Callable[..., object], message: str) -
     (Beside, r"the model \(Beside\) must have no parameters of its own beside modules, got sinks"),
     (nn.ReLU, "parameters to train, got ReLU"),
     (lambda: SameWeights(Model()), "must be a plain model"),
+    (lambda: torch.compile(Model()), "must be a plain model"),
 ])  # fmt: skip
 def test_models_that_cannot_be_held_are_refused(model: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=message):
