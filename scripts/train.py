@@ -128,6 +128,7 @@ class Training:
         layout = LAYOUTS[options.layout](options.tokens, ranks)
         if chunk:
             layout = Layout.whole_chunks(options.tokens, ranks, chunk)
+            torch.set_num_threads(1)  # bits depend on their number, and torchrun lets a rank that is alone have many
         self.context = ContextParallel(layout, self.mesh["context"], same_bits=chunk)
         if options.resume:
             self.load()
