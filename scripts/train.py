@@ -211,6 +211,8 @@ def kept_options(folder: Path, parser: argparse.ArgumentParser) -> dict[str, Any
     if set(progress) != {"step", "losses", "options"}:
         raise ValueError(f"{folder} must be a checkpoint of this script, got one with {[*progress]}")
     step, losses, options = progress["step"], progress["losses"], progress["options"]
+    if isinstance(options, dict):
+        options = {"same_bits": 0} | options  # of a checkpoint without that option
     if type(step) is not int or f"step-{step}" != folder.name:
         raise ValueError(f"step of {folder} must be that of its name, got {step!r}")
     if not isinstance(losses, list) or len(losses) != step or not all(type(loss) is float for loss in losses):

@@ -68,12 +68,17 @@ def test_same_bits_on_any_number_of_ranks(tmp_path: Path, monkeypatch: pytest.Mo
         assert found == alone | {name: found[name] for name in ("ranks", "activations")}
 
 
-def checkpointed(folder: Path, **changes: Any) -> Any:
-    """Save the checkpoint of step 2 of a training of one process, and return the script's module."""
+def train_options(folder: Path) -> dict[str, Any]:
+    """Options that a checkpoint keeps."""
     train = importlib.import_module("train")
     options = train.parser_of().parse_args([*SMALL.split(), "--folder", str(folder)])
-    model = train.Model(options).double()
-    kept = {name: getattr(options, name) for name in train.KEPT} | {"text_digest": train.text_digest(options)}
+    return {name: getattr(options, name) for name in train.KEPT} | {"text_digest": train.text_digest(options)}
+
+
+def checkpointed(folder: Path, **changes: Any) -> Any:
+    """Save the checkpoint of step 2 of a training of one process, and return the script's module."""
+    train, kept = importlib.import_module("train"), train_options(folder)
+    model = train.Model(train.parser_of().parse_args([*SMALL.split(), "--folder", str(folder)])).double()
     kept |= {name: changes.pop(name) for name in train.KEPT if name in changes}
     progress = {"step": 2, "losses": [5.5, 5.25], "options": kept} | changes
     checkpoint.save(folder / "step-2", model, torch.optim.AdamW(model.parameters()), **progress)
@@ -86,6 +91,13 @@ def test_options_default_to_the_checkpoints(tmp_path: Path) -> None:
     options = train.parse(train.parser_of(), words.split())
     assert (options.lr, options.layout, options.ranks) == (0.5, "striped", 2)
     assert (options.tokens, options.dim, options.dtype, options.seed) == (64, 16, "float64", 0)
+
+
+def test_checkpoints_without_the_option_have_no_chunks(tmp_path: Path) -> None:
+    options = train_options(tmp_path)
+    del options["same_bits"]
+    train = checkpointed(tmp_path, options=options)
+    assert train.parse(train.parser_of(), ["--resume", "--folder", str(tmp_path)]).same_bits == 0
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,8 @@ class SameWeights(nn.Module):
             for number, x in enumerate(tensors):
                 check_plain(number, x)
             signature: dict[str, object] = {
-                "parameters": [[str(x.dtype), list(x.shape), x.device.type] for x in tensors]
+                "parameters": [[str(x.dtype), list(x.shape), x.device.type] for x in tensors],
+                "torch.get_num_threads()": torch.get_num_threads(),  # bits on CPUs depend on it
             }
             return signature, ChunkedCalls(module, {id(x): i for i, x in enumerate(tensors)}, self._insert)
 
