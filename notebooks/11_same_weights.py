@@ -22,9 +22,9 @@
 #
 # ## 1. A training on 1 and on 4 ranks
 #
-# A small LongNet model learns the bytes of this repository's licence. "usual" has neither `SameWeights` nor `same_bits`:
-# its gradients are averaged over the ranks. Distance is the norm of the difference from 1 rank's weights, as a share of
-# their norm. bf16 is autocast's, for fewer steps.
+# A small LongNet model learns the bytes of this repository's licence, by AdamW, with gradients clipped by their norm.
+# "usual" has neither `SameWeights` nor `same_bits`: gradients are averaged over the ranks. Distance is the norm of the
+# difference from 1 rank's weights, as a share of their norm. bf16 is autocast's, for fewer steps.
 
 # %%
 from collections import defaultdict
@@ -77,20 +77,20 @@ PRELOAD = ("torch", "torch.distributed.tensor", "torch._dynamo", "ring.nn", "not
 LOOKS = sorted({1, 2, 4, 8, 16, 32, 64, 128, HALF, *range(0, STEPS, 50), STEPS} - {0})
 
 
-def run(pool, way, bf16=False, start=None, begin=0):
-    """Losses, and states by step. All ranks have the same."""
-    training = replace(FP32, data=DATA_RANKS if pool.world_size == RANKS else 1, way=way, bf16=bf16)
+def run(way, bf16):
+    """Losses and states by step, of 1 rank and of several, which train at the same time."""
     last = STEPS_BF16 if bf16 else STEPS
-    looks = tuple(step for step in LOOKS if begin < step < last) + (last,)
-    losses, states = zip(*pool.run(trained, training, looks, start), strict=True)
-    assert all(digest(ours[step]) == digest(states[0][step]) for ours in states for step in looks), "one model"
-    return losses[0], states[0]
+    looks = (*(step for step in LOOKS if step < last), last)
+    training = replace(FP32, way=way, bf16=bf16)
+    tickets = [pool.submit(trained, replace(training, data=data), looks) for pool, data in POOLS]
+    results = [pool.collect(ticket) for (pool, _), ticket in zip(POOLS, tickets, strict=True)]
+    for (_, first), *others in results:
+        assert all(digest(states[x]) == digest(first[x]) for _, states in others for x in looks), "one model"
+    return [ranks[0] for ranks in results]
 
 
-one, several = (Pool(world, timeout=280, preload=PRELOAD) for world in (1, RANKS))
-found = {}
-for bf16, way in product((False, True), ("usual", "SameWeights")):
-    found[bf16, way] = run(one, way, bf16), run(several, way, bf16)
+POOLS = [(Pool(world, timeout=280, preload=PRELOAD), data) for world, data in ((1, 1), (RANKS, DATA_RANKS))]
+found = {(bf16, way): run(way, bf16) for bf16, way in product((False, True), ("usual", "SameWeights"))}
 
 # %%
 figure, panels = plt.subplots(1, 2, figsize=(9.5, 3.4))
@@ -102,7 +102,7 @@ for (bf16, way), ((loss, alone), (others, states)) in found.items():
     label = f"{'bf16' if bf16 else 'fp32'}, {way}"
     drawn = {"color": VERMILLION if bf16 else BLUE, "linestyle": "--" if way == "SameWeights" else "-"}
     panels[0].loglog(looks, np.maximum(apart, 1e-9), label=label, **drawn)
-    panels[1].loglog(range(1, len(off) + 1), np.maximum(off, 1e-9), linewidth=0.8, **drawn)
+    panels[1].loglog(range(1, len(off) + 1), np.maximum(off, 1e-9), ".", markersize=2, color=drawn["color"])
     print(f"{label:17}: weights apart by {apart[0]:.1e} after step 1, by {apart[-1]:.1e} after {looks[-1]}; "
           f"losses by {off.max():.1e} at most; loss {loss[0]:.2f} to {loss[-10:].mean():.2f}")  # fmt: skip
     if way == "SameWeights":
@@ -123,14 +123,14 @@ plt.show()
 # The training on 4 ranks is saved after half of its steps: parameters and moments. 1 rank goes on with it.
 
 # %%
-losses, states = run(one, "SameWeights", start=found[False, "SameWeights"][1][1][HALF], begin=HALF)
-for pool in (one, several):
+(wanted, alone), (_, others) = found[False, "SameWeights"]
+((losses, states),) = POOLS[0][0].run(trained, replace(FP32, way="SameWeights"), (STEPS,), others[HALF])
+for pool, _ in POOLS:
     pool.close()
-(_, alone), (_, others) = found[False, "SameWeights"]
 for name, state in ("1 rank", alone), (f"{RANKS} ranks", others), (f"{RANKS} ranks, then 1", states):
     print(f"{name:15}: digest of weights and moments after step {STEPS}: {digest(state[STEPS])[:16]}")
     assert digest(state[STEPS]) == digest(alone[STEPS]) != digest(alone[HALF])
-assert same_bits(losses, found[False, "SameWeights"][0][0][HALF:]), "the losses of the second half"
+assert same_bits(losses, wanted[HALF:]), "the losses of the second half"
 
 # %% [markdown]
 # **Both ends have one digest**, and the losses of the second half have the bits of 1 rank's.
@@ -153,9 +153,9 @@ for world in (1, RANKS):
         print(f"  C={c:2}, {LONGER // c:2} chunks a sequence: same_bits alone {attention:.1f}, SameWeights {ratio:.1f}")
 
 # %% [markdown]
-# **Short chunks cost most**: half the chunk makes nearly four times the parts of attention, and twice the calls of every
-# module. The model is so small that calls cost more than their arithmetic; on 4 ranks messages are much of the usual
-# step.
+# **Short chunks cost most**: half the chunk makes nearly four times the parts of attention, and twice the calls of each
+# module. The model is so small that calls cost more than their arithmetic. On 4 ranks messages are much of the usual
+# step, too.
 #
 # ## 4. Another way to sum
 #
@@ -230,22 +230,29 @@ for data, scale in ("normal", 1.0), (f"one token's loss times {SCALE:.0e}", SCAL
     (tree, tree_fp64), (integers, integers_fp64) = errors["tree"], errors["integers"]
     assert integers[1] < 1.01 * 2**-24 < tree[1], "integers are rounded once, to fp32"
     assert tree[0] < errors["usual"][0][0], "a tree has short sums"
-    assert np.allclose(tree_fp64, integers_fp64, rtol=0.05), "but forward and backward have the most of the error"
+    assert np.allclose(tree_fp64, integers_fp64, rtol=0.1, atol=0), (
+        "but forward and backward have the most of the error"
+    )
 
 numbers, chunks = sum(x.numel() for x in wanted), LONGEST // CHUNK
 kept = sum(x.numel() for of in terms for x in of)
 print(f"held by 1 rank: tree {held / numbers:.1f} times the model in fp32, integers {kept / numbers:.1f} times: all "
       f"terms of {SEQUENCES} sequences of {chunks} chunks, until the largest is known")  # fmt: skip
 assert held < kept / 8
+uses = len(terms[0]) // (SEQUENCES * chunks)
+assert uses == 2, "the head has the embedding's weights"
 for world in SPLITS:
     layout = Layout.whole_chunks(LONGEST, world, CHUNK)
     rows = [ChunkRows.of(layout, None, CHUNK, rank) for rank in range(world)]
     nodes = max(len(Held(0, 1, chunks, x.numbers).nodes) for x in rows)
-    print(f"{world} context rank(s): {nodes} node(s) of a sequence on a rank; sent for a number of the model: "
-          f"tree {4 * nodes} bytes a sequence, integers 8 for all sequences")  # fmt: skip
+    print(f"{world} context rank(s), {nodes} node(s) of a sequence on a rank: sent for a number of the model, tree "
+          f"{4 * nodes * uses} bytes a sequence, {4 * nodes} without a tied head; integers 8 for all")  # fmt: skip
 
 # %% [markdown]
-# **The tree was kept.** Its sums have a larger error than those of integers, but both leave the gradient's error
-# against fp64 as it is, since forward and backward make nearly all of it. Integers need every gradient of a chunk until
-# the largest is known (or a second backward), more than 20 times what the tree holds, and save bytes only where a rank
-# has several sequences, or chunks that make many nodes.
+# **The tree was kept**, since it holds 3.5 times the model where integers need all gradients of chunks until the
+# largest is known, 80 times the model, or a second backward. Its sums have larger errors than integers (by entry 7e-7
+# to 1e-6 beside 6e-8), but with both the gradient is as far from fp64, since forward and backward make most of its
+# error.
+#
+# Integers would save bytes: half with a tied head, and more where a rank has several sequences, or chunks that make
+# many nodes.
