@@ -89,7 +89,7 @@ class Trainer:
         torch.manual_seed(training.seed)
         self.training, self.model = training, Model(training.tokens, training.dim, training.layers)
         shape = (training.data, world // training.data)
-        self.mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("data", "context"))
+        mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("data", "context"))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), training.rate)
         self.done = 0
         if start is not None:
@@ -98,27 +98,29 @@ class Trainer:
             self.done = start["done"]
         layout = Layout.whole_chunks(training.tokens, shape[1], training.chunk)
         chunk = None if training.way == "usual" else training.chunk
-        self.context = ContextParallel(layout, self.mesh["context"], same_bits=chunk)
-        self.same = SameWeights(self.model, self.mesh) if training.way == "SameWeights" else None
+        self.context = ContextParallel(layout, mesh["context"], same_bits=chunk)
+        self.place = mesh["data"].get_local_rank()
+        self.same = SameWeights(self.model) if training.way == "SameWeights" else None
 
     def batch(self) -> Batch:
         """Return this rank's part of the batch of the next step."""
         training, drawn = self.training, torch.Generator().manual_seed(self.done)
         begins = torch.randint(len(TEXT) - training.tokens, (training.sequences,), generator=drawn).tolist()
         tokens = torch.stack([TEXT[begin : begin + training.tokens] for begin in begins])
-        own = (x.chunk(training.data)[self.mesh["data"].get_local_rank()] for x in (tokens, next_tokens(tokens)))
+        own = (x.chunk(training.data)[self.place] for x in (tokens, next_tokens(tokens)))
         return shard_batch(self.context, *own)
 
     def step(self) -> Tensor:
         """Train on the next batch, and return its loss."""
         batch = self.batch()
+        assert batch.labels is not None
         with torch.autocast("cpu", torch.bfloat16) if self.training.bf16 else nullcontext():
             logits = (self.same or self.model)(batch.tokens, batch.context)
-        loss = cross_entropy(logits, batch.labels, self.same or self.mesh)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = cross_entropy(logits, batch.labels, self.same)
+        loss.backward()
         if self.same is None:
-            average_gradients(self.model.parameters(), self.mesh)
-        clip_grad_norm(self.model.parameters(), 1.0, self.same or self.mesh)
+            average_gradients(self.model.parameters())
+        clip_grad_norm(self.model.parameters(), 1.0, self.same)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.done += 1
