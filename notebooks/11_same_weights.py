@@ -120,7 +120,7 @@ assert first_step[True, "usual"] > 1000 * first_step[False, "usual"]
 
 # %% [markdown]
 # **In the usual way the weights go apart; with `SameWeights` no bit differs** of weights, moments and losses. In bf16
-# weights are apart by thousands of times as much, from the first step on.
+# weights are more than a thousand times as far apart, from the first step on.
 #
 # ## 2. A run that goes on with another number of ranks
 #
