@@ -17,8 +17,8 @@
 # # The same weights on any number of ranks
 #
 # `ring.nn.SameWeights` takes DDP's place. It calls modules chunk by chunk, and sums the gradients of chunks over the
-# binary tree of their numbers, so that a training step has the same bits on any number of ranks, data x context. Ranks
-# are processes here, joined by gloo: 1, and 4 as 2 data ranks x 2 context ranks.
+# binary tree of their numbers, so that a training step has the same bits on any number of ranks, data x context: see
+# `ring/nn/SAME_WEIGHTS.md`. Ranks are processes here, joined by gloo: 1, and 4 as 2 data ranks x 2 context ranks.
 #
 # ## 1. A training on 1 and on 4 ranks
 #
@@ -258,5 +258,5 @@ for world in SPLITS:
 # to 1e-6 beside 6e-8), but with both the gradient is as far from fp64, since forward and backward make most of its
 # error.
 #
-# Integers would save bytes: half with a tied head, and more where a rank has several sequences, or chunks that make
-# many nodes.
+# Integers would save bytes: half in this model, whose tied head makes two trees, and more where a rank has several
+# sequences, or chunks that make many nodes.
