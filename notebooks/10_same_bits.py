@@ -228,7 +228,7 @@ assert count
 # %% [markdown]
 # **Weight gradients of a sharded model are not part of the promise.** Here all rows are gathered before a projection,
 # so its gradient is one product of whole matrices. In a sharded model it is a sum over each rank's rows, then over
-# ranks, and its bits depend on them: see the last line.
+# ranks, and its bits depend on them: see the last line. `SameWeights` fixes its order, too: see notebook 11.
 #
 # ## 3. The cost
 #
