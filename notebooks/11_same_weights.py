@@ -250,7 +250,7 @@ for world in SPLITS:
     rows = [ChunkRows.of(layout, None, CHUNK, rank) for rank in range(world)]
     nodes = max(len(Held(0, 1, chunks, x.numbers).nodes) for x in rows)
     print(f"{world} context rank(s), {nodes} node(s) of a sequence on a rank: sent for a number of the model, tree "
-          f"{4 * nodes * uses} bytes a sequence, {4 * nodes} without a tied head; integers 8 for all")  # fmt: skip
+          f"{4 * nodes} bytes a sequence, {4 * nodes * uses} of the tied weights; integers 8 for all")  # fmt: skip
 
 # %% [markdown]
 # **The tree was kept**, since it holds 3.5 times the model where integers need all gradients of chunks until the
@@ -258,5 +258,5 @@ for world in SPLITS:
 # to 1e-6 beside 6e-8), but with both the gradient is as far from fp64, since forward and backward make most of its
 # error.
 #
-# Integers would save bytes: half in this model, whose tied head makes two trees, and more where a rank has several
-# sequences, or chunks that make many nodes.
+# Integers would save bytes where a rank has several sequences, or chunks that make many nodes, and of weights that are
+# used twice, as a tied head's.

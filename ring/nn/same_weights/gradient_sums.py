@@ -11,7 +11,7 @@ through the batch. A parameter that a chunk does not reach has gradient 0 there;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,7 +91,8 @@ class GradientSums:
         self._buckets = [_Bucket(members, parameters) for members in _grouped(parameters)]
         self._own: dict[tuple[int, int, int], TreeNodes[Tensor]] = {}  # by parameter, use and entry of the batch
         self._arrived: dict[tuple[int, int, int], int] = {}  # uses so far, by parameter, entry and chunk
-        self._totals: dict[tuple[int, int], TreeNodes[Tensor]] = {}  # of this rank's share, by bucket and use
+        self._single = [_Bucket([index], parameters) for index in range(len(parameters))]
+        self._totals: dict[tuple[_Bucket, int], TreeNodes[Tensor]] = {}  # of this rank's share, by bucket and use
         self._uses = [0] * len(parameters)  # of each parameter in the step, on any rank
         self._sequences = 0  # of the step, in the micro-batches so far
 
@@ -110,13 +111,17 @@ class GradientSums:
         held = own.gathered(self._ranks, device)
         uses = self._most_uses(device)
         self._fill(own, uses)
-        for number, bucket in enumerate(self._buckets):
-            for use in range(max(uses[i] for i in bucket.members)):
-                self._sum_shares(number, use, own, held)
-                for index, entry in ((i, b) for i in bucket.members for b in range(own.batch)):
-                    self._own.pop((index, use, entry), None)  # gives its memory to the next bucket
+        for bucket, use in self._travelling(uses):
+            self._sum_shares(bucket, use, own, held)
+            for index, entry in ((i, b) for i in bucket.members for b in range(own.batch)):
+                self._own.pop((index, use, entry), None)  # gives its memory to the next bucket
         self._sequences += len(sequences(held))
         self._arrived.clear()
+
+    def _travelling(self, uses: Sequence[int]) -> Iterator[tuple[_Bucket, int]]:
+        """Iterate over the buckets and uses with gradients. Few parameters have several uses, each its own bucket."""
+        yield from ((bucket, 0) for bucket in self._buckets if any(uses[i] for i in bucket.members))
+        yield from ((self._single[i], use) for i, count in enumerate(uses) for use in range(1, count))
 
     def _most_uses(self, device: torch.device) -> list[int]:
         """Return the uses of each parameter in this micro-batch, on the rank that has most."""
@@ -135,9 +140,9 @@ class GradientSums:
                     zero = torch.zeros_like(self._parameters[index], memory_format=torch.contiguous_format)
                     self._tree(index, use, entry, own.count).insert(Node(0, chunk), zero)
 
-    def _sum_shares(self, number: int, use: int, own: Held, held: Sequence[Held]) -> None:
+    def _sum_shares(self, bucket: _Bucket, use: int, own: Held, held: Sequence[Held]) -> None:
         """Send the nodes of a bucket, a share to each rank, and sum those of this rank's share."""
-        bucket, world = self._buckets[number], self._ranks.world_size
+        world = self._ranks.world_size
         places = [[(entry, node) for entry in range(one.batch) for node in one.nodes] for one in held]
         mine = places[self._ranks.rank]
         trees: dict[tuple[int, int], TreeNodes[Tensor]] = {}
@@ -148,7 +153,7 @@ class GradientSums:
             for rank, share in zip(senders, shares, strict=True):
                 one, (entry, node) = held[rank], places[rank][turn]
                 trees.setdefault((one.group, entry), TreeNodes(one.count, add)).insert(node, share)
-        total = self._totals.setdefault((number, use), TreeNodes(None, add))
+        total = self._totals.setdefault((bucket, use), TreeNodes(None, add))
         for place, sequence in enumerate(sequences(held)):
             root = trees[sequence].root
             assert root is not None
@@ -169,21 +174,17 @@ class GradientSums:
     def results(self) -> dict[int, Tensor]:
         """Return the gradient of each parameter that has one, by number, and begin a new step. Collective."""
         gradients: dict[int, Tensor] = {}
-        for number, bucket in enumerate(self._buckets):
-            sums: list[Tensor] = []
-            for use in range(max(self._uses[i] for i in bucket.members)):
-                total = self._totals[number, use]
-                for place in set(range(self._sequences)) - _leaves(total):
-                    some = next(iter(total.waiting.values()))
-                    total.insert(Node(0, place), torch.zeros_like(some))
-                sums.append(self._ranks.gather(total.close(self._sequences)).flatten())
-            for use, flat in enumerate(sums):
-                for index, part in zip(bucket.members, bucket.parts(flat), strict=True):
-                    if use == 0 and self._uses[index]:
-                        gradients[index] = part
-                    elif use < self._uses[index]:
-                        gradients[index] += part
-        self._totals.clear()
+        for bucket, use in self._travelling(self._uses):
+            total = self._totals.pop((bucket, use))
+            for place in set(range(self._sequences)) - _leaves(total):
+                some = next(iter(total.waiting.values()))
+                total.insert(Node(0, place), torch.zeros_like(some))
+            flat = self._ranks.gather(total.close(self._sequences)).flatten()
+            for index, part in zip(bucket.members, bucket.parts(flat), strict=True):
+                if use:
+                    gradients[index] += part
+                elif self._uses[index]:
+                    gradients[index] = part
         self._uses, self._sequences = [0] * len(self._parameters), 0
         return {index: x.to(self._parameters[index].dtype) for index, x in gradients.items()}
 
