@@ -97,6 +97,12 @@ def division_of(
     return order, tokens, ranks, cuts, seed if order in SEEDED_ORDERS else 0, documents, chunk
 
 
+def splits_heads(exchange: str, ranks: int, heads: int, kv_heads: int, hosts: int = 1) -> bool:
+    """Return True if several ranks compute query heads of one key/value head."""
+    degree = groups_of(numbered(exchange, ranks, hosts), ranks).degree
+    return any(place * heads // degree % (heads // kv_heads) for place in range(degree))
+
+
 class Keys(NamedTuple):
     """The sequence of the keys in cross-attention: its length, and its order and cuts as in `Case`; in JSON a list."""
 
@@ -361,16 +367,13 @@ class Case(SavedFields):
     def for_same_bits(self) -> Case:
         """Return the nearest Case that takes `same_bits`: its bucket holds a chunk, its kernel has fixed bits, and
         key/value heads lie on one rank. The exchange "auto" and measurements are left out."""
-        exchange = "direct" if self.exchange == AUTO or self._splits_groups() else self.exchange
+        exchange = "direct" if self.exchange == AUTO or self._splits_heads() else self.exchange
         kernel = "auto" if self.kernel == "cudnn" or (self.kernel, self.device) == ("flash", "cpu") else self.kernel
         bucket = None if self.bucket is None else max(self.bucket, self.same_bits or 1)
         return replace(self, exchange=exchange, kernel=kernel, bucket=bucket, measured=False)
 
-    def _splits_groups(self) -> bool:
-        """Return True if several ranks compute query heads of one key/value head."""
-        ranks, share = len(self.ranks), self.heads // self.kv_heads
-        degree = groups_of(numbered(self.exchange, ranks, self.hosts), ranks).degree
-        return any(place * self.heads // degree % share for place in range(degree))
+    def _splits_heads(self) -> bool:
+        return splits_heads(self.exchange, len(self.ranks), self.heads, self.kv_heads, self.hosts)
 
     def lengthened(self, tokens: int, **changes: Any) -> Case:
         """Return the Case with these changes and at least as many tokens: the last document takes the new ones."""

@@ -51,7 +51,10 @@ def instance(kind: Any, type_name: str) -> Metadata:
 
 def optional(metadata: Metadata) -> Metadata:
     """Allow None as well."""
-    return checked_by(lambda name, value: validators.optional(metadata["check"], name, value))
+    checked = checked_by(lambda name, value: validators.optional(metadata["check"], name, value))
+    if "read" in metadata:
+        checked["read"] = lambda value: None if value is None else metadata["read"](value)
+    return checked
 
 
 FLAG, REAL = checked_by(validators.flag), checked_by(validators.real)

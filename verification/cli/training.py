@@ -20,14 +20,21 @@ from verification.run.backends import BACKENDS, Unavailable
 from verification.runner import RunPlan
 from verification.search.experiment import Experiment
 from verification.training.training_coverage import TRAINING_GROUPS
-from verification.training.training_run import TRAINING_PROFILES, TRAINING_WORLDS, run_training
+from verification.training.training_run import (
+    TRAINING_PROFILES,
+    TRAINING_WORLDS,
+    experiments_on,
+    run_training,
+    titles,
+)
 
 HELP = "check whole training steps"
 ABOUT = """\
 Draws small models, meshes (data x context), layouts, wrappers, checkpointing,
 accumulation, clipping and labels. Each model trains for a few steps on real
 ranks. Loss, gradients, their norm and parameters are compared with one fp64
-process that has the whole batch and the oracle's attention. --peer checks the
+process that has the whole batch and the oracle's attention. Steps with
+SameWeights run again on other ranks, with the same bits. --peer checks the
 attention and wrappers of other projects in the same way."""
 
 
@@ -51,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"train with the attention or wrapper of another project: {known}, or package.module:adapter as for "
         "`peers`; without a NAME all of these",
     )  # fmt: skip
+    cli.add_only(parser, "property")
     cli.add_seed(parser)
     cli.add_backend(parser, {name: BACKENDS[name] for name in STEP_BACKENDS})
     cli.add_outputs(parser, "a row per property and world size, the full coverage, each counter-example")
@@ -58,7 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """Return 0 if all held, 1 for a counter-example, 2 if a peer could not run. Raises Unavailable if none can."""
-    plan = cli.make_run_plan(options, TRAINING_WORLDS, TRAINING_PROFILES)
+    plan = cli.make_run_plan(options, TRAINING_WORLDS, TRAINING_PROFILES, cli.only_of(options, titles()))
+    if options.peer is not None and plan.only:
+        raise Unavailable("argument --only: a peer is checked by all properties that apply to it, got --peer as well")
+    if not all(experiments_on(plan, world) for world in plan.worlds):
+        raise Unavailable(f"argument --only: {plan.only[0]!r} is checked on gloo, got --backend {plan.backend}")
     if options.peer is not None:
         if plan.backend == "nccl":
             raise Unavailable("argument --peer: peers run on gloo, got --backend nccl")

@@ -41,6 +41,8 @@ class ModelCase(StepCase):
         device: of all ranks, "cpu" or "cuda".
         held: sequences of an evaluation after the last step, 0 .. 64; 0: none.
         resumed_after: number of steps, below `steps`, whose checkpoint starts the run; 0: it starts anew.
+        same_bits: tokens of a chunk of `ring.nn.SameWeights`, which takes the wrapper's place, with an order of whole
+            chunks; None: neither.
         context_before: ranks of a context group that saved the checkpoint, on CPUs, 1 .. 64. `data` is the same.
 
     Raises:

@@ -25,7 +25,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ring.nn import ContextParallel, average_gradients, clip_grad_norm, count_labels, cross_entropy, shard_batch
+from ring.nn import (
+    ContextParallel,
+    SameWeights,
+    average_gradients,
+    clip_grad_norm,
+    count_labels,
+    cross_entropy,
+    shard_batch,
+)
 from verification.models.batches import IGNORED
 from verification.models.model_case import ModelCase
 from verification.models.step_case import StepCase
@@ -34,6 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 Loss = Tensor | float
+UNTIL_THE_LAST = DistributedDataParallel, SameWeights  # wrappers with `no_sync`
 
 
 class Misuse(Exception):
@@ -214,7 +223,7 @@ class Setup:
         Raises:
             Misuse: the model returned no such logits.
         """
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        inner = model.module if isinstance(model, UNTIL_THE_LAST) else model
         accepted = inspect.signature(cast(nn.Module, inner).forward).parameters
         keywords: dict[str, Any] = {}
         if "position_ids" in accepted:
@@ -253,7 +262,7 @@ class Setup:
         where = f"logits ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code is not None else "logits"
         logits = logits_of_tokens(where, self.logits(model, part, run), part, "logits (B, N, vocabulary)")
         if run.mesh is not None:
-            return cross_entropy(logits, part.labels, run.mesh, labelled=run.labelled)
+            return cross_entropy(logits, part.labels, summed_over(model, run), labelled=run.labelled)
         total = functional.cross_entropy(
             logits.flatten(0, 1), part.labels.flatten(), ignore_index=IGNORED, reduction="sum"
         )
@@ -266,7 +275,7 @@ class Setup:
             model: wrapped.
             last: whether the micro-batch is the last one of the step.
         """
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, UNTIL_THE_LAST):
             return nullcontext() if last else model.no_sync()
         from torch.distributed.fsdp import FSDPModule
 
@@ -291,7 +300,7 @@ class Setup:
             model: wrapped, after the last backward of a step.
             run: of a rank.
         """
-        if run.case.wrapper == "none":
+        if run.case.wrapper == "none" and run.case.same_bits is None:
             average_gradients(model.parameters(), run.mesh)
 
     def clip(self, model: nn.Module, run: Run) -> Loss | None:
@@ -306,7 +315,7 @@ class Setup:
         """
         if run.case.clipping is None:
             return None
-        return clip_grad_norm(model.parameters(), run.case.clipping, run.mesh)
+        return clip_grad_norm(model.parameters(), run.case.clipping, summed_over(model, run))
 
     def step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[WholeBatch], run: Run
@@ -386,6 +395,11 @@ class Setup:
         return {"loss": loss, "probability": probability}
 
 
+def summed_over(model: nn.Module, run: Run) -> DeviceMesh | SameWeights | None:
+    """Return what losses and norms are summed over: the model with `SameWeights`, which orders sums, else the mesh."""
+    return model if isinstance(model, SameWeights) else run.mesh
+
+
 def probabilities(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the probability of each label, (B, N), zero where there is none. logits: (B, N, vocabulary)."""
     chosen = logits.softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
@@ -408,6 +422,8 @@ def distribute(
     from ring.integrations.wrappers import ddp, fsdp
 
     assert run.mesh is not None
+    if run.case.same_bits is not None:
+        return SameWeights(model, run.mesh, compare=False)  # runs are compared, in place of chunks
     if run.case.wrapper == "ddp":
         return ddp.wrap(model, run.mesh)
     if run.case.fully_sharded:

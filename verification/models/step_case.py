@@ -10,7 +10,16 @@ import torch
 from reference import shards, validators
 from reference.pattern import Pattern
 from reference.shards import Division, Shards
-from verification.case import DEVICES, DTYPES, EXCHANGES, ORDERS, ORDERS_BY_DOCUMENT, division_of
+from verification.case import (
+    DEVICES,
+    DTYPES,
+    EXCHANGES,
+    ORDERS,
+    ORDERS_BY_CHUNK,
+    ORDERS_BY_DOCUMENT,
+    TILE,
+    division_of,
+)
 from verification.saved_fields import INTEGERS, REAL, SavedFields, choice, integer, optional
 
 ARRANGEMENTS = ("contiguous", "strided")
@@ -19,7 +28,7 @@ LABELS = ("all", "some", "shards", "ranks", "none")
 OPTIMISERS = ("sgd", "adamw")
 STEP_DTYPES = ("float64", "float32", "bfloat16")
 WRAPPERS = ("none", "ddp", "fsdp2", "hsdp2")
-STEP_ORDERS = (*ORDERS, *ORDERS_BY_DOCUMENT)
+STEP_ORDERS = (*ORDERS, *ORDERS_BY_DOCUMENT, *ORDERS_BY_CHUNK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +54,8 @@ class StepCase(SavedFields):
     labels: str = field(metadata=choice(*LABELS))
     seed: int = field(metadata=integer(0, 2**31))
     device: str = field(default="cpu", metadata=choice(*DEVICES))
+    # Tokens of a chunk: `SameWeights` in place of a wrapper, and layouts of whole chunks. None: neither.
+    same_bits: int | None = field(default=None, metadata=optional(integer(1)))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,6 +65,23 @@ class StepCase(SavedFields):
         Pattern.dense(documents=self.lengths).validate_tokens(self.tokens)
         if self.cuts is not None:
             validators.offsets("cuts", self.cuts, self.context, self.tokens)
+        self._check_chunks()
+
+    def _check_chunks(self) -> None:
+        chunk, by_chunk = self.same_bits, self.order in ORDERS_BY_CHUNK
+        if by_chunk != (chunk is not None) or (by_chunk and self.cuts is not None):
+            raise ValueError(
+                f"order is {self.order!r}, cuts is {self.cuts} and same_bits is {chunk}; with same_bits order must be "
+                f"one of {', '.join(ORDERS_BY_CHUNK)} and cuts None, without it another one"
+            )
+        if chunk is None:
+            return
+        if chunk % TILE[self.device]:
+            raise ValueError(f"same_bits is {chunk}; it must be a multiple of {TILE[self.device]} on {self.device!r}")
+        if self.wrapper != "none":
+            raise ValueError(f"wrapper is {self.wrapper!r}; it must be 'none' with same_bits, {chunk}")
+        if not all(self.shards().counts):
+            raise ValueError(f"tokens is {self.tokens}; with same_bits, {chunk}, every rank must have a chunk")
 
     @property
     def lengths(self) -> tuple[int, ...] | None:
@@ -136,4 +164,4 @@ class StepCase(SavedFields):
 
     def division(self) -> Division:
         """Return the arguments of `reference.shards.shards`."""
-        return division_of(self.order, self.tokens, self.context, self.cuts, self.seed, self.lengths)
+        return division_of(self.order, self.tokens, self.context, self.cuts, self.seed, self.lengths, self.same_bits)

@@ -19,6 +19,7 @@ from verification.strategies.cases import Draw, cuts_of
 from verification.strategies.documents import documents_of, ends_of
 
 MAX_TOKENS = 24
+EXCHANGES = ("direct", "ring", "gather", "all-to-all")
 MODEL_LABELS = ("all", "some", "shards", "ranks")
 MODEL_CHECKPOINTING = ("none", "non-reentrant", "selective")  # what any model stands
 
@@ -35,7 +36,7 @@ _orders = (
 )  # fmt: skip
 _fields = {
     "arrangement": st.sampled_from(ARRANGEMENTS), "batch": st.sampled_from((1, 1, 2)),
-    "order": st.sampled_from(_orders), "exchange": st.sampled_from(("direct", "ring", "gather", "all-to-all")),
+    "order": st.sampled_from(_orders), "exchange": st.sampled_from(EXCHANGES),
     "wrapper": st.sampled_from(WRAPPERS), "accumulation": st.sampled_from((1, 1, 2, 3)),
     "clipping": st.sampled_from((None, None, 0.1, 0.02, 1e6)),  # 1e6 never clips: only the norm is checked
     "optimiser": st.sampled_from(OPTIMISERS), "steps": st.sampled_from((1, 1, 2, 3)), "seed": st.integers(0, 255),

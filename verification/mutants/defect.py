@@ -87,8 +87,9 @@ class Defect:
     listed      numbers of the classes of defects seen in public ring-attention code that it stands for; the
                 catalogue and `NO_PLACE` cover all classes
     backend     "gloo" if the broken code runs on real process groups only
-    subject     the examples that search for it: "attention", Cases and laws; "training", TrainingCases; "faults", Cases
-                with a fault injected into a rank. The last two always run on "gloo"
+    subject     the examples that search for it: "attention", Cases and laws; "training", TrainingCases; "same weights",
+                these on other ranks, too; "faults", Cases with a fault injected into a rank. All but the first always
+                run on "gloo"
     """
 
     name: str
@@ -97,7 +98,7 @@ class Defect:
     provenance: str = "own"
     listed: tuple[int, ...] = ()
     backend: Literal["sim", "gloo"] = "sim"
-    subject: Literal["attention", "training", "faults"] = "attention"
+    subject: Literal["attention", "training", "same weights", "faults"] = "attention"
 
     @property
     def setting(self) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from verification.experiments import EXAMPLES, law_experiment
 from verification.faults.fault_experiment import FAULTS
 from verification.runner import PROFILES
 from verification.search.experiment import Experiment
-from verification.training.training_run import TRAINING
+from verification.training.training_run import ON_OTHER_RANKS, TRAINING
 
 # Small worlds come first, so that shrinking ends there; most have several ranks.
 WORLDS = (1, 2, 3, 4, 2, 3, 4, 2, 3, 4, 5, 8)
@@ -103,5 +103,6 @@ class DefectSearch:
 SEARCHES = {
     "attention": DefectSearch(ON_ONE_WORLD, (2, 3, 4), 60, 60, PROFILES["ci"].examples),
     "training": DefectSearch(TRAINING, (2, 4), 20, 60, 300),
+    "same weights": DefectSearch(ON_OTHER_RANKS, (2, 3), 10, 20, 100),
     "faults": DefectSearch(FAULTS, (3, 2), 30, 10, 300),  # each needs new ranks; of two, one alone can be missing
 }

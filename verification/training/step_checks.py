@@ -50,21 +50,23 @@ def _check_equal(label: str, actual: Array, expected: Array) -> None:
 def check_sharded(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
     """Check that the model's modules process exactly the number of tokens in the rank's shard."""
     for number, part in enumerate(case.parts):
-        counts = part.shards().counts
+        layouts = {part} if part.same_bits is None else map(part.at, range(part.steps))
+        counts = [layout.shards().counts for layout in layouts]
         for rank, observation in enumerate(observations):
-            token_counts, expected = observation.parts[number].token_counts, counts[observation.parts[number].index]
-            if token_counts != {expected}:
+            token_counts = observation.parts[number].token_counts
+            expected = {by_rank[observation.parts[number].index] for by_rank in counts}
+            if token_counts != expected:
                 raise WrongResult(
                     f"sharded: on {label_rank(part, rank)} the model's modules had {sorted(token_counts)} tokens of a "
-                    f"sequence of {case.tokens}; the layout gives the rank {expected}"
+                    f"sequence of {case.tokens}; the layout gives the rank {sorted(expected)}"
                 )
     return {}
 
 
 def check_alike(case: TrainingCase, expectation: StepExpectation, observations: StepObservations) -> Ratios:
-    """Check that losses, gradients, norms and parameters have the same bits on all ranks, and logits on the ranks of a
-    context group."""
-    for quantity in ("losses", "gradients", "norms", "parameters", "logits"):
+    """Check that losses, gradients, norms, parameters and moments have the same bits on all ranks, and logits on the
+    ranks of a context group."""
+    for quantity in ("losses", "gradients", "norms", "parameters", "moments", "logits"):
         for rank, observation in enumerate(observations):
             # Compare logits with the first rank of the same context group.
             group = (other for other, x in enumerate(observations) if x.data_rank == observation.data_rank)

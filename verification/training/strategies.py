@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
+from hypothesis import reject
 from hypothesis import strategies as st
 
 from reference.pattern import Pattern
-from verification.models.strategies import MAX_TOKENS, step_fields
+from verification.case import ORDERS_BY_CHUNK, splits_heads
+from verification.models.step_case import ARRANGEMENTS, STEP_DTYPES
+from verification.models.strategies import EXCHANGES, MAX_TOKENS, step_fields
 from verification.strategies.cases import Draw, bucket_of, pattern_of
 from verification.strategies.documents import documents_of, ends_of, windowed
-from verification.training.training_case import TrainingCase
+from verification.training.training_case import OtherRanks, TrainingCase
 from verification.training.training_model import Model
 
 _tokens = st.integers(1, MAX_TOKENS)
@@ -39,6 +44,12 @@ _spoilt = st.sampled_from((None,) * 6 + ("nan", "inf"))
 _others = st.sampled_from((False, True, True))
 _branches = st.sampled_from((1, 2, 3))
 _ratios = st.sampled_from((1, 2, 3, 4))
+_chunks = st.sampled_from((16, 16, 32))
+_tokens_of_chunks = st.integers(1, 96)
+_dtypes_of_bits = st.sampled_from(STEP_DTYPES)
+_orders_of_chunks = st.sampled_from(ORDERS_BY_CHUNK)
+_handles_of_chunks = st.sampled_from(("group", "mesh"))
+_losses_of_chunks = st.sampled_from(("mean", "mean", "given"))
 
 
 def _model(draw: Draw) -> Model:
@@ -84,10 +95,65 @@ def training_cases(draw: Draw, world: int) -> TrainingCase:
         packed_by=draw(_packed_by), drops_zeros=draw(_flags), spoilt=draw(_spoilt),
         pattern=_pattern(draw, model, tokens, world // fields["data"]),  # last: its draws depend on the model
     )  # fmt: skip
-    ends = ends_of(case.shards())
+    return _in_documents(draw, case)
+
+
+def _in_documents(draw: Draw, case: TrainingCase) -> TrainingCase:
+    """Draw documents for the steps and the modules."""
+    model, steps, tokens, ends = case.model, case.steps, case.tokens, ends_of(case.shards())
     case = replace(case, pattern=replace(case.pattern, documents=documents_of(draw, tokens, ends)))
     if steps > 1 and draw(_others):
         case = replace(case, later_documents=tuple(documents_of(draw, tokens, ends) for _ in range(steps - 1)))
     if model.kind == "longnet" or not case.always_packed or not draw(_others):
         return case
     return replace(case, own_documents=documents_of(draw, tokens, ends))
+
+
+@st.composite
+def same_weights_cases(draw: Draw, world: int) -> TrainingCase:
+    """Draw TrainingCases with `same_bits` and other ranks, up to as many."""
+    case, chunk = draw(training_cases(world)), draw(_chunks)
+    tokens, dtype = max(draw(_tokens_of_chunks), chunk * (world - 1) + 1), draw(_dtypes_of_bits)
+    case = replace(
+        case, tokens=tokens, cuts=None, order="chunks", same_bits=chunk, wrapper="none", compiled="no",
+        handle=draw(_handles_of_chunks), loss=draw(_losses_of_chunks), resumed=case.resumed and "chunks",
+        drops_zeros=False, dtype="float64" if case.model.has_steps else dtype,
+        bucket=case.bucket and max(case.bucket, chunk), later_documents=None, own_documents=None,
+        pattern=_pattern(draw, case.model, tokens, case.context),
+    )  # fmt: skip
+    case = _in_documents(draw, case)
+    others, order = _other_ranks(draw, case), draw(_orders_of_chunks)
+    case = _if_valid(replace(case, other_ranks=others), order=order)
+    others = replace(others, order=draw(_orders_of_chunks))
+    case = _if_valid(case, other_ranks=others)
+    if not takes_chunks(case):
+        case = replace(case, exchange="direct", other_ranks=replace(others, order="chunks", exchange="direct"))
+    return case if case.resumed or case.elsewhere != replace(case, other_ranks=None) else reject()
+
+
+def _other_ranks(draw: Draw, case: TrainingCase) -> OtherRanks:
+    world = draw(st.integers(1, case.world))
+    data = draw(st.sampled_from([d for d in _divisors(world) if case.sequences % d == 0]))
+    accumulation = draw(st.sampled_from(_divisors(case.sequences // data)))
+    return OtherRanks(
+        world=world, data=data, accumulation=accumulation, batch=case.sequences // data // accumulation,
+        arrangement=draw(st.sampled_from(ARRANGEMENTS)), order="chunks", exchange=draw(st.sampled_from(EXCHANGES)),
+        bucket=draw(st.sampled_from((None, case.same_bits))), checkpointing=draw(_checkpointing),
+    )  # fmt: skip
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def takes_chunks(case: TrainingCase) -> bool:
+    """Return True if no exchange divides the query heads of a key/value head, which `same_bits` refuses."""
+    heads = case.model.heads, case.model.kv_heads
+    return not any(splits_heads(run.exchange, run.context, *heads) for run in (*case.parts, case.elsewhere))
+
+
+def _if_valid(case: TrainingCase, **changes: Any) -> TrainingCase:
+    """Return the Case with these changes, unchanged if a rank then has no chunk."""
+    with suppress(ValueError):
+        return replace(case, **changes)
+    return case

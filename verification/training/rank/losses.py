@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from ring.nn import count_labels, cross_entropy, token_mean
+from ring.nn import SameWeights, count_labels, cross_entropy, token_mean
 from verification.models.batches import IGNORED, VOCABULARY
 
 OTHER_IGNORED = VOCABULARY  # neither a token nor negative
@@ -22,7 +22,7 @@ class PlainLoss:
         """Number of labels in all micro-batches of a step on all ranks."""
         return count_labels(labels, mesh)
 
-    def mean(self, logits: Tensor, labels: Tensor, mesh: DeviceMesh, labelled: int | None) -> Tensor:
+    def mean(self, logits: Tensor, labels: Tensor, mesh: DeviceMesh | SameWeights, labelled: int | None) -> Tensor:
         return cross_entropy(logits, labels, mesh, labelled=labelled)
 
 
@@ -34,7 +34,8 @@ class ScaledLoss(PlainLoss):
     def count(self, labels: list[Tensor], mesh: DeviceMesh) -> int:
         return count_labels([_with_other_ignored(x) for x in labels], mesh, OTHER_IGNORED)
 
-    def mean(self, logits: Tensor, labels: Tensor, mesh: DeviceMesh, labelled: int | None) -> Tensor:
+    def mean(self, logits: Tensor, labels: Tensor, mesh: DeviceMesh | SameWeights, labelled: int | None) -> Tensor:
+        assert not isinstance(mesh, SameWeights)
         twice = 2.0 * mesh.size()
         return cross_entropy(
             logits, _with_other_ignored(labels), mesh, labelled=labelled, averaged_over=twice, ignored=OTHER_IGNORED
@@ -44,7 +45,7 @@ class ScaledLoss(PlainLoss):
 class TokenLosses(PlainLoss):
     """Losses of tokens computed by the program, infinite at unlabelled ones."""
 
-    def mean(self, logits: Tensor, labels: Tensor, mesh: DeviceMesh, labelled: int | None) -> Tensor:
+    def mean(self, logits: Tensor, labels: Tensor, mesh: DeviceMesh | SameWeights, labelled: int | None) -> Tensor:
         wide = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32).flatten(0, 1)
         losses = functional.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="none")
         losses = losses.view_as(labels).masked_fill(labels == IGNORED, torch.inf)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ring.nn import ContextParallel, clip_grad_norm, next_tokens, shard_batch
+from ring.nn import ContextParallel, SameWeights, clip_grad_norm, next_tokens, shard_batch
 from verification.models.batches import IGNORED
 from verification.models.meshes import mesh_of
 from verification.models.recording import arrays, copy_gradients, named_parameters, unsharded
@@ -77,6 +77,8 @@ class OwnSetup(Setup):
     def loss(self, model: nn.Module, part: Part, run: Run) -> Tensor:
         logits = self.logits(model, part, run)
         labelled = run.labelled if run.case.accumulation > 1 else None  # a single micro-batch counts its own labels
+        if isinstance(model, SameWeights):
+            return self.loss_of.mean(logits, part.labels, model, labelled)
         return self.loss_of.mean(logits, part.labels, self.mesh, labelled)
 
     def backward(self, model: nn.Module, loss: Tensor, run: Run) -> None:
@@ -100,6 +102,12 @@ class OwnSetup(Setup):
     def parameters(self, model: nn.Module) -> Named:
         """Return unsharded parameters by name. Collective."""
         return arrays(named_parameters(model))
+
+    def moments(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Named:
+        """Return what the optimizer keeps of each parameter."""
+        states = {name: optimizer.state[x] for name, x in named_parameters(model).items()}
+        kept = {f"{key} of {name}": x for name, state in states.items() for key, x in state.items()}
+        return arrays({name: x for name, x in kept.items() if isinstance(x, Tensor)})
 
 
 def wrongly_clipped(named: Mapping[str, nn.Parameter], number: float, run: Run) -> list[str]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,15 +29,18 @@ from verification.training.training_case import TrainingCase
 
 
 def train_on_rank(
-    transport: Transport, case: TrainingCase, setup_of: Callable[[TrainingCase], OwnSetup] = OwnSetup
+    transport: Transport,
+    case: TrainingCase,
+    setup_of: Callable[[TrainingCase], OwnSetup] = OwnSetup,
+    drawn: TrainingCase | None = None,
 ) -> StepObservation:
     """Task: train a few steps on this rank. transport: over all ranks; only its rank is used. setup_of: called for each
-    part of the Case."""
+    part of the Case. drawn: Case of which the sequences are; None: this one."""
     seen = StepObservation(*case.coordinates(transport.rank))
     before, first = None, 0
     for part in case.parts:
         data_rank, index = part.coordinates(transport.rank)
-        context = ContextParallel(layout_of(part), make_handle_group(part), exchange=case.exchange, bucket=case.bucket)
+        context = make_handle(part)
         setup, run = setup_of(part), Run(part, context, mesh_of(part))
         model = setup.build(context)
         counter = TokenCounts(watched_modules(model, part))
@@ -46,7 +50,10 @@ def train_on_rank(
         if before is not None:
             resume(before, (wrapped, optimiser))
         for step in range(first, first + part.steps):
-            note_step(seen, step, *setup.step(wrapped, optimiser, batches_of_step(case, part, data_rank, step), run))
+            if part.same_bits is not None:  # the layout has the chunks of the step's documents
+                run.context = make_handle(part.at(step - first))
+            batches = batches_of_step(drawn or case, part, data_rank, step)
+            note_step(seen, step, *setup.step(wrapped, optimiser, batches, run))
             if step == 0:
                 _note_batches(seen, setup.parts)
                 seen.logits["first micro-batch"] = to_numpy(gather(context, run.logits[0][0]))
@@ -54,15 +61,34 @@ def train_on_rank(
         seen.parts.append(_part_observation(context, index, counter, setup.graphs.runs))
         before = wrapped, optimiser
     seen.parameters = setup.parameters(wrapped)
+    if case.same_bits is not None:
+        seen.moments = setup.moments(wrapped, optimiser)
     if case.spoilt is not None:
         seen.wrongly_clipped = wrongly_clipped(named_parameters(wrapped), float(case.spoilt), run)
     return seen
 
 
 def batches_of_step(case: TrainingCase, part: TrainingCase, data_rank: int, step: int) -> list[WholeBatch]:
-    """Return the micro-batches of a data rank: a resumed run divides the sequences of a step anew."""
-    whole = [batch for batches in whole_batches(case, step) for batch in batches]
-    return whole[data_rank * part.accumulation : (data_rank + 1) * part.accumulation]
+    """Return the micro-batches of a data rank. Another part divides the sequences of a step anew; they are numbered
+    micro-batch by micro-batch, data rank by data rank."""
+    by_rank = whole_batches(case, step)
+    whole = [batches[number] for number in range(case.accumulation) for batches in by_rank]
+    first = whole[0]
+    rows = [
+        torch.cat([getattr(batch, name) for batch in whole]).split(part.batch)
+        for name in ("tokens", "labels", "padding", "ignored")
+    ]
+    return [
+        WholeBatch(tokens, labels, first.positions, first.documents, padding, ignored)
+        for tokens, labels, padding, ignored in list(zip(*rows, strict=True))[data_rank :: part.data]
+    ]
+
+
+def make_handle(case: TrainingCase) -> ContextParallel:
+    """Return the context handle of the model's modules."""
+    return ContextParallel(
+        layout_of(case), make_handle_group(case), exchange=case.exchange, bucket=case.bucket, same_bits=case.same_bits
+    )
 
 
 def make_handle_group(case: TrainingCase) -> dist.ProcessGroup | DeviceMesh | Transport:

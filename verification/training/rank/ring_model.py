@@ -40,7 +40,7 @@ class LanguageModel(nn.Module):
         """tokens (B, N) and positions (N,) of this rank -> logits (B, N, vocabulary)."""
         x = self.embedding(tokens)  # (B, N, dim)
         if self.position_table is not None:
-            x = x + self.position_table(positions)
+            x = x + self.position_table(positions.expand_as(tokens))
         for layer in self.layers:
             x = layer(x, context, positions)
         return self.head(self.norm(x))
