@@ -11,11 +11,13 @@ sequence. Angles are computed in fp64, since in fp32 the error at position 10^6 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from ring.nn.context import ContextParallel
+from ring.nn.same_weights.pointwise import WholeVectors
 from ring.precision import accumulator_dtype
 
 THETA = 10000.0
@@ -79,7 +81,9 @@ def _angles(positions: Tensor, head_dim: int, theta: float, kind: torch.dtype) -
     """positions (N,) or (B, N) -> cos, sin (N, 1, D / 2) or (B, N, 1, D / 2)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angles = positions[..., None, None] * float(theta) ** -exponents
-    return angles.cos().to(kind), angles.sin().to(kind)
+    # A position has the same angle on any number of ranks, but in a graph.
+    with nullcontext() if torch.compiler.is_compiling() else WholeVectors():
+        return angles.cos().to(kind), angles.sin().to(kind)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from ring.nn.context import ContextParallel
 from ring.plan.pieces import DocumentTable
 from ring.plan.whole_chunks import straight_runs
 
-ALIGNMENT = 512  # bytes; those of torch's allocators: 64 on CPUs, 512 on GPUs
+ALIGNMENT = 512  # bytes; that of torch's allocator for GPUs
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ def _concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
 
 def _alone(piece: Tensor) -> Tensor:
     """Return a piece that lies in memory as if it were allocated: bits of a matrix product may depend on that."""
-    if piece.is_contiguous() and piece.data_ptr() % ALIGNMENT == 0:
+    # Not by the address on CPUs: a recomputation must make the same operations at another one.
+    if piece.is_cuda and piece.is_contiguous() and piece.data_ptr() % ALIGNMENT == 0:
         return piece.view_as(piece)
     return piece.clone(memory_format=torch.contiguous_format)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from ring.comm.call_order import within_backward
 from ring.nn.context import ContextParallel
 from ring.nn.same_weights.chunk_rows import ChunkRows, Cut, Join
+from ring.nn.same_weights.pointwise import WholeVectors
 
 
 @dataclass(eq=False)
@@ -95,7 +96,7 @@ class ChunkedCalls:
 
     def __init__(self, model: nn.Module, numbers: dict[int, int], insert: Insert) -> None:
         self.running: Forward | None = None
-        self.probing, self._inside = False, False
+        self.probing, self._inside, self._vectors = False, False, False
         self.insert, self._numbers = insert, numbers
         self._replaced: list[tuple[nn.Module, Any]] = []
         named = [(name, module) for name, module in model.named_modules() if _own_parameters(module)]
@@ -105,6 +106,10 @@ class ChunkedCalls:
                     f"{_described(name, module)} must have no parameters of its own beside modules, got "
                     f"{', '.join(_own_parameters(module))}: what it does with them cannot be computed chunk by chunk"
                 )
+        for module in model.modules():
+            if not _own_parameters(module):
+                self._replaced.append((module, module.__dict__.get("forward")))
+                module.forward = self._around(module, module.forward)
         for name, module in named:
             self._replaced.append((module, module.__dict__.get("forward")))
             module.forward = self._chunked(module, _described(name, module), module.forward)
@@ -128,6 +133,25 @@ class ChunkedCalls:
             if before is not None:
                 module.forward = before
         self._replaced.clear()
+
+    def _around(self, module: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of a module without parameters of its own: what it does itself has whole vectors."""
+
+        @wraps(type(module).forward)
+        def forward(of: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if of is not module:  # a copy
+                return type(of).forward(of, *args, **kwargs)
+            running = self.running if self._inside or within_backward() else None
+            if running is None or self._vectors:
+                return own(*args, **kwargs)
+            self._vectors = True
+            try:
+                with WholeVectors():
+                    return own(*args, **kwargs)
+            finally:
+                self._vectors = False
+
+        return MethodType(forward, module)
 
     def _chunked(self, module: nn.Module, where: str, own: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(type(module).forward)

@@ -133,6 +133,8 @@ def _compare(
     def cut(x: Any) -> Any:
         if isinstance(x, Tensor) and x.shape[1:2] == (tokens,):
             return piece.of(x) if x.shape[0] == batch else x[:, piece.begin : piece.end].clone()
+        if isinstance(x, Tensor) and x.shape == (tokens,):  # positions
+            return x[piece.begin : piece.end].clone()
         return x
 
     alone = Piece(0, piece.number, 0, rows)

@@ -23,6 +23,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from ring.comm.process_group import ProcessGroupTransport
 from ring.nn import loss_ranks
 from ring.nn.batch_group import BatchRanks
 from ring.nn.context import ContextParallel
@@ -74,11 +75,15 @@ class SameWeights(nn.Module):
                 raise NotImplementedError(
                     "over must be a process group, a mesh of one dimension or one of the whole world, got another mesh"
                 )
+            if any(x.device.type == "cpu" for x in tensors) and torch.get_num_threads() > 1:
+                raise ValueError(
+                    f"torch.get_num_threads() must be 1 on CPUs, got {torch.get_num_threads()}: threads share elements "
+                    "by their number. Write torch.set_num_threads(1), or OMP_NUM_THREADS=1 in the environment"
+                )
             for number, x in enumerate(tensors):
                 check_plain(number, x)
             signature: dict[str, object] = {
                 "parameters": [[str(x.dtype), list(x.shape), x.device.type] for x in tensors],
-                "torch.get_num_threads()": torch.get_num_threads(),  # bits on CPUs depend on it
             }
             return signature, ChunkedCalls(module, {id(x): i for i, x in enumerate(tensors)}, self._insert)
 
@@ -154,6 +159,10 @@ class SameWeights(nn.Module):
         return Forward(context, chunks, batch)
 
     def _check(self, context: ContextParallel, values: list[Any]) -> None:
+        if context.world_size > 1 and not isinstance(context.transport, ProcessGroupTransport):
+            raise NotImplementedError(
+                f"context must be of a process group or mesh, got a {type(context.transport).__name__}"
+            )
         if not all(context.layout.counts):
             raise NotImplementedError(
                 f"layout must give every rank a chunk, got {list(context.layout.counts)} tokens: take shorter chunks"

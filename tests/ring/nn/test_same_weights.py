@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from reference.documents import Documents
@@ -61,6 +62,14 @@ class Model(nn.Module):
             else:
                 x = checkpoint(block, x, context, use_reentrant=self.recompute == "reentrant")
         return self.head(self.norm(x))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def bits(x: Tensor) -> Tensor:
@@ -132,6 +141,54 @@ def test_micro_batches_add_up_to_the_same_step(ranks: Ranks, world: int, data: i
     whole = ranks(1).run(_trained, 1, 1, *SETTINGS["fp32"])[0]
     parts = ranks(world).run(_trained, data, micro_batches, *SETTINGS["fp32"])[0]
     assert all(map(torch.equal, parts[: 3 * parameters], whole[: 3 * parameters]))
+
+
+class Activated(nn.Module):
+    """A function between modules of sizes that fill no vectors."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embedding, self.up, self.down = nn.Embedding(VOCABULARY, 9), nn.Linear(9, 7), nn.Linear(7, VOCABULARY)
+        self.function = function
+
+    def forward(self, tokens: Tensor, positions: Tensor, context: ContextParallel) -> Tensor:
+        x = self.up(self.embedding(tokens) * (1 + 0.01 * positions[:, None]))
+        return self.down(self.function(x))
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "SiLU": nn.SiLU(),
+    "gelu": functional.gelu,
+    "tanh": partial(functional.gelu, approximate="tanh"),
+    "power": lambda x: x.abs() ** 0.3 + x.exp(),
+    "elu": functional.elu,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("function", ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_elements_at_the_end_have_the_bits_of_others(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    """Torch computes those that fill no vector by other code."""
+    tokens, found = torch.randint(VOCABULARY, (4, 50), generator=torch.Generator().manual_seed(1)), []
+    context = ContextParallel(Layout.whole_chunks(50, 1, CHUNK), same_bits=CHUNK)
+    for parts in (1, 2, 4):
+        torch.manual_seed(1)
+        model = Activated(function).to(dtype)
+        same = SameWeights(model)
+        for number, part in enumerate(tokens.chunk(parts), 1):
+            batch = shard_batch(context, part, next_tokens(part))
+            with nullcontext() if number == parts else same.no_sync():
+                logits = same(batch.tokens, batch.positions, batch.context)
+                cross_entropy(logits, batch.labels, same, labelled=196).backward()  # type: ignore[arg-type]
+        found.append([bits(x.grad) for x in model.parameters() if x.grad is not None])
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+
+
+def test_several_threads_are_refused() -> None:
+    torch.set_num_threads(2)
+    with pytest.raises(ValueError, match="must be 1 on CPUs, got 2: .* Write torch.set_num_threads"):
+        SameWeights(Model())
 
 
 def _step(model: nn.Module, compare: bool = True, world: Any = None) -> SameWeights:
