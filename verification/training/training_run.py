@@ -24,6 +24,7 @@ from verification.training.training_case import TrainingCase
 from verification.training.training_coverage import TRAINING_GROUPS
 
 TRAINING_WORLDS = (2, 4)
+SAME_WEIGHTS_SHARE = 0.1  # of the examples of a world size
 TRAINING_PRELOAD = (*STEP_PRELOAD, "verification.training.rank.rank_step")
 
 TRAINING_PROFILES = {
@@ -89,8 +90,8 @@ def experiments_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:
     check = partial(check_training, checks=[name for name in STEP_CHECKS if name in names])
     steps = TRAINING if not plan.only else replace(TRAINING, check=check)
     found = [] if set(plan.only) == {SAME_WEIGHTS.title} else [(steps, count)]
-    if plan.backend == "gloo" and SAME_WEIGHTS.title in plan.only:
-        found.append((ON_OTHER_RANKS, count))
+    if plan.backend == "gloo" and SAME_WEIGHTS.title in (plan.only or titles()):
+        found.append((ON_OTHER_RANKS, count if plan.only else max(1, round(count * SAME_WEIGHTS_SHARE))))
     return found
 
 

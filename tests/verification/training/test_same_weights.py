@@ -117,7 +117,10 @@ def test_draws_reach_other_ranks_of_each_kind() -> None:
 
 def test_a_title_alone_is_checked_alone() -> None:
     plan = RunPlan((2,), TRAINING_PROFILES["quick"], 50, 0, "gloo", Path())
-    assert [(one.name, count) for one, count in experiments_on(plan, 2)] == [("training steps", 50)]
+    assert [(one.name, count) for one, count in experiments_on(plan, 2)] == [
+        ("training steps", 50),
+        (SAME_WEIGHTS.title, 5),
+    ]
     assert experiments_on(replace(plan, only=(SAME_WEIGHTS.title,)), 2) == [(ON_OTHER_RANKS, 50)]
     assert len(experiments_on(replace(plan, only=("logits",)), 2)) == 1
     assert not experiments_on(replace(plan, only=(SAME_WEIGHTS.title,), backend="nccl"), 2)

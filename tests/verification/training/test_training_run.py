@@ -99,10 +99,10 @@ def _plant_loss_of_steps() -> None:
 @pytest.mark.slow
 def test_sound_runs_hold_and_record_deviations(tmp_path: Path) -> None:
     data = run_training(RunPlan((1, 2), SHORT, 15, 3, "gloo", tmp_path), quiet(), gloo()).to_dict()
-    assert data["held"] and data["examples"] == 30 and data["distributed"] == 15
-    assert data["coverage"]["cases"] == 30 and data["coverage"]["features"]["wrapper ddp"] > 0
+    assert data["held"] and data["examples"] == 34 and data["distributed"] == 17, "with a share on other ranks"
+    assert data["coverage"]["cases"] == 34 and data["coverage"]["features"]["wrapper ddp"] > 0
     kept = {(entry["property"], entry["world"]): entry for entry in data["deviations"] if entry["dtype"] == "float64"}
-    assert 0 < len(kept["gradients after step one", 2]["ratios"]) <= 15
+    assert 0 < len(kept["gradients after step one", 2]["ratios"]) <= 17
     assert max(kept["gradients after step one", 2]["ratios"]) < 1e-2, "rounding is far below what is allowed"
     assert data["tolerance"]["float64"] == 1e-9
     json.dumps(data, allow_nan=False)
