@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from reference.documents import begins
-from reference.pattern import Branch, Pattern, check_pattern, multiplicity, selected
+from reference.pattern import Branch, Pattern, check_pattern, multiplicity, selected, slices_seen
+from reference.slices import EVERYTHING, Slice, meet
 from reference.validators import integer, optional, positive
 
 T = TypeVar("T")
@@ -23,13 +24,14 @@ Tensors = Sequence[Tensor]
 Join = Callable[[Tensors, Tensors], Tensors]
 Scoring = tuple[float, float | None]  # scale, softcap
 Readers = dict[int, list[int]]  # query heads of each key/value head
+Places = tuple[slice, slice]  # of queries and of keys, each in its range
 
 
 class Part(NamedTuple):
     """A range of queries with one of keys: the positions of each, the places of the part, and hidden (rows, keys)."""
 
     ranges: tuple[Tensor, Tensor]
-    places: tuple[slice, slice]
+    places: Places
     hidden: Tensor
 
 
@@ -40,8 +42,7 @@ def attention_in_chunks(
 ) -> Tensors:  # fmt: skip
     """Return out, lse and, with dout, dq, dk, dv, shaped as by `reference.oracle`; all but lse in the dtype of q.
 
-    Tensors are whole sequences on a CPU. chunk: in tokens, at least 1. Raises ValueError for arguments that do not fit,
-    and NotImplementedError for slices.
+    Tensors are whole sequences on a CPU. chunk: in tokens, at least 1. Raises ValueError for arguments that do not fit.
     """
     check_pattern(pattern)
     fits = q.ndim == k.ndim == v.ndim == 4 and q.shape[::3] == k.shape[::3] and k.shape[:3] == v.shape[:3]
@@ -50,8 +51,6 @@ def attention_in_chunks(
         raise ValueError(f"q, k, v must be (B, Nq, Hq, D), (B, Nk, Hk, D), (B, Nk, Hk, Dv) of one dtype, got {given}")
     if dout is None and dlse is not None:
         raise ValueError("dlse must come with dout, got it alone: write zeros for dout")
-    if pattern.has_slices:
-        raise NotImplementedError("pattern must have no slices here, got some: write causal, window or documents")
     heads, tokens, dtype = (q.shape[2], k.shape[2]), (q.shape[1], k.shape[1]), q.dtype
     pattern.validate_tokens(*tokens)
     blocks = [*blocks_in_chunks(pattern, heads, tokens, integer("chunk", chunk, 1))]
@@ -82,29 +81,79 @@ def blocks_in_chunks(
         for offset in sorted({x for x in offsets if x is not None}):
             served = [head for head, x in enumerate(offsets) if x == offset]
             readers = {kv: [*own] for kv, own in groupby(served, lambda head: head // (heads[0] // heads[1]))}
-            one_head = replace(branch, offset=offset, heads=None)
-            queries, keys = (_ranges(one_head, offset, pattern, n, chunk) for n in tokens)
-            yield readers, [*_parts(replace(pattern, branches=(one_head,)), queries, keys)]
+            one_head = replace(branch, offset=offset, heads=None, window=None, slices=(EVERYTHING,))
+            base, slices = _base_and_others(slices_seen(branch, pattern.causal), max(tokens))
+            reach = None if base is None or base.low is None else -base.low
+            queries, keys = (_ranges(one_head, offset, pattern, n, chunk, reach) for n in tokens)
+            yield readers, [*_parts(Pattern((one_head,), documents=pattern.documents), base, slices, queries, keys)]
 
 
-def _ranges(branch: Branch, offset: int, pattern: Pattern, tokens: int, chunk: int) -> list[Tensor]:
+def _base_and_others(slices: Sequence[Slice], tokens: int) -> tuple[Slice | None, list[Slice]]:
+    """Return the slice without ends that is all pairs, causality or a window, if there is one; and the others."""
+    base, others = None, []
+    for one in (one for one in slices if meet(one, Slice(0, tokens, 0, tokens)) is not None):
+        low, high = (None if x is None or abs(x) >= tokens else x for x in (one.low, one.high))
+        if one[:4] == EVERYTHING[:4] and (low is None if high is None else high in (0, -(low or 0))):
+            base = one
+        else:
+            others.append(one)
+    return base, others
+
+
+def _ranges(
+    branch: Branch, offset: int, pattern: Pattern, tokens: int, chunk: int, window: int | None
+) -> list[Tensor]:  # fmt: skip
     """Split a grid by document, segment, chunk and, with a window, cut of the segment."""
     positions = torch.arange(tokens)
     positions = positions[selected(branch, positions, offset, pattern.documents)]
     begin = torch.zeros_like(positions) if pattern.packed is None else begins(pattern.packed, positions)
     place, length, rate = positions - begin, branch.segment_length or max(1, tokens), branch.dilation_rate
-    cut = length if branch.window is None else branch.window // rate * rate + rate
+    cut = length if window is None else window // rate * rate + rate
     names = torch.stack([begin, place // length, place // chunk, place % length // cut])
     return [*positions.split(torch.unique_consecutive(names, dim=1, return_counts=True)[1].tolist())]
 
 
-def _parts(pattern: Pattern, queries: list[Tensor], keys: list[Tensor]) -> Iterator[Part]:
+def _parts(
+    grid: Pattern, base: Slice | None, slices: Sequence[Slice], queries: list[Tensor], keys: list[Tensor]
+) -> Iterator[Part]:
+    """Yield parts by queries, then keys; those of two ranges by kind, slice and stretch. grid: with all its pairs."""
+    rate = grid.branches[0].dilation_rate
     for rows in queries:
-        visible = multiplicity(pattern, rows, torch.cat([rows[:0], *keys]), 1)[0] > 0
-        for key, seen in zip(keys, visible.split([len(x) for x in keys], 1), strict=True):
-            if seen.any():
-                places = _first_to_last(seen.any(1)), _first_to_last(seen.any(0))
+        alike = multiplicity(grid, rows, torch.cat([rows[:0], *keys]), 1)[0] > 0
+        for key, same in zip(keys, alike.split([len(x) for x in keys], 1), strict=True):
+            found: list[tuple[int, Tensor]] = []
+            for one in ([] if base is None else [base]) + [*slices] if same.any() else []:
+                if (seen := same & one.sees(rows[:, None], key)).any():
+                    found += [(_BASE, seen)] if one is base else _pieces(one, rate, rows, key, seen)
+            for _, seen in sorted(found, key=lambda piece: piece[0]):
+                places = _places(seen)
                 yield Part((rows, key), places, ~seen[places])
+
+
+_BASE, _ALL, _UP_TO, _UP_TO_CUT, _FROM, _FROM_CUT = range(6)  # kinds of parts, by the keys that a query sees
+
+
+def _pieces(one: Slice, rate: int, rows: Tensor, keys: Tensor, seen: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield the kind and the pairs of each part of a slice: one or, of a band that hides on both sides, two a stretch.
+
+    seen: pairs of the slice, at least one."""
+    distance, (low, high), places = keys - rows[:, None], one.limits[4:], _places(seen)
+    below, above = bool((distance[places] < low).any()), bool((distance[places] > high).any())
+    if not (below and above):
+        yield _FROM if below else _UP_TO if above else _ALL, seen
+        return
+    stretch = rows // (high // rate * rate - -(-low // rate) * rate + rate)
+    for number in stretch[places[0]].unique():
+        own = seen & (stretch == number)[:, None]
+        middle = rows[_places(own)[0]][0] + high  # the last key of the first query
+        for kind, part in (_FROM_CUT, own & (keys <= middle)), (_UP_TO_CUT, own & (keys > middle)):
+            if part.any():
+                yield kind, part
+
+
+def _places(seen: Tensor) -> Places:
+    """Return the rows and keys from the first to the last of a pair."""
+    return _first_to_last(seen.any(1)), _first_to_last(seen.any(0))
 
 
 def _first_to_last(flags: Tensor) -> slice:
