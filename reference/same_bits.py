@@ -8,7 +8,7 @@ tensors: q (1, 1, 1, P, L, D), k (1, 1, 1, 1, Lk, D), v (1, 1, 1, 1, Lk, Dv), in
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from reference.documents import begins
 from reference.pattern import Branch, Pattern, check_pattern, multiplicity, selected, slices_seen
-from reference.slices import EVERYTHING, Slice, meet
+from reference.slices import EVERYTHING, Slice
 from reference.validators import integer, optional, positive
 
 T = TypeVar("T")
@@ -81,66 +81,56 @@ def blocks_in_chunks(
         for offset in sorted({x for x in offsets if x is not None}):
             served = [head for head, x in enumerate(offsets) if x == offset]
             readers = {kv: [*own] for kv, own in groupby(served, lambda head: head // (heads[0] // heads[1]))}
-            one_head = replace(branch, offset=offset, heads=None, window=None, slices=(EVERYTHING,))
-            base, slices = _base_and_others(slices_seen(branch, pattern.causal), max(tokens))
-            reach = None if base is None or base.low is None else -base.low
-            queries, keys = (_ranges(one_head, offset, pattern, n, chunk, reach) for n in tokens)
-            yield readers, [*_parts(Pattern((one_head,), documents=pattern.documents), base, slices, queries, keys)]
+            slices = slices_seen(branch, pattern.causal)
+            window = next((-one.low for one in slices if _is_whole(one) and one.low is not None), None)
+            grid = replace(branch, offset=offset, heads=None, window=window, slices=(EVERYTHING,))
+            queries, keys = (_ranges(grid, offset, pattern, n, chunk) for n in tokens)
+            yield readers, [*_parts(grid, pattern, slices, queries, keys)]
 
 
-def _base_and_others(slices: Sequence[Slice], tokens: int) -> tuple[Slice | None, list[Slice]]:
-    """Return the slice without ends that is all pairs, causality or a window, if there is one; and the others."""
-    base, others = None, []
-    for one in (one for one in slices if meet(one, Slice(0, tokens, 0, tokens)) is not None):
-        low, high = (None if x is None or abs(x) >= tokens else x for x in (one.low, one.high))
-        if one[:4] == EVERYTHING[:4] and (low is None if high is None else high in (0, -(low or 0))):
-            base = one
-        else:
-            others.append(one)
-    return base, others
+def _is_whole(one: Slice) -> bool:
+    """Return True for a slice without ends that is all pairs, causality or a window. A branch has at most one."""
+    bounds = one.low is None if one.high is None else one.high in (0, -(one.low or 0))
+    return one[:4] == EVERYTHING[:4] and bounds
 
 
-def _ranges(
-    branch: Branch, offset: int, pattern: Pattern, tokens: int, chunk: int, window: int | None
-) -> list[Tensor]:  # fmt: skip
+def _ranges(branch: Branch, offset: int, pattern: Pattern, tokens: int, chunk: int) -> list[Tensor]:
     """Split a grid by document, segment, chunk and, with a window, cut of the segment."""
     positions = torch.arange(tokens)
     positions = positions[selected(branch, positions, offset, pattern.documents)]
     begin = torch.zeros_like(positions) if pattern.packed is None else begins(pattern.packed, positions)
     place, length, rate = positions - begin, branch.segment_length or max(1, tokens), branch.dilation_rate
-    cut = length if window is None else window // rate * rate + rate
+    cut = length if branch.window is None else branch.window // rate * rate + rate
     names = torch.stack([begin, place // length, place // chunk, place % length // cut])
     return [*positions.split(torch.unique_consecutive(names, dim=1, return_counts=True)[1].tolist())]
 
 
 def _parts(
-    grid: Pattern, base: Slice | None, slices: Sequence[Slice], queries: list[Tensor], keys: list[Tensor]
+    grid: Branch, pattern: Pattern, slices: Sequence[Slice], queries: list[Tensor], keys: list[Tensor]
 ) -> Iterator[Part]:
-    """Yield parts by queries, then keys; those of two ranges by kind, slice and stretch. grid: with all its pairs."""
-    rate = grid.branches[0].dilation_rate
+    """Yield the parts of slices by queries, then keys; those of two ranges by kind, then slice, then stretch."""
+    on_grid = Pattern((replace(grid, window=None),), documents=pattern.documents)
     for rows in queries:
-        alike = multiplicity(grid, rows, torch.cat([rows[:0], *keys]), 1)[0] > 0
+        alike = multiplicity(on_grid, rows, torch.cat([rows[:0], *keys]), 1)[0] > 0
         for key, same in zip(keys, alike.split([len(x) for x in keys], 1), strict=True):
-            found: list[tuple[int, Tensor]] = []
-            for one in ([] if base is None else [base]) + [*slices] if same.any() else []:
-                if (seen := same & one.sees(rows[:, None], key)).any():
-                    found += [(_BASE, seen)] if one is base else _pieces(one, rate, rows, key, seen)
-            for _, seen in sorted(found, key=lambda piece: piece[0]):
+            seen_by = [(one, same & one.sees(rows[:, None], key)) for one in slices if same.any()]
+            some = [_pieces(one, grid.dilation_rate, rows, key, seen) for one, seen in seen_by if seen.any()]
+            for _, seen in sorted(chain.from_iterable(some), key=lambda piece: piece[0]):
                 places = _places(seen)
                 yield Part((rows, key), places, ~seen[places])
 
 
-_BASE, _ALL, _UP_TO, _UP_TO_CUT, _FROM, _FROM_CUT = range(6)  # kinds of parts, by the keys that a query sees
+_WHOLE, _ALL, _UP_TO, _UP_TO_CUT, _FROM, _FROM_CUT = range(6)  # kinds of parts, by the keys that a query sees
 
 
 def _pieces(one: Slice, rate: int, rows: Tensor, keys: Tensor, seen: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the kind and the pairs of each part of a slice: one or, of a band that hides on both sides, two a stretch.
-
-    seen: pairs of the slice, at least one."""
+    """Yield the kind and the pairs of each part of a slice: of one part or, where a band hides on both sides, of two a
+    stretch. seen: pairs of the slice, at least one.
+    """
     distance, (low, high), places = keys - rows[:, None], one.limits[4:], _places(seen)
     below, above = bool((distance[places] < low).any()), bool((distance[places] > high).any())
     if not (below and above):
-        yield _FROM if below else _UP_TO if above else _ALL, seen
+        yield _WHOLE if _is_whole(one) else _FROM if below else _UP_TO if above else _ALL, seen
         return
     stretch = rows // (high // rate * rate - -(-low // rate) * rate + rate)
     for number in stretch[places[0]].unique():
