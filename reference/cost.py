@@ -52,7 +52,7 @@ class Setting:
         lse_gradient: True if lse is an output, so that "all-to-all" sends its gradient.
         chunk: tokens of a chunk, for attention with the same bits on any ranks (`reference.same_bits`). Ranges of keys
             then travel whole, and sums of their gradients return to the owner at once, in the accumulator's type.
-            Slices are not counted. None: none.
+            None: none.
 
     Raises:
         ValueError: positions, heads, itemsize or sizes are invalid or inconsistent.
@@ -90,8 +90,6 @@ class Setting:
                 raise ValueError(f"{name} must hold every number of range({n}) exactly once")
         self.pattern.validate_tokens(self.query_rows.size, self.rows.size)
         self.pattern.validate(self.heads)
-        if self.chunk is not None and self.pattern.has_slices:
-            raise NotImplementedError(f"chunk is {self.chunk} and the pattern has slices; one of them must be None")
 
     @property
     def world(self) -> int:

@@ -8,14 +8,15 @@ tensors: q (1, 1, 1, P, L, D), k (1, 1, 1, 1, Lk, D), v (1, 1, 1, 1, Lk, Dv), in
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from reference.documents import begins
-from reference.pattern import Branch, Pattern, check_pattern, multiplicity, selected
+from reference.pattern import Branch, Pattern, check_pattern, multiplicity, selected, slices_seen
+from reference.slices import EVERYTHING, Slice
 from reference.validators import integer, optional, positive
 
 T = TypeVar("T")
@@ -23,13 +24,14 @@ Tensors = Sequence[Tensor]
 Join = Callable[[Tensors, Tensors], Tensors]
 Scoring = tuple[float, float | None]  # scale, softcap
 Readers = dict[int, list[int]]  # query heads of each key/value head
+Places = tuple[slice, slice]  # of queries and of keys, each in its range
 
 
 class Part(NamedTuple):
     """A range of queries with one of keys: the positions of each, the places of the part, and hidden (rows, keys)."""
 
     ranges: tuple[Tensor, Tensor]
-    places: tuple[slice, slice]
+    places: Places
     hidden: Tensor
 
 
@@ -40,8 +42,7 @@ def attention_in_chunks(
 ) -> Tensors:  # fmt: skip
     """Return out, lse and, with dout, dq, dk, dv, shaped as by `reference.oracle`; all but lse in the dtype of q.
 
-    Tensors are whole sequences on a CPU. chunk: in tokens, at least 1. Raises ValueError for arguments that do not fit,
-    and NotImplementedError for slices.
+    Tensors are whole sequences on a CPU. chunk: in tokens, at least 1. Raises ValueError for arguments that do not fit.
     """
     check_pattern(pattern)
     fits = q.ndim == k.ndim == v.ndim == 4 and q.shape[::3] == k.shape[::3] and k.shape[:3] == v.shape[:3]
@@ -50,8 +51,6 @@ def attention_in_chunks(
         raise ValueError(f"q, k, v must be (B, Nq, Hq, D), (B, Nk, Hk, D), (B, Nk, Hk, Dv) of one dtype, got {given}")
     if dout is None and dlse is not None:
         raise ValueError("dlse must come with dout, got it alone: write zeros for dout")
-    if pattern.has_slices:
-        raise NotImplementedError("pattern must have no slices here, got some: write causal, window or documents")
     heads, tokens, dtype = (q.shape[2], k.shape[2]), (q.shape[1], k.shape[1]), q.dtype
     pattern.validate_tokens(*tokens)
     blocks = [*blocks_in_chunks(pattern, heads, tokens, integer("chunk", chunk, 1))]
@@ -82,9 +81,17 @@ def blocks_in_chunks(
         for offset in sorted({x for x in offsets if x is not None}):
             served = [head for head, x in enumerate(offsets) if x == offset]
             readers = {kv: [*own] for kv, own in groupby(served, lambda head: head // (heads[0] // heads[1]))}
-            one_head = replace(branch, offset=offset, heads=None)
-            queries, keys = (_ranges(one_head, offset, pattern, n, chunk) for n in tokens)
-            yield readers, [*_parts(replace(pattern, branches=(one_head,)), queries, keys)]
+            slices = slices_seen(branch, pattern.causal)
+            window = next((-one.low for one in slices if _is_whole(one) and one.low is not None), None)
+            grid = replace(branch, offset=offset, heads=None, window=window, slices=(EVERYTHING,))
+            queries, keys = (_ranges(grid, offset, pattern, n, chunk) for n in tokens)
+            yield readers, [*_parts(grid, pattern, slices, queries, keys)]
+
+
+def _is_whole(one: Slice) -> bool:
+    """Return True for a slice without ends that is all pairs, causality or a window. A branch has at most one."""
+    bounds = one.low is None if one.high is None else one.high in (0, -(one.low or 0))
+    return one[:4] == EVERYTHING[:4] and bounds
 
 
 def _ranges(branch: Branch, offset: int, pattern: Pattern, tokens: int, chunk: int) -> list[Tensor]:
@@ -98,13 +105,45 @@ def _ranges(branch: Branch, offset: int, pattern: Pattern, tokens: int, chunk: i
     return [*positions.split(torch.unique_consecutive(names, dim=1, return_counts=True)[1].tolist())]
 
 
-def _parts(pattern: Pattern, queries: list[Tensor], keys: list[Tensor]) -> Iterator[Part]:
+def _parts(
+    grid: Branch, pattern: Pattern, slices: Sequence[Slice], queries: list[Tensor], keys: list[Tensor]
+) -> Iterator[Part]:
+    """Yield the parts of slices by queries, then keys; those of two ranges by kind, then slice, then stretch."""
+    on_grid = Pattern((replace(grid, window=None),), documents=pattern.documents)
     for rows in queries:
-        visible = multiplicity(pattern, rows, torch.cat([rows[:0], *keys]), 1)[0] > 0
-        for key, seen in zip(keys, visible.split([len(x) for x in keys], 1), strict=True):
-            if seen.any():
-                places = _first_to_last(seen.any(1)), _first_to_last(seen.any(0))
+        alike = multiplicity(on_grid, rows, torch.cat([rows[:0], *keys]), 1)[0] > 0
+        for key, same in zip(keys, alike.split([len(x) for x in keys], 1), strict=True):
+            seen_by = [(one, same & one.sees(rows[:, None], key)) for one in slices if same.any()]
+            some = [_pieces(one, grid.dilation_rate, rows, key, seen) for one, seen in seen_by if seen.any()]
+            for _, seen in sorted(chain.from_iterable(some), key=lambda piece: piece[0]):
+                places = _places(seen)
                 yield Part((rows, key), places, ~seen[places])
+
+
+_WHOLE, _ALL, _UP_TO, _UP_TO_CUT, _FROM, _FROM_CUT = range(6)  # kinds of parts, by the keys that a query sees
+
+
+def _pieces(one: Slice, rate: int, rows: Tensor, keys: Tensor, seen: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield the kind and the pairs of each part of a slice: of one part or, where a band hides on both sides, of two a
+    stretch. seen: pairs of the slice, at least one.
+    """
+    distance, (low, high), places = keys - rows[:, None], one.limits[4:], _places(seen)
+    below, above = bool((distance[places] < low).any()), bool((distance[places] > high).any())
+    if not (below and above):
+        yield _WHOLE if _is_whole(one) else _FROM if below else _UP_TO if above else _ALL, seen
+        return
+    stretch = rows // (high // rate * rate - -(-low // rate) * rate + rate)
+    for number in stretch[places[0]].unique():
+        own = seen & (stretch == number)[:, None]
+        middle = rows[_places(own)[0]][0] + high  # the last key of the first query
+        for kind, part in (_FROM_CUT, own & (keys <= middle)), (_UP_TO_CUT, own & (keys > middle)):
+            if part.any():
+                yield kind, part
+
+
+def _places(seen: Tensor) -> Places:
+    """Return the rows and keys from the first to the last of a pair."""
+    return _first_to_last(seen.any(1)), _first_to_last(seen.any(0))
 
 
 def _first_to_last(flags: Tensor) -> slice:

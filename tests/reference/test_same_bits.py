@@ -37,9 +37,10 @@ def bits(x: list[Tensor], pattern: Pattern, chunk: int = 16, b: slice = slice(No
 @settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_results_lie_within_bounds(data: st.DataObject) -> None:
-    some = drawn_patterns.patterns(4, packed=True).filter(lambda x: x.documents is None or sum(x.documents) > 0)
+    sliced = drawn_patterns.patterns(4, packed=True, sliced=6)  # within 6 tokens, or to the end of more
+    some = sliced.filter(lambda x: x.documents is None or sum(x.documents) >= 6)
     pattern, chunk = data.draw(some), data.draw(st.sampled_from((1, 3, 8, 16, 64)))
-    n, m = (data.draw(st.integers(1, 40)) if pattern.documents is None else sum(pattern.documents) for _ in range(2))
+    n, m = (data.draw(st.integers(6, 40)) if pattern.documents is None else sum(pattern.documents) for _ in range(2))
     dtype, softcap = data.draw(st.sampled_from(sorted(UNIT))), data.draw(st.sampled_from((None, 0.5)))
     q, k, v, dout, dlse = example(n, m, 2, getattr(torch, dtype))
     sinks, of_lse = (data.draw(st.sampled_from((None, x))) for x in (normal(4, seed=8), dlse))
@@ -87,10 +88,20 @@ def test_parts_are_cut_at_chunks_and_where_a_window_ends() -> None:
     assert tree([*"abcdefg"], lambda left, right: f"({left}{right})") == "(((ab)(cd))((ef)g))"
 
 
+def test_bands_that_hide_on_both_sides_are_cut_in_triangles() -> None:
+    """One at the queries 3 and 6, the other at 2 and 4. Of two ranges, parts that hide nothing come first, then those
+    that hide later keys, then those that hide earlier ones."""
+    pattern = Pattern.slices([((0, 8), (0, 8), (-1, 1)), ((4, 6), (0, 3), "full"), ((1, 5), (0, 8), (2, 3))])
+    ((_, parts),) = blocks_in_chunks(pattern, (1, 1), (8, 8), 8)
+    assert [[x[at].tolist() for x, at in zip(part.ranges, part.places, strict=True)] for part in parts] == [
+        [[4, 5], [0, 1, 2]], [[1, 2], [2, 3]], [[4, 5], [5, 6]], [[3], [6]],
+        [[0, 1, 2], [0, 1]], [[3, 4, 5], [2, 3, 4]], [[6, 7], [5, 6, 7]],
+        [[1], [3, 4]], [[2, 3], [4, 5]], [[4], [6, 7]],
+    ]  # fmt: skip
+
+
 def test_refusals() -> None:
     q, k, v, _, dlse = example(8, 8)
-    with pytest.raises(NotImplementedError, match="slices"):
-        attention_in_chunks(q, k, v, Pattern.prefix(3), 4)
     taken: dict[str, Any] = {"q": q, "k": k, "v": v, "pattern": CAUSAL, "chunk": 4}
     for name, wrong in {"chunk": 0, "softcap": -1.0, "dlse": dlse, "v": v.double(), "k": k[0]}.items():
         with pytest.raises(ValueError, match=name):

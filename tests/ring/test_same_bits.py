@@ -43,6 +43,7 @@ MASKS = {
     "tree": Pattern.tree([None, 0, 0, 2], [40, 30, 20, 16]),
     "slices": Pattern.slices([((0, 50), (0, 40), "causal"), ((30, 106), (40, 106), (-30, 12))]),
 }
+ALL = PATTERNS | MASKS
 N = 106
 
 
@@ -94,7 +95,7 @@ def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("pattern", ALL.values(), ids=ALL)
 def test_bits_are_those_of_the_reference(pattern: Pattern, dtype: torch.dtype) -> None:
     x = tensors(dtype)
     options: dict[str, Any] = {"softcap": 3.0, "sinks": normal(4, seed=9).to(x[4].dtype)} if pattern.causal else {}
@@ -107,7 +108,7 @@ def test_bits_are_those_of_the_reference(pattern: Pattern, dtype: torch.dtype) -
     ("ring", 2), ("ring", 4), ("direct", 3), ("gather", 3), ("all-to-all", 2), ("ring:2+direct", 4),
     ("all-to-all:2+ring", 4), ("direct+all-to-all:2", 4), ("ring", 8),
 ])  # fmt: skip
-@pytest.mark.parametrize("pattern", [*PATTERNS.values(), *MASKS.values()], ids=[*PATTERNS, *MASKS])
+@pytest.mark.parametrize("pattern", ALL.values(), ids=ALL)
 def test_bits_are_those_of_one_rank(pattern: Pattern, exchange: str, ranks: int) -> None:
     x = tensors(torch.float32)
     wanted = results(x, pattern, Layout.contiguous(N, 1))
@@ -116,7 +117,7 @@ def test_bits_are_those_of_one_rank(pattern: Pattern, exchange: str, ranks: int)
         assert_same(results(x, pattern, layout, exchange=exchange, bucket=bucket), wanted)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("pattern", ALL.values(), ids=ALL)
 def test_ranks_return_as_many_sums_as_the_reference_counts(pattern: Pattern) -> None:
     layout = Layout.whole_chunks(N, 3, CHUNK, pattern.documents)
     positions = [layout.positions(rank).numpy() for rank in range(3)]

@@ -57,8 +57,6 @@ PROPERTIES = (
 # Checks that hold the ranks' results against exact ones: "answers" must have checked their shapes, and numbers can
 # explain (`verification.causes`) failures of these alone.
 OF_NUMBERS = {"unseen", "finite", "values", "gradients"}
-# Checks by `reference.cost`, for Cases that it counts.
-COUNTED = {"traffic", "buffers", "workspace"}
 
 
 def select_checks(titles: Collection[str]) -> tuple[str, ...]:
@@ -67,15 +65,9 @@ def select_checks(titles: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name in CHECKS if name in names or (name == "answers" and names & OF_NUMBERS))
 
 
-def is_counted(case: Case) -> bool:
-    """Return True if `reference.cost` counts the Case: it does not count chunks of slices."""
-    return case.same_bits is None or not case.pattern.has_slices
-
-
 def prepare_ranks(case: Case) -> Expectation:
     """Return the expectation, and fill the caches of `check` of the properties of the ranks."""
-    if is_counted(case):
-        costs(case)
+    costs(case)
     return expect(case)
 
 
@@ -92,8 +84,7 @@ def check(
 ) -> dict[str, float]:
     """Return the worst error / bound of each property that these checks make up, by title; 0 if it is exact. Raises the
     first failure, whose `broken` is the title of the property."""
-    checks = {name: CHECKS[name] for name in names if name not in COUNTED or is_counted(case)}
-    return run_checks(PROPERTIES, checks, case, expectation, observations)
+    return run_checks(PROPERTIES, {name: CHECKS[name] for name in names}, case, expectation, observations)
 
 
 def run_checks(

@@ -259,7 +259,7 @@ def test_cases_hold_on_one_backend_for_any_world(backend: SimBackend, world: int
 
 
 @pytest.mark.parametrize("experiment", [EXAMPLES, LARGER_ERRORS], ids=lambda experiment: experiment.name)
-def test_chunks_of_slices_hold_without_counts_of_bytes(backend: SimBackend, experiment: Experiment) -> None:
+def test_chunks_of_slices_hold(backend: SimBackend, experiment: Experiment) -> None:
     slices = Pattern.slices([((0, 50), (0, 40), "causal"), ((30, 96), (40, 96), (-30, 12))])
     experiment.check(backend, plain(3, tokens=96, pattern=slices, order="dealt chunks", same_bits=32))
 
