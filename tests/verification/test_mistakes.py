@@ -46,7 +46,7 @@ OTHERS = {
         "ring/nn/context.py", "layout.positions(rank)", "torch.arange(layout.counts[rank])", "_positions"
     ),
     "mean": Edit("ring/nn/sequence.py", "context.layout.n)", "context.tokens)", "sequence_mean"),
-    "loss": Edit("ring/nn/loss.py", "ignored).view_as", "ignored).mul(2).view_as", "cross_entropy"),
+    "loss": Edit("ring/nn/loss.py", "ignored).view_as", "ignored).mul(2).view_as", "_losses"),
 }
 SOURCES = {name: Defect(name, "", (edit,)).sources() for name, edit in (KERNELS | OTHERS).items()}
 FOUND = {  # by each command

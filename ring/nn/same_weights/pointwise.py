@@ -8,7 +8,7 @@ size are filled up to whole vectors. Torch's tag `pointwise` tells which functio
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class WholeVectors(TorchFunctionMode):
         return _filled(func, args, kwargs)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _is_pointwise(name: str) -> bool:
     """Return True for the name of an elementwise function that writes into no argument."""
     packet = getattr(torch.ops.aten, name.strip("_"), None)
