@@ -15,6 +15,7 @@ from torch import Tensor
 from reference import Branch, Pattern
 from reference.cost import Setting
 from reference.same_bits import attention_in_chunks
+from reference.slices import Slice
 from ring import Layout, ring_attention
 from ring.attend_parts import fixed_order
 from ring.comm.transport import SoloTransport
@@ -42,7 +43,12 @@ MASKS = {
     "spans": Pattern.spans([(3, 20), (43, 60)], documents=DOCUMENTS, window=30),
     "tree": Pattern.tree([None, 0, 0, 2], [40, 30, 20, 16]),
     "slices": Pattern.slices([((0, 50), (0, 40), "causal"), ((30, 106), (40, 106), (-30, 12))]),
-}
+    "counted twice": Pattern.slices([((0, 70), (9, 90), "both"), ((20, 50), (0, 60), "full")], DOCUMENTS, counted=True),
+    "bands": Pattern((
+        Branch(64, 2, (0, 1, 1, 0), slices=(Slice(low=-12, high=-8), Slice(high=-14), Slice(low=-7, high=2))),
+        Branch(window=20, slices=(Slice(50, 54, 60, 64), Slice(low=-40, high=0), Slice(50, 54, 55, 58))),
+    )),
+}  # fmt: skip
 ALL = PATTERNS | MASKS
 N = 106
 
