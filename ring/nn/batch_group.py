@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # by torch's version
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,13 @@ class BatchRanks:
     def gather(self, x: Tensor) -> Tensor:
         """x (...), of one shape and type on all ranks -> (ranks, ...) in rank order, with the same bits on all."""
         shape = x.shape
-        for axis in self._axes:
-            local = x.to(_device_for(axis.group, x.device)).contiguous()
-            gathered = [torch.empty_like(local) for _ in axis.members]
-            dist.all_gather(gathered, local, group=axis.group)
-            x = torch.stack([gathered[member] for member in axis.members]).to(x.device)
+        for axis in (axis for axis in self._axes if len(axis.members) > 1):
+            local = x.to(_device_for(axis.group, x.device)).flatten()
+            gathered = local.new_empty(len(axis.members) * len(local))
+            _all_gather(gathered, local, group=axis.group)
+            rows = gathered.view(len(axis.members), len(local))
+            in_order = [*axis.members] == [*range(len(axis.members))]
+            x = (rows if in_order else rows[list(axis.members)]).to(x.device)
         return x.reshape(-1, *shape)
 
     def add(self, x: Tensor) -> None:

@@ -161,15 +161,24 @@ class GradientSums:
 
     def _flat(self, bucket: _Bucket, use: int, entry: int, node: Node) -> Tensor:
         """Return the sum of a node, (numbers,), filled up to a multiple of the ranks."""
+        sums = [None if tree is None else tree.take(node) for tree in self._trees(bucket, use, entry)]
+        if len(sums) == 1 and sums[0] is not None and self._is_flat(bucket, sums[0], node):
+            return sums[0].reshape(-1)
         flat = bucket.empty(self._ranks.world_size)
-        for index, part in zip(bucket.members, bucket.parts(flat), strict=True):
-            tree = self._own.get((index, use, entry))
-            if tree is None:
-                part.zero_()
-            else:
-                part.copy_(tree.take(node))
+        for some, part in zip(sums, bucket.parts(flat), strict=True):
+            part.zero_() if some is None else part.copy_(some)
         flat[bucket.size :].zero_()
         return flat
+
+    def _trees(self, bucket: _Bucket, use: int, entry: int) -> list[TreeNodes[Tensor] | None]:
+        return [self._own.get((index, use, entry)) for index in bucket.members]
+
+    def _is_flat(self, bucket: _Bucket, some: Tensor, node: Node) -> bool:
+        """True if a sum can be sent as it is. On a rank alone a leaf, a tensor of autograd's, would remain."""
+        ranks = self._ranks.world_size
+        return (
+            bucket.size % ranks == 0 and some.dtype == accumulator_dtype(some.dtype) and (ranks > 1 or node.level > 0)
+        )
 
     def results(self) -> dict[int, Tensor]:
         """Return the gradient of each parameter that has one, by number, and begin a new step. Collective."""
