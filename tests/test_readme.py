@@ -15,11 +15,11 @@ from tests.support.peers_table import disagreements
 from verification.mutants.catalogue import DEFECTS
 
 ROOT = Path(__file__).parents[1]
-README, SPEED, RING, FRAMEWORKS = (
-    (ROOT / name / "README.md").read_text() for name in ("", "notebooks", "ring", "ring/integrations")
+README, SPEED, RING, FRAMEWORKS, VERIFICATION = (
+    (ROOT / name / "README.md").read_text() for name in ("", "notebooks", "ring", "ring/integrations", "verification")
 )
 MASKS, WEIGHTS = ((ROOT / name).read_text() for name in ("ring/MASKS.md", "ring/nn/SAME_WEIGHTS.md"))
-PICTURES = {"pictures": 4, "mask_pictures": 8}  # that a program draws
+PICTURES = {"pictures": 4, "mask_pictures": 8, "mask": 1}  # that a program draws
 PATH = r"(?<![\w./])((?:reference|ring|verification|scripts|tests|notebooks|\.ci)/[\w./]*\w)(?![\w*])"
 PAGES = sorted(
     {ROOT / "notebooks/README.md", *ROOT.glob("*.md")}
@@ -56,7 +56,7 @@ def output_of(folder: Path, name: str, ranks: int) -> str:
 @pytest.mark.ranks
 @pytest.mark.parametrize("name, ranks", [
     ("one_process", 1), ("example", 2), ("pictures", 1), ("llama", 2),
-    ("mask_pictures", 1), ("converted", 1), ("tree", 2), ("joint", 2),
+    ("mask_pictures", 1), ("converted", 1), ("tree", 2), ("joint", 2), ("mask", 1),
 ])  # fmt: skip
 def test_the_examples_run(tmp_path: Path, name: str, ranks: int) -> None:
     if name == "llama":
@@ -65,7 +65,8 @@ def test_the_examples_run(tmp_path: Path, name: str, ranks: int) -> None:
     drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
     assert len(drawn) == PICTURES.get(name, 0)
     if name == "mask_pictures":
-        assert drawn == {path.name: path.read_text() for path in (ROOT / "ring/images").glob("*.svg")}
+        committed = {path.name: path.read_text() for path in (ROOT / "ring/images").glob("*.svg")}
+        assert drawn == {file: text for file, text in committed.items() if file != "front.svg"}
     assert name != "one_process" or float(output.removeprefix("largest error ")) < 1e-5
 
 
@@ -106,11 +107,11 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 
 def test_the_table_of_speed_is_the_record() -> None:
-    assert f"| tokens a GPU | {' | '.join(COLUMNS)} |" in README
+    assert f"| tokens a GPU | {' | '.join(COLUMNS)} |" in SPEED
     for size, tokens in (("512", 512), ("2 Ki", 2048), ("8 Ki", 8192), ("32 Ki", 32768)):
         measured = rows("h200x2_dense", tokens=tokens, **{"pass": "forward+backward"})
         best = [max(row["efficiency"] for row in measured if of(row)) for of in COLUMNS.values()]
-        assert f"| {size} | {' | '.join(f'{value:.2f}' for value in best)} |" in README
+        assert f"| {size} | {' | '.join(f'{value:.2f}' for value in best)} |" in SPEED
 
 
 def test_the_tables_of_steps_and_times_are_the_record() -> None:
@@ -158,12 +159,45 @@ def test_the_share_of_seeded_defects_is_the_record() -> None:
     examples = {row["name"]: row["examples"] for row in lines if row["check"] is not None}
     public = [defect.name for defect in DEFECTS if defect.provenance != "own"]
     soon, late = (sum(examples.get(name, most + 1) <= most for name in public) for most in (30, 300))
-    assert f"of {len(public)} bugs seen in public" in README
-    assert f"{soon} are found within 30 examples and {late} within 300" in README
+    for page in (README, VERIFICATION):
+        assert f"of {len(public)} bugs seen in public" in page
+        assert f"{soon} are found within 30 examples and {late} within 300" in page
 
 
-def test_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 110 and len(README.split()) <= 1200
+def test_the_front_page_is_short() -> None:
+    text = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    assert len([line for line in text.splitlines() if line]) <= 70 and len(README.split()) <= 900
+
+
+def test_the_picture_of_the_front_page_is_drawn(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts/front_picture.py"), str(tmp_path / "front.svg")]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    assert (tmp_path / "front.svg").read_text() == (ROOT / "ring/images/front.svg").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_doors_print_what_they_show(tmp_path: Path) -> None:
+    """The counter-example with its cause, and the losses of a Llama to seven digits: others follow the machine."""
+    blocks = re.findall(r"```\n(\$ .*?)```", README, re.DOTALL)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    shown, printed = [], []
+    for block in blocks:
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                words = line[2:].replace("torchrun", "python -m torch.distributed.run --standalone").split()
+                command = [sys.executable, *(str(ROOT / x) if x.startswith("tests/") else x for x in words[1:])]
+                done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+                printed.append(" ".join(done.stdout.split()))
+                shown.append([])
+            else:
+                shown[-1].append(line)
+    counter_example, *losses = zip(shown, printed, strict=True)
+    title, *_, first, second, _, _ = (" ".join(line.split()) for line in counter_example[0])
+    assert title in counter_example[1] and f"{first} {second}" in counter_example[1]
+    assert len(losses) == 2
+    for lines, output in losses:
+        assert [f"{float(x):.6f}" for x in output.split()] == [f"{float(x):.6f}" for x in lines]
 
 
 @pytest.mark.ranks

@@ -59,14 +59,13 @@ def test_parameters_follow_the_imports_and_count(source: Path) -> None:
     assert names.isdisjoint(name.id for name in seen if isinstance(name.ctx, ast.Store))
 
 
-def test_figures_of_the_readme_are_the_notebooks_own() -> None:
+def test_figures_of_the_page_are_the_notebooks_own() -> None:
     """A figure that changed with `scripts/notebooks --save` must be copied to images/ again."""
     notebooks = [json.loads(source.with_suffix(".ipynb").read_text()) for source in SOURCES]
     outputs = [out for notebook in notebooks for cell in notebook["cells"] for out in cell.get("outputs", ())]
     images = [out.get("data", {}).get("image/png") for out in outputs]
     drawn = {base64.b64decode("".join(image)) for image in images if image}
-    readme = FOLDER.parent / "README.md"
-    shown = [readme.parent / file for file in re.findall(r"!\[.*?\]\((.*?)\)", readme.read_text())]
+    shown = [FOLDER / file for file in re.findall(r"!\[.*?\]\((.*?)\)", PAGE)]
     assert shown
     assert [file.name for file in {*shown, *(FOLDER / "images").glob("*")} if file.read_bytes() not in drawn] == []
 
