@@ -11,11 +11,13 @@ _counters: list[Counter[str]] = []
 
 @contextmanager
 def count_kernels() -> Iterator[Counter[str]]:
-    """Return a context manager that counts kernel calls by name: the choices of "auto". Its target is the `Counter`.
+    """Return a context manager that counts kernel calls by name: the choices of "auto".
 
-    with ring.count_kernels() as count:
-        ring_attention(q, k, v, pattern, layout)
-    assert set(count) <= {"flash", "cudnn"}
+        with ring.count_kernels() as count:
+            ring_attention(q, k, v, pattern, layout)
+        assert set(count) <= {"flash", "cudnn"}
+
+    Its target is the `Counter`.
     """
     calls: Counter[str] = Counter()
     _counters.append(calls)

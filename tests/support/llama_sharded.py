@@ -18,7 +18,8 @@ def main() -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context"))
     context = ContextParallel(Layout.zigzag(24, 2), mesh["context"])
     torch.manual_seed(5)
-    model = ddp.wrap(transformers.prepare(LlamaForCausalLM(LlamaConfig(**SIZES)), mesh["context"]), mesh)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model = ddp.wrap(transformers.prepare(model, mesh["context"]), mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     tokens = torch.randint(19, (2, 24))
     for _ in range(3):
