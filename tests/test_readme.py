@@ -181,7 +181,8 @@ def test_the_doors_print_what_they_show(tmp_path: Path) -> None:
     """The counter-example with its cause, and the losses of a Llama to seven digits: others follow the machine."""
     blocks = re.findall(r"```\n(\$ .*?)```", README, re.DOTALL)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    shown, printed = [], []
+    shown: list[list[str]] = []
+    printed: list[str] = []
     for block in blocks:
         for line in block.splitlines():
             if line.startswith("$ "):
