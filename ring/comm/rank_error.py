@@ -17,9 +17,15 @@ def described(error: BaseException) -> tuple[str, str]:
     """Return the nearest of Python's kinds, RuntimeError if there is none, and the text, with the name of another."""
     own = type(error)
     kind = next((kind.__name__ for kind in own.__mro__ if _KINDS.get(kind.__name__) is kind), "RuntimeError")
-    return kind, str(error) if own is _KINDS[kind] else f"{own.__name__}: {error}"
+    text = str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else str(error)  # without quotes
+    return kind, text if own is _KINDS[kind] else f"{own.__name__}: {text}"
 
 
 def make_error(rank: int, kind: str, text: str) -> Exception:
     """Return the error that a rank described."""
-    return _KINDS[kind](f"rank {rank}: {text}")
+    return of_kind(kind, f"rank {rank}: {text}")
+
+
+def of_kind(kind: str, text: str) -> Exception:
+    """Return an error of one of Python's kinds."""
+    return _KINDS[kind](text)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import _StopRecomputationError
 
 from ring.comm.call_order import within_backward
 from ring.nn.context import ContextParallel
@@ -25,12 +26,16 @@ from ring.nn.same_weights.pointwise import WholeVectors
 
 @dataclass(eq=False)
 class Forward:
-    """A forward of the model: the chunks of this rank, and the sequences of the batch. done: after its backward."""
+    """A forward of the model: the chunks of this rank, and the sequences of the batch.
+
+    done: after its backward. given_up: another forward may begin without it.
+    """
 
     context: ContextParallel
     chunks: ChunkRows
     batch: int
     done: bool = False
+    given_up: bool = False
 
     def places(self) -> Iterator[tuple[int, int]]:
         """Iterate over the entry and the number of the chunk of each piece."""
@@ -90,8 +95,6 @@ class ChunkedCalls:
         model: its modules with parameters get another `forward`, until `restore`.
         numbers: of parameters, by id.
         insert: takes gradients.
-
-    probing: True to check that modules compute each row of a chunk from that row alone.
     """
 
     def __init__(self, model: nn.Module, numbers: dict[int, int], insert: Insert) -> None:
@@ -103,7 +106,7 @@ class ChunkedCalls:
         for name, module in named:
             if next(module.children(), None) is not None:
                 raise NotImplementedError(
-                    f"{_described(name, module)} must have no parameters of its own beside modules, got "
+                    f"{described_module(name, module)} must have no parameters of its own beside modules, got "
                     f"{', '.join(_own_parameters(module))}: what it does with them cannot be computed chunk by chunk"
                 )
         for module in model.modules():
@@ -112,7 +115,7 @@ class ChunkedCalls:
                 module.forward = self._around(module, module.forward)
         for name, module in named:
             self._replaced.append((module, module.__dict__.get("forward")))
-            module.forward = self._chunked(module, _described(name, module), module.forward)
+            module.forward = self._chunked(module, described_module(name, module), module.forward)
 
     @contextmanager
     def within(self, forward: Forward) -> Iterator[None]:
@@ -125,6 +128,15 @@ class ChunkedCalls:
             raise
         finally:
             self._inside = False
+
+    @contextmanager
+    def probed(self) -> Iterator[None]:
+        """Check in the calls of modules that they compute each row of a chunk from that row alone."""
+        self.probing = True
+        try:
+            yield
+        finally:
+            self.probing = False
 
     def restore(self) -> None:
         """Give the modules their own `forward` again."""
@@ -173,7 +185,9 @@ class ChunkedCalls:
 
             try:
                 return by_chunks(running, where, call, args, kwargs)
-            except (ValueError, NotImplementedError) as error:  # the other ranks are in attention, or will be
+            except Exception as error:  # of any type: in a recomputation the other ranks are in attention, or will be
+                if self._inside or isinstance(error, _StopRecomputationError):
+                    raise
                 running.context.raise_everywhere(error)
 
         return MethodType(forward, module)  # so that a copy of the module has one of its own
@@ -196,7 +210,7 @@ def _own_parameters(module: nn.Module) -> list[str]:
     return [name for name, x in module._parameters.items() if x is not None]
 
 
-def _described(name: str, module: nn.Module) -> str:
+def described_module(name: str, module: nn.Module) -> str:
     return f"module {name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
 
 
