@@ -95,6 +95,8 @@ class ChunkedCalls:
         model: its modules with parameters get another `forward`, until `restore`.
         numbers: of parameters, by id.
         insert: takes gradients.
+
+    probing: True to check that modules compute each row of a chunk from that row alone.
     """
 
     def __init__(self, model: nn.Module, numbers: dict[int, int], insert: Insert) -> None:
@@ -128,15 +130,6 @@ class ChunkedCalls:
             raise
         finally:
             self._inside = False
-
-    @contextmanager
-    def probed(self) -> Iterator[None]:
-        """Check in the calls of modules that they compute each row of a chunk from that row alone."""
-        self.probing = True
-        try:
-            yield
-        finally:
-            self.probing = False
 
     def restore(self) -> None:
         """Give the modules their own `forward` again."""

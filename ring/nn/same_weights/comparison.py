@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ring.consensus import compare
 from ring.nn.batch_group import BatchRanks
 from ring.nn.context import ContextParallel
 from ring.nn.same_weights.chunk_rows import ChunkRows
@@ -71,8 +72,11 @@ def compare_alone(
     recorded = tree_map(lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, recorded)
 
     def run() -> None:
-        with calls.probed():
+        calls.probing = True
+        try:
             _run(model, calls, forward, pieces, recorded, lambda x: _direction(x, *x.shape[:2]))
+        finally:
+            calls.probing = False
 
     with _restored(model, parameters) as changed:
         run_together(COMPARISON, run, model, context, ranks)
@@ -94,13 +98,7 @@ def compare_alone(
             except Exception as error:  # raised on every rank
                 failures.append(error)
 
-    def verdict() -> tuple[dict[str, object], None]:
-        if failures:
-            raise failures[0]
-        return {}, None
-
-    with ranks.lock():
-        ranks.agree(COMPARISON, verdict)
+    compare(COMPARISON, {}, failures[0] if failures else None, ranks)
 
 
 def _run(

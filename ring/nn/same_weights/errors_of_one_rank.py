@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from functools import partial
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from ring.comm.rank_error import described, of_kind
 from ring.comm.transport import MissingRanks
-from ring.consensus import is_joint
+from ring.consensus import compare, is_joint
 from ring.nn.batch_group import BatchRanks
 from ring.nn.context import ContextParallel
 from ring.nn.same_weights.chunked_calls import described_module
@@ -40,15 +39,9 @@ def run_together(
         others_wait = ranks.world_size > context.world_size and context.check and torch.is_grad_enabled()
         if not others_wait or isinstance(error.__cause__, MissingRanks):
             raise
-        wrong = error if context.world_size > 1 else _with_place(error, model)
-        with ranks.lock():
-            ranks.agree(doing, partial(_raised, wrong))
+        compare(doing, {}, error if context.world_size > 1 else _with_place(error, model), ranks)
         raise
     return result
-
-
-def _raised(error: Exception) -> NoReturn:
-    raise error
 
 
 def _with_place(error: Exception, model: nn.Module) -> Exception:

@@ -75,7 +75,8 @@ class SameWeights(nn.Module):
                 raise ValueError(f"module must be a plain model with parameters to train, got {type(module).__name__}")
             if not self.ranks.is_one_group:
                 raise NotImplementedError(
-                    "over must be a process group, a mesh of one dimension or one of the whole world, got another mesh"
+                    "over must be a process group, a mesh of one dimension or one of the whole world, got a part of "
+                    f"the world in several, of {self.ranks.world_size} ranks: write mesh['data', 'context']._flatten()"
                 )
             if any(x.device.type == "cpu" for x in tensors) and torch.get_num_threads() > 1:
                 raise ValueError(

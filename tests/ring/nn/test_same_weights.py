@@ -477,22 +477,20 @@ class Fails(Model):
         return x
 
 
-FORWARD = {
-    "before attention": "_OwnError: no such token, in the model (Fails)",
-    "after attention": "_OwnError: no such token, in the model (Fails)",
-    "in a module": "but got input of size[1, 16, 31], in module 'norm' (LayerNorm)",
-}
+OWN = "_OwnError: no such token, in the model (Fails)"
+MODULE = "but got input of size[1, 16, 31], in module 'norm' (LayerNorm)"
+FORWARD = {"before attention": OWN, "after attention": OWN, "in a module": MODULE}
 BACKWARD = "before attention, backward", "after attention, backward"
 
 
-def _failing(mesh: Any, place: str, compare: bool = True) -> tuple[Fails, SameWeights, Any]:
+def _failing(mesh: Any, place: str, compare: bool = True, over: Any = None) -> tuple[Fails, SameWeights, Any]:
     """A model that fails in a place, and a batch."""
     torch.manual_seed(1)
     model = Fails(place)
     group = mesh and mesh["context"]
     context = ContextParallel(Layout.whole_chunks(TOKENS, group.size() if mesh else 1, CHUNK), group, same_bits=CHUNK)
     tokens = torch.randint(VOCABULARY, (2, TOKENS))
-    return model, SameWeights(model, mesh, compare=compare), shard_batch(context, tokens, next_tokens(tokens))
+    return model, SameWeights(model, over or mesh, compare=compare), shard_batch(context, tokens, next_tokens(tokens))
 
 
 def _mesh(*shape: int) -> Any:
@@ -576,3 +574,20 @@ def test_after_an_error_a_step_begins_by_zero_grad() -> None:
     same.zero_grad()
     model.place = ""
     same(batch.tokens, batch.context).sum().backward()
+
+
+def _part_of_the_world() -> tuple[str, list[Tensor]]:
+    """The error for a mesh of two dimensions, and bits of gradients over that mesh as one."""
+    mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pipeline", "data", "context"))
+    over = mesh["data", "context"]
+    with pytest.raises(NotImplementedError) as error:
+        SameWeights(Model(), over)
+    _, same, batch = _failing(mesh, "", over=over._flatten())
+    cross_entropy(same(batch.tokens, batch.context), batch.labels, same).backward()
+    return str(error.value), [bits(x.grad) for x in same.parameters() if x.grad is not None]
+
+
+def test_a_part_of_the_world_is_flattened(ranks: Ranks) -> None:
+    found = ranks(8).run(_part_of_the_world)
+    assert all("write mesh['data', 'context']._flatten()" in error for error, _ in found)
+    assert all(torch.equal(x, y) for _, other in found for x, y in zip(other, found[0][1], strict=True))
