@@ -26,10 +26,8 @@ from ring.nn.same_weights.pointwise import WholeVectors
 
 @dataclass(eq=False)
 class Forward:
-    """A forward of the model: the chunks of this rank, and the sequences of the batch.
-
-    done: after its backward. given_up: another forward may begin without it.
-    """
+    """A forward of the model: the chunks of this rank, and the sequences of the batch. done: after its backward, or
+    when another forward begins, as it may if this one is `given_up`."""
 
     context: ContextParallel
     chunks: ChunkRows
