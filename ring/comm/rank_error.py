@@ -17,8 +17,7 @@ def described(error: BaseException) -> tuple[str, str]:
     """Return the nearest of Python's kinds, RuntimeError if there is none, and the text, with the name of another."""
     own = type(error)
     kind = next((kind.__name__ for kind in own.__mro__ if _KINDS.get(kind.__name__) is kind), "RuntimeError")
-    text = str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else str(error)  # without quotes
-    return kind, text if own is _KINDS[kind] else f"{own.__name__}: {text}"
+    return kind, str(error) if own is _KINDS[kind] else f"{own.__name__}: {error}"
 
 
 def make_error(rank: int, kind: str, text: str) -> Exception:
