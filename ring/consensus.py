@@ -226,7 +226,14 @@ def _compare(where: str, signature: Signature, error: Exception | None, transpor
     gathered = all_gather_json([report, transport.calls.number], transport)
     transport.calls.advance_to(max(number for _, number in gathered))
     transport.calls.enter("")
-    raise _joint_error([(str(kind), text) for (kind, text), _ in gathered])
+    joint = _joint_error([(str(kind), text) for (kind, text), _ in gathered])
+    vars(joint)["ring_group"] = id(transport.calls)
+    raise joint
+
+
+def is_joint(error: Exception, transport: Consensus) -> bool:
+    """Return True if all ranks raised this error together, or if that is impossible since a rank did not come."""
+    return vars(error).get("ring_group") == id(transport.calls) or isinstance(error.__cause__, MissingRanks)
 
 
 def _drop_frames(error: BaseException | None) -> None:

@@ -22,4 +22,9 @@ def described(error: BaseException) -> tuple[str, str]:
 
 def make_error(rank: int, kind: str, text: str) -> Exception:
     """Return the error that a rank described."""
-    return _KINDS[kind](f"rank {rank}: {text}")
+    return of_kind(kind, f"rank {rank}: {text}")
+
+
+def of_kind(kind: str, text: str) -> Exception:
+    """Return an error of one of Python's kinds."""
+    return _KINDS[kind](text)

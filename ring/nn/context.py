@@ -21,7 +21,7 @@ from ring.attention import attend_packed
 from ring.comm.group import transport_over
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import Transport
-from ring.consensus import agreed_result, compare
+from ring.consensus import agreed_result, compare, is_joint
 from ring.layout import Layout, numbered_layout
 from ring.validation import refuse_dtensor
 
@@ -415,13 +415,14 @@ class ContextParallel:
         """Raise this rank's error instead of a call of `attention`, in which the other ranks are or will be.
 
         They raise the same error there; if several ranks have errors, all raise that of the first of these ranks.
-        Without `check` only this rank raises, and the others may wait.
+        Without `check` only this rank raises, and the others may wait. An error that they raised there already is
+        raised as it is.
 
         Args:
             error: to raise.
             name: of the call of `attention`.
         """
-        if torch.compiler.is_compiling():  # nothing runs while a graph is traced
+        if torch.compiler.is_compiling() or is_joint(error, self.transport):  # nothing runs while a graph is traced
             raise error
         calls = self.transport.calls
         with calls.lock():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import _StopRecomputationError
 
 from ring.comm.call_order import within_backward
 from ring.nn.context import ContextParallel
@@ -25,12 +26,14 @@ from ring.nn.same_weights.pointwise import WholeVectors
 
 @dataclass(eq=False)
 class Forward:
-    """A forward of the model: the chunks of this rank, and the sequences of the batch. done: after its backward."""
+    """A forward of the model: the chunks of this rank, and the sequences of the batch. done: after its backward, or
+    when another forward begins, as it may if this one is `given_up`."""
 
     context: ContextParallel
     chunks: ChunkRows
     batch: int
     done: bool = False
+    given_up: bool = False
 
     def places(self) -> Iterator[tuple[int, int]]:
         """Iterate over the entry and the number of the chunk of each piece."""
@@ -103,7 +106,7 @@ class ChunkedCalls:
         for name, module in named:
             if next(module.children(), None) is not None:
                 raise NotImplementedError(
-                    f"{_described(name, module)} must have no parameters of its own beside modules, got "
+                    f"{described_module(name, module)} must have no parameters of its own beside modules, got "
                     f"{', '.join(_own_parameters(module))}: what it does with them cannot be computed chunk by chunk"
                 )
         for module in model.modules():
@@ -112,7 +115,7 @@ class ChunkedCalls:
                 module.forward = self._around(module, module.forward)
         for name, module in named:
             self._replaced.append((module, module.__dict__.get("forward")))
-            module.forward = self._chunked(module, _described(name, module), module.forward)
+            module.forward = self._chunked(module, described_module(name, module), module.forward)
 
     @contextmanager
     def within(self, forward: Forward) -> Iterator[None]:
@@ -173,7 +176,9 @@ class ChunkedCalls:
 
             try:
                 return by_chunks(running, where, call, args, kwargs)
-            except (ValueError, NotImplementedError) as error:  # the other ranks are in attention, or will be
+            except Exception as error:  # of any type: in a recomputation the other ranks are in attention, or will be
+                if self._inside or isinstance(error, _StopRecomputationError):
+                    raise
                 running.context.raise_everywhere(error)
 
         return MethodType(forward, module)  # so that a copy of the module has one of its own
@@ -196,7 +201,7 @@ def _own_parameters(module: nn.Module) -> list[str]:
     return [name for name, x in module._parameters.items() if x is not None]
 
 
-def _described(name: str, module: nn.Module) -> str:
+def described_module(name: str, module: nn.Module) -> str:
     return f"module {name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
 
 

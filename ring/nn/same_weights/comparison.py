@@ -17,12 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ring.consensus import compare
+from ring.nn.batch_group import BatchRanks
 from ring.nn.context import ContextParallel
 from ring.nn.same_weights.chunk_rows import ChunkRows
 from ring.nn.same_weights.chunked_calls import ChunkedCalls, Forward
+from ring.nn.same_weights.errors_of_one_rank import run_together
 
 T = TypeVar("T")
 OFF = "SameWeights(..., compare=False) leaves the comparison out, and its promise"
+COMPARISON = "the comparison of SameWeights"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd, so that no number's change is lost in the digest
 
@@ -48,9 +52,10 @@ class Piece:
 
 def compare_alone(
     model: nn.Module, calls: ChunkedCalls, parameters: Sequence[Tensor], forward: Forward, args: Any, kwargs: Any,
-) -> Callable[[], None]:  # fmt: skip
-    """Run the model twice, and return a function that raises NotImplementedError, with the module's name, if a chunk
-    alone has other bits. Collective; gradients, buffers and random numbers are as before.
+    ranks: BatchRanks,
+) -> None:  # fmt: skip
+    """Run the model twice, and raise NotImplementedError, with the module's name, if a chunk alone has other bits on
+    some rank. Collective; gradients, buffers and random numbers are as before, also after an error.
     """
     context = forward.context
     places = list(zip(forward.places(), forward.chunks.rows * forward.batch, strict=True))
@@ -63,11 +68,18 @@ def compare_alone(
                 f"fewer tokens than same_bits={context.same_bits}. {OFF}"
             )
         )
-    with _restored(model, parameters) as changed:
+    recorded = _with_handle((args, kwargs), _handle(_Recording, context, pieces))
+    recorded = tree_map(lambda x: x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x, recorded)
+
+    def run() -> None:
         calls.probing = True
-        recorded = _with_handle((args, kwargs), _handle(_Recording, context, pieces))
-        _run(model, calls, forward, pieces, recorded, lambda x: _direction(x, *x.shape[:2]))
-        calls.probing = False
+        try:
+            _run(model, calls, forward, pieces, recorded, lambda x: _direction(x, *x.shape[:2]))
+        finally:
+            calls.probing = False
+
+    with _restored(model, parameters) as changed:
+        run_together(COMPARISON, run, model, context, ranks)
         used = [name for name, x in model.named_parameters() if x.grad is not None]
         changed_buffers = changed()
         for piece in pieces:
@@ -86,11 +98,7 @@ def compare_alone(
             except Exception as error:  # raised on every rank
                 failures.append(error)
 
-    def verdict() -> None:
-        if failures:
-            raise failures[0]
-
-    return verdict
+    compare(COMPARISON, {}, failures[0] if failures else None, ranks)
 
 
 def _run(
@@ -295,10 +303,15 @@ def _restored(model: nn.Module, parameters: Sequence[Tensor]) -> Iterator[Callab
         return [name for name, (x, before) in buffers.items() if now.get(name) is not x or not _same(x, before)]
 
     devices = sorted({x.device.index for x in parameters if x.is_cuda})
-    with torch.random.fork_rng(devices):
-        yield changed
-    with torch.no_grad():
-        for x, before in buffers.values():
-            x.copy_(before)
-    for x in parameters:
-        x.grad = None
+    places = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        with torch.random.fork_rng(devices):
+            yield changed
+    finally:
+        for module, own in places:
+            module._buffers.update(own)
+        with torch.no_grad():
+            for x, before in buffers.values():
+                x.copy_(before)
+        for x in parameters:
+            x.grad = None

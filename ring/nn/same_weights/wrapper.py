@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from ring.nn.replicas import check_plain, check_replicas
 from ring.nn.same_weights.chunk_rows import chunks_of_ranks
 from ring.nn.same_weights.chunked_calls import ChunkedCalls, Forward
 from ring.nn.same_weights.comparison import compare_alone
+from ring.nn.same_weights.errors_of_one_rank import run_together
 from ring.nn.same_weights.gradient_sums import GradientSums
 from ring.nn.same_weights.token_sums import TokenSums
 
@@ -73,7 +75,8 @@ class SameWeights(nn.Module):
                 raise ValueError(f"module must be a plain model with parameters to train, got {type(module).__name__}")
             if not self.ranks.is_one_group:
                 raise NotImplementedError(
-                    "over must be a process group, a mesh of one dimension or one of the whole world, got another mesh"
+                    "over must be a process group, a mesh of one dimension or one of the whole world, got a part of "
+                    f"the world in several, of {self.ranks.world_size} ranks: write mesh['data', 'context']._flatten()"
                 )
             if any(x.device.type == "cpu" for x in tensors) and torch.get_num_threads() > 1:
                 raise ValueError(
@@ -111,6 +114,18 @@ class SameWeights(nn.Module):
         finally:
             self._synchronized = before
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set gradients to None, and begin the step anew: without the micro-batches of `no_sync` so far, and without
+        what a forward or backward left that an error ended.
+
+        Args:
+            set_to_none: as of `nn.Module`.
+        """
+        super().zero_grad(set_to_none)
+        self._sums = GradientSums(self._parameters_list, self.ranks)
+        if self._calls.running is not None:  # its backward may yet come
+            self._calls.running.given_up = True
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns for this rank's tokens.
 
@@ -121,16 +136,18 @@ class SameWeights(nn.Module):
         Raises:
             ValueError, NotImplementedError: no such handle; a rank without tokens; a call before the backward of the
                 last output; parameters that have gradients.
+            Exception: of any type, which the model raised on some rank. Every rank raises the same error.
         """
         forward = self._begin(args, kwargs)
+        if self._calls.running is not None:
+            self._close(self._calls.running)
         if self._compare and torch.is_grad_enabled():
-            verdict = compare_alone(self.module, self._calls, self._parameters_list, forward, args, kwargs)
-            with self.ranks.lock():
-                self.ranks.agree("the comparison of SameWeights", lambda: ({}, verdict()))
+            compare_alone(self.module, self._calls, self._parameters_list, forward, args, kwargs, self.ranks)
             self._compare = False
         self.token_sums.begin(forward)
+        run, doing = partial(self.module, *args, **kwargs), "the forward of SameWeights"
         with self._calls.within(forward):
-            output = self.module(*args, **kwargs)
+            output = run_together(doing, run, self.module, forward.context, self.ranks)
         differentiable = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         for x in differentiable:
             x.register_hook(lambda _: self._begin_backward(forward))
@@ -139,7 +156,7 @@ class SameWeights(nn.Module):
         return output
 
     def _close(self, forward: Forward) -> None:
-        forward.done, self._calls.running = True, None
+        forward.done, self._calls.running, self._backward = True, None, None
 
     def _begin(self, args: Any, kwargs: Any) -> Forward:
         values = tree_leaves((args, kwargs))
@@ -150,15 +167,13 @@ class SameWeights(nn.Module):
                 f"{[f'same_bits={x.same_bits}' for x in handles] or 'none'}"
             )
         (context,) = handles
-        try:
-            self._check(context, values)
-        except Exception as error:  # of any type: the other ranks must raise it too
-            context.raise_everywhere(error)
+        # Then all ranks of the handle are in this forward, where an error of one finds them.
+        context.agree("the call of SameWeights", lambda: self._check(context, values))
         chunks = chunks_of_ranks(context)[context.rank]
         batch = max(x.shape[0] for x in values if isinstance(x, Tensor) and x.shape[1:2] == (context.tokens,))
         return Forward(context, chunks, batch)
 
-    def _check(self, context: ContextParallel, values: list[Any]) -> None:
+    def _check(self, context: ContextParallel, values: list[Any]) -> tuple[dict[str, object], None]:
         if context.world_size > 1 and not isinstance(context.transport, ProcessGroupTransport):
             raise NotImplementedError(
                 f"context must be of a process group or mesh, got a {type(context.transport).__name__}"
@@ -183,10 +198,14 @@ class SameWeights(nn.Module):
             raise NotImplementedError(
                 f"parameters must have no hooks, which get no gradient of a chunk, got some of {', '.join(hooks[:3])}"
             )
-        if self._calls.running is not None:
-            raise ValueError("model must be called again after the backward of its output, or of one under no_grad()")
+        if self._calls.running is not None and not self._calls.running.given_up:
+            raise ValueError(
+                "model must be called again after the backward of its output, or of one under no_grad(). If an error "
+                "ended the last step, write model.zero_grad(), with the model of SameWeights, and begin the step anew"
+            )
         if torch.is_grad_enabled():
             self._check_no_gradients("be None before the first forward of a step: zero_grad(set_to_none=True)")
+        return {}, None
 
     def _check_no_gradients(self, wanted: str) -> None:
         some = [
@@ -201,10 +220,11 @@ class SameWeights(nn.Module):
 
     def _begin_backward(self, forward: Forward) -> None:
         """Await the end of the backward that reaches an output. Recomputation has backwards of its own within it."""
-        if forward.done:
+        running = torch._C._current_graph_task_id()
+        if forward.done or self._backward not in (None, running):
             raise ValueError("loss must have one backward for each forward of the model, got another one")
         if self._backward is None:
-            self._backward = torch._C._current_graph_task_id()
+            self._backward = running
             Variable._execution_engine.queue_callback(lambda: self._end(forward))
 
     def _insert(self, forward: Forward, index: int, entry: int, chunk: int, gradient: Tensor) -> None:
@@ -215,9 +235,10 @@ class SameWeights(nn.Module):
 
     def _end(self, forward: Forward) -> None:
         """Sum over ranks, at the end of a backward."""
-        self._close(forward)
-        backward, self._backward = self._backward, None
+        backward = self._backward
         assert backward is not None
+        # A rank whose backward an error ended is met here, in its next forward.
+        forward.context.agree("the backward of SameWeights", lambda: ({}, None))
 
         def checked() -> tuple[dict[str, object], None]:
             if others := [sorted(x) for x in loss_ranks.noted(backward) if x]:
@@ -236,6 +257,7 @@ class SameWeights(nn.Module):
             if self._synchronized:
                 for index, gradient in self._sums.results().items():
                     self._parameters_list[index].grad = gradient
+        self._close(forward)
 
 
 def ranks_over(over: dist.ProcessGroup | DeviceMesh | SameWeights | None) -> BatchRanks:

@@ -444,3 +444,139 @@ def _dropout_on_ranks() -> str:
 def test_a_difference_on_one_rank_is_raised_on_every_rank(ranks: Ranks) -> None:
     (answer,) = set(ranks(2).run(partial(_dropout_on_ranks)))
     assert "the output of dropout (Dropout) must not depend on the chunks beside one" in answer
+
+
+class _OwnError(Exception): ...
+
+
+def _fail(*_: object) -> Tensor:
+    raise _OwnError("no such token")
+
+
+class Fails(Model):
+    """A model that counts its calls in a buffer, and fails in a place."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, tokens: Tensor, context: ContextParallel) -> Tensor:
+        if self.place:
+            self.count = self.count + torch.rand(1).ceil()[0]
+        x = self._at("before attention", self.embedding(tokens))
+        x = self._at("after attention", self.blocks[0](x, context))
+        return self.head(self.norm(x[..., 1:] if self.place == "in a module" else x))
+
+    def _at(self, place: str, x: Tensor) -> Tensor:
+        x = _fail() if self.place == place else x
+        if self.place == f"{place}, backward" and x.requires_grad:
+            x.register_hook(_fail)
+        return x
+
+
+OWN = "_OwnError: no such token, in the model (Fails)"
+MODULE = "but got input of size[1, 16, 31], in module 'norm' (LayerNorm)"
+FORWARD = {"before attention": OWN, "after attention": OWN, "in a module": MODULE}
+BACKWARD = "before attention, backward", "after attention, backward"
+
+
+def _failing(place: str, compare: bool = True, mesh: Any = None, over: Any = None) -> tuple[Fails, SameWeights, Any]:
+    torch.manual_seed(1)
+    model, group = Fails(place), mesh and mesh["context"]
+    context = ContextParallel(Layout.whole_chunks(TOKENS, group.size() if mesh else 1, CHUNK), group, same_bits=CHUNK)
+    tokens = torch.randint(VOCABULARY, (2, TOKENS))
+    return model, SameWeights(model, over or mesh, compare=compare), shard_batch(context, tokens, next_tokens(tokens))
+
+
+def _failing_on_rank_1(data: int, place: str, compare: bool) -> str:
+    mesh = dist.init_device_mesh("cpu", (data, 4 // data), mesh_dim_names=("data", "context"))
+    _, same, batch = _failing(place if dist.get_rank() == 1 else "", compare, mesh)
+    try:
+        cross_entropy(same(batch.tokens, batch.context), batch.labels, same).backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("data", [1, 2, 4])
+@pytest.mark.parametrize("place", [*FORWARD, *BACKWARD])
+def test_an_error_of_one_rank_is_raised_on_all(ranks: Ranks, data: int, place: str) -> None:
+    for compare in (True, False)[: 1 + (place in FORWARD)]:  # otherwise others learn of a backward in the next forward
+        (answer,) = set(ranks(4).run(_failing_on_rank_1, data, place, compare, timeout=20.0))
+        assert FORWARD.get(place, "_OwnError: no such token") in answer
+
+
+@pytest.mark.parametrize("place", [*FORWARD, *BACKWARD, "a buffer"])
+def test_a_refused_comparison_leaves_nothing_behind(place: str) -> None:
+    model, same, batch = _failing(place)
+    buffer, state = model.count, torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises((_OwnError, RuntimeError), match="no such token|of size|buffers must stay"):
+            same(batch.tokens, batch.context)
+        assert model.count is buffer and buffer == 0 and torch.equal(torch.get_rng_state(), state)
+        assert all(x.grad is None for x in model.parameters()) and not same._calls.probing
+    model.place = ""
+    same(batch.tokens, batch.context).sum().backward()
+
+
+class _Scale(nn.Linear):
+    def forward(self, x: Tensor, _: ContextParallel) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+def test_a_comparison_leaves_the_graph_of_its_input() -> None:
+    before, model = nn.Linear(1, 32).double(), _Scale(32, 32).double()
+    context = ContextParallel(Layout.contiguous(TOKENS, 1), same_bits=CHUNK)
+    SameWeights(model)(before(torch.ones(2, TOKENS, 1).double()), context).sum().backward()
+    torch.testing.assert_close(before.bias.grad, 2 * TOKENS * model.weight.detach().sum(0))
+
+
+def _step_after_errors(failing: int) -> tuple[int, list[Tensor]]:
+    """Errors, and bits of the gradients of a step of two micro-batches. failing: rank with the first error."""
+    mesh = dist.init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "context"))
+    errors, (model, same, batch) = 0, _failing("", mesh=mesh)
+    while True:
+        try:
+            for number in range(2):
+                model.place = BACKWARD[1] if number and dist.get_rank() == failing and not errors else ""
+                with nullcontext() if number else same.no_sync():
+                    logits = same(batch.tokens, batch.context)
+                    cross_entropy(logits, batch.labels, same, labelled=4 * TOKENS - 4).backward()
+            return errors, [bits(x.grad) for x in same.parameters() if x.grad is not None]
+        except (RuntimeError, ValueError, _OwnError):
+            errors += 1
+            same.zero_grad()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_after_an_interrupted_backward_is_whole(ranks: Ranks, world: int) -> None:
+    _, wanted = ranks(world).run(_step_after_errors, world)[0]
+    for errors, found in ranks(world).run(_step_after_errors, world - 1):
+        assert errors and all(map(torch.equal, found, wanted)) and len(found) == len(wanted) > 5
+
+
+def test_after_an_error_a_step_begins_by_zero_grad() -> None:
+    _, same, batch = _failing(BACKWARD[0], compare=False)
+    loss = cross_entropy(same(batch.tokens, batch.context), batch.labels, same)
+    for error, message in ((_OwnError, "no such token"), (ValueError, "one backward for each forward")):
+        with pytest.raises(error, match=message):
+            loss.backward(retain_graph=True)
+    with pytest.raises(ValueError, match=r"If an error ended the last step, write model.zero_grad\(\)"):
+        same(batch.tokens, batch.context)
+
+
+def _part_of_the_world() -> tuple[str, list[Tensor]]:
+    mesh = dist.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pipeline", "data", "context"))
+    with pytest.raises(NotImplementedError) as error:
+        SameWeights(Model(), mesh["data", "context"])
+    _, same, batch = _failing("", mesh=mesh, over=mesh["data", "context"]._flatten())
+    cross_entropy(same(batch.tokens, batch.context), batch.labels, same).backward()
+    return str(error.value), [bits(x.grad) for x in same.parameters() if x.grad is not None]
+
+
+def test_a_part_of_the_world_is_flattened(ranks: Ranks) -> None:
+    errors, found = zip(*ranks(8).run(_part_of_the_world), strict=True)
+    assert "write mesh['data', 'context']._flatten()" in errors[0] and len(set(errors)) == 1
+    assert all(torch.equal(x, y) for other in found for x, y in zip(other, found[0], strict=True))
