@@ -16,9 +16,9 @@ from tests.support.backends import shared
 from tests.support.training_cases import drawn_from, small_model, small_step
 from verification.check.properties import broken_by
 from verification.failures import WrongResult
+from verification.models.same_bits import SAME_WEIGHTS
 from verification.run.backends import GlooBackend
 from verification.runner import RunPlan
-from verification.training.same_weights import SAME_WEIGHTS
 from verification.training.strategies import same_weights_cases
 from verification.training.training_case import OtherRanks, TrainingCase
 from verification.training.training_run import (
