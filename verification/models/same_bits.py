@@ -51,8 +51,8 @@ def describe_cause(
     padding = global_batch(case, 0).padding.permute(1, 0, 2, 3).flatten(0, 2).numpy()
     if not _equal(np.where(padding[..., None], 0, here), np.where(padding[..., None], 0, there)):
         return (
-            "cause: the logits of step one differ already: in the forward a token's bits depend on the tokens beside "
-            "it, or attention was not called with same_bits"
+            "cause: the logits of step one differ already: in the forward the bits of a token depend on the rows that "
+            "a rank computes at once, as in a matrix product, or attention is called without same_bits"
         )
     order = "in an order that depends on the ranks"
     where = {

@@ -46,10 +46,10 @@ def train_on_rank(
         wrapped = setup.wrap(model, run)
         optimiser = setup.optimizer(list(named_parameters(wrapped).values()), run)
         record_gradients(optimiser, seen, partial(setup.gradients, wrapped))
-        if part.same_bits is not None:
-            record_states(optimiser, named_parameters(wrapped), seen, first)
         if before is not None:
             resume(before, (wrapped, optimiser))
+        if part.same_bits is not None:  # after the resume, which takes a step of its own to make states
+            record_states(optimiser, named_parameters(wrapped), seen, first)
         for step in range(first, first + part.steps):
             if part.same_bits is not None:  # the layout has the chunks of the step's documents
                 run.context = make_handle(part.at(step - first))
