@@ -117,7 +117,7 @@ class ModelExperiment:
         own = replace(case, other_ranks=None)
         supported = self._nearest(own) == own and has_labels(case)
         if self.same_bits is not None:
-            supported &= case.same_bits == self.same_bits and case.other_ranks is not None
+            supported &= case.same_bits in (self.same_bits, None) and case.other_ranks is not None
             supported = supported and self._on_supported_ranks(case) == case
         if not supported:
             raise ValueError(f"the Setup {self.name} does not support {case}")

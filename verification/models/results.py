@@ -25,7 +25,7 @@ class Results:
     second      as gradients, in step two; only of a traced run
     norms       "step 1", ...: (); of all gradients together, before clipping. Empty without clipping
     start, parameters  by name: before the first step, and after the last
-    after       parameters, and what the optimizer keeps of them, after each of its steps; only with `same_bits`
+    after       parameters, and what the optimizer keeps of them, after each of its steps; if runs are compared
     """
 
     data_rank: int = 0

@@ -107,11 +107,7 @@ class StepCase(SavedFields):
             raise ValueError("compares is True; it must be False where a rank has a single chunk of one sequence")
 
     def _check_other_ranks(self) -> None:
-        if self.other_ranks is None:
-            return
-        if self.same_bits is None:
-            raise ValueError(f"other_ranks is {self.other_ranks}; it must be None without same_bits")
-        if self.elsewhere.sequences != self.sequences:
+        if self.other_ranks is not None and self.elsewhere.sequences != self.sequences:
             raise ValueError(
                 f"other_ranks is {self.other_ranks}; it must have the {self.sequences} sequences of a step"
             )
@@ -125,7 +121,7 @@ class StepCase(SavedFields):
     def elsewhere(self) -> Self:
         """The run on the other ranks."""
         assert self.other_ranks is not None
-        return replace(self, **self.other_ranks.to_dict(), other_ranks=None)
+        return replace(self, **self.other_ranks.to_dict(), cuts=None, other_ranks=None)
 
     @property
     def lengths(self) -> tuple[int, ...] | None:

@@ -55,12 +55,13 @@ def train_on_rank(
     with the calls of modules. folder: of the Case's checkpoint. drawn: Case of which the sequences are; None: this."""
     whole = [dealt_batches(drawn or case, case, step) for step in range(count_steps(case, traced))]
     run = Run(case, held=held_batch(case), folder=folder, resumes_after=case.resumed_after)
-    return _train(transport, case, name, whole, run, traced)
+    return _train(transport, case, name, whole, run, traced, drawn is not None or case.other_ranks is not None)
 
 
 def _train(
-    transport: Transport, case: ModelCase, name: str, steps: Steps, run: Run, traced: bool = False
+    transport: Transport, case: ModelCase, name: str, steps: Steps, run: Run, traced: bool = False, states: bool = False
 ) -> ModelObservation:
+    """Train on this rank. states: record parameters after each step of the optimizer."""
     setup, seen = load(name), ModelObservation(case.coordinates(transport.rank)[0])
     with computing_in(case.dtype):
         mesh = mesh_of(case)
@@ -79,7 +80,7 @@ def _train(
         named = named_parameters(wrapped)
         optimizer = _optimizer(setup, named, run)
         record_gradients(optimizer, seen, lambda: copy_gradients(named), traced)
-        if case.same_bits is not None:
+        if states:
             record_states(optimizer, named, seen)
         recorded = trace(model, case.accumulation) if traced else None
         with count_kernels() as kernels:

@@ -97,8 +97,10 @@ def chunked_cases(draw: Draw, world: int, chunk: int) -> ModelCase:
 
 @st.composite
 def other_splits(draw: Draw, case: ModelCase) -> ModelCase:
-    """Draw other ranks, up to as many, for a ModelCase with `same_bits`; none if one of them has no chunk."""
+    """Draw other ranks, up to as many, for a ModelCase; none if one of them has no chunk."""
     split = Split(**split_fields(draw, case, _exchanges_of_chunks, _checkpointing))
+    if case.same_bits is None:
+        return if_valid(case, other_ranks=replace(split, order=case.order))
     case = if_valid(case, other_ranks=split)
     return if_valid(case, other_ranks=replace(split, order=draw(_orders_of_chunks)))
 

@@ -73,9 +73,11 @@ class TrainingCase(StepCase):
 
     def _check_same_bits(self) -> None:
         """Refuse what `SameWeights` or its check does not take, in any step and part, and on the other ranks."""
-        self._check_other_ranks()
         if self.same_bits is None:
+            if self.other_ranks is not None:
+                raise ValueError(f"other_ranks is {self.other_ranks}; it must be None without same_bits")
             return
+        self._check_other_ranks()
         for name, allowed in (("compiled", ("no",)), ("handle", ("group", "mesh")), ("loss", ("mean", "given"))):
             value = getattr(self, name)
             if value not in allowed:
