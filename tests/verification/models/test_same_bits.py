@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.support import model_defects
 from tests.support.backends import shared
 from tests.support.commands import ROOT, verification
-from tests.support.training_cases import drawn_from
+from tests.support.drawing import draw_many
 from verification.failures import Refused, WrongResult
 from verification.models import ModelCase, check_model
 from verification.models.model_run import PROFILE, ModelExperiment, list_preload, run_model
@@ -93,7 +93,7 @@ def test_sums_in_the_order_of_ranks_are_found(
 @pytest.mark.parametrize("name", ["build", "OwnShards"])
 def test_other_ranks_are_drawn_as_the_claim_has_them(name: str) -> None:
     run = ModelExperiment(f"{EXAMPLES if name == 'build' else DEFECTS}:{name}", same_bits=32)
-    cases = drawn_from(run.draw(3), 60)  # type: ignore[arg-type]
+    cases = [case for case in draw_many(run.draw(3), 60) if case is not None]
     for case in cases:
         run.validate(case)
         assert ModelCase.from_dict(case.to_dict()) == case and case.elsewhere.sequences == case.sequences
