@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 from reference.pattern import Pattern
 from ring.nn import IGNORED, ContextParallel, RingAttention, average_gradients, cross_entropy, next_tokens
@@ -31,6 +32,35 @@ class Plain(Setup):
     def layer(self, ranks: bool) -> type[Layer]:
         """Class of the model's layers, on ranks or in one process."""
         return Layer
+
+
+# --- the same bits on any ranks ---
+
+
+class AveragedByDdp(Plain):
+    """DDP averages in the order of ranks, and matrix products have as many rows as a rank has tokens."""
+
+    def wrap(self, model: nn.Module, run: Run) -> nn.Module:
+        return DistributedDataParallel(model)
+
+
+class LossOfRanks(Plain):
+    """The loss adds the sums of ranks."""
+
+    def loss(self, model: nn.Module, part: Part, run: Run) -> Tensor:
+        if run.mesh is None:
+            return super().loss(model, part, run)
+        logits = self.logits(model, part, run).flatten(0, 1)
+        own = functional.cross_entropy(logits, part.labels.flatten(), reduction="sum") / run.labelled
+        dist.all_reduce(total := own.detach().clone())
+        return own + (total - own.detach())
+
+
+class OwnShards(Plain):
+    """Ignores the chunks: an order, a wrapper and shards of its own."""
+
+    def claims(self, case: ModelCase) -> ModelCase:
+        return replace(case, same_bits=None, order="zigzag", cuts=None, wrapper="ddp", checkpointing="none")
 
 
 # --- batches and labels ---

@@ -221,3 +221,20 @@ class RingModel(nn.Module):
 
 def llama_unchecked(context: ContextParallel | None) -> nn.Module:
     return llama(context, compare=False)
+
+
+class LongNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
+        self.blocks = nn.ModuleList(LongNetBlock(DIM, HEADS, [8, 32], [1, 2]) for _ in range(2))
+
+    def forward(self, tokens: Tensor, context: ContextParallel | None = None) -> Tensor:
+        x, context = self.embedding(tokens), context or ContextParallel(Layout.contiguous(tokens.shape[1], 1))
+        for block in self.blocks:
+            x = block(x, context)
+        return self.head(x)
+
+
+def longnet(context: ContextParallel | None) -> nn.Module:
+    return LongNet()

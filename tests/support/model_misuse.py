@@ -30,6 +30,10 @@ def gives_none(context: ContextParallel | None) -> None:
     return None
 
 
+def has_no_parameters(context: ContextParallel | None) -> nn.Module:
+    return build(context).requires_grad_(False)
+
+
 def gives_none_on_ranks(context: ContextParallel | None) -> nn.Module | None:
     return build(None) if context is None else None
 

@@ -11,12 +11,13 @@ from verification.cli import arguments as cli
 from verification.failures import Refused
 from verification.models.model_checks import MODEL_PROPERTIES
 from verification.models.model_run import MODEL_WORLDS, PROFILE, STEP_BACKENDS, run_model
+from verification.models.same_bits import SAME_WEIGHTS
 from verification.report.coverage import NOT_LOOKED_AT
 from verification.report.provenance import command_run
 from verification.report.report import Report
 from verification.run.backends import BACKENDS, Unavailable
 
-TITLES = [item.title for item in MODEL_PROPERTIES]
+TITLES = [item.title for item in (*MODEL_PROPERTIES, SAME_WEIGHTS)]
 HELP = "check your own model and training step"
 ABOUT = """\
 Trains your model for a few steps on real ranks, on drawn lengths, documents,
@@ -32,6 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cli.add_world(parser, ",".join(map(str, MODEL_WORLDS)))
     cli.add_examples(parser, "number of examples per world size (default: %(default)s)", PROFILE.examples)
     cli.add_only(parser, f"property ({'; '.join(TITLES)})")
+    parser.add_argument(
+        "--same-bits", type=cli.count, nargs="?", const=16, metavar="C",
+        help="hold each step to the same bits on 1 to N ranks, data x context, with chunks of C tokens (default: 16)",
+    )  # fmt: skip
     cli.add_seed(parser)
     cli.add_backend(parser, {name: BACKENDS[name] for name in STEP_BACKENDS})
     cli.add_outputs(parser, "a row per property and world size, the full coverage, each counter-example")
@@ -39,15 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """Return 0 if all held, 1 for a counter-example. Raises Unavailable if the model cannot be run."""
-    plan = cli.make_run_plan(options, MODEL_WORLDS, {"": PROFILE}, cli.only_of(options, TITLES))
+    worlds = MODEL_WORLDS if options.same_bits is None else MODEL_WORLDS[1:]
+    plan = cli.make_run_plan(options, worlds, {"": PROFILE}, cli.only_of(options, TITLES))
     extras: dict[str, Any] = command_run("model", plan.backend, max(plan.worlds))
     extras |= {"not_looked_at": NOT_LOOKED_AT, "backend": plan.backend, "model": options.name, "seed": plan.seed}
     extras |= {"only": list(plan.only)} if plan.only else {}
+    extras |= {} if options.same_bits is None else {"same_bits": options.same_bits}
     report = Report(console, extras, options.verbose)
     report.notable.append(f"not looked at: {', '.join(NOT_LOOKED_AT)}")
     report.say(f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
     try:
-        run_model(options.name, plan, report)
+        run_model(options.name, plan, report, options.same_bits)
     except Refused as error:
         raise Unavailable(str(error)) from error
     return cli.finish(options, report)

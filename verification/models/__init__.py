@@ -7,6 +7,7 @@ observation    inputs, outputs and gradients of all modules; first_module: the f
 precision      fp64 throughout a model
 whole_batch    tokens and labels of a rank and of the one process
 definitions    what the one process computes in place of `ring`; formulas: attention and rotary positions
+same_bits      the law of the same bits on any ranks
 model_case, model_checks, model_run
 
 `verification.training` checks the project's own models by the same parts:

@@ -43,6 +43,8 @@ class ModelCase(StepCase):
         resumed_after: number of steps, below `steps`, whose checkpoint starts the run; 0: it starts anew.
         same_bits: tokens of a chunk of `ring.nn.SameWeights`, which takes the wrapper's place, with an order of whole
             chunks; None: neither.
+        compares: whether `SameWeights` compares chunks before the first step. False without same_bits.
+        other_ranks: ranks of a second run of the same sequences, which must have the same bits; None: there is none.
         context_before: ranks of a context group that saved the checkpoint, on CPUs, 1 .. 64. `data` is the same.
 
     Raises:
@@ -62,6 +64,11 @@ class ModelCase(StepCase):
             raise ValueError(f"resumed_after is {self.resumed_after}; it must be below steps, {self.steps}")
         if self.padding and self.packed is not None:
             raise ValueError(f"padding is True; it must be False with packed {self.packed}")
+        if self.other_ranks is not None and (self.held or self.resumed_after):
+            raise ValueError(
+                f"held is {self.held}, resumed_after {self.resumed_after}; both must be 0 with other_ranks"
+            )
+        self._check_other_ranks()
 
     @property
     def lengths(self) -> tuple[int, ...] | None:

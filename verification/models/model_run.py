@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +15,8 @@ from hypothesis.strategies import SearchStrategy
 from rich.console import Console
 
 from verification import runner
+from verification.case import TILE
+from verification.check.properties import broken_by
 from verification.experiments import on_gpus
 from verification.failures import RankFailure, Refused, WrongResult
 from verification.models.first_module import describe_first_difference
@@ -23,9 +25,10 @@ from verification.models.model_case import ModelCase
 from verification.models.model_checks import MODEL_GROUPS, check_model_step
 from verification.models.observation import ModelObservation
 from verification.models.probing import Facts, probe
+from verification.models.same_bits import SAME_WEIGHTS, check_same_bits, describe_cause
 from verification.models.setup import Misuse
-from verification.models.step_case import StepCase
-from verification.models.strategies import has_labels, model_cases
+from verification.models.step_case import Split, StepCase
+from verification.models.strategies import chunked_cases, has_labels, if_valid, model_cases, other_splits
 from verification.report.coverage import Coverage
 from verification.report.report import Report
 from verification.run.backends import PRELOAD, Backend, GlooBackend, PoolBackend, Task, open_backend
@@ -36,6 +39,7 @@ from verification.search.search import Search
 
 AnyStepCase = TypeVar("AnyStepCase", bound=StepCase)
 MODEL_WORLDS = (1, 2, 3, 4)
+MAX_CHUNKED = 4096  # tokens of a sequence
 STEP_BACKENDS = ("gloo", "nccl")
 # Ranks preload these modules: their import takes longer than an example.
 STEP_PRELOAD = (
@@ -62,23 +66,37 @@ class AloneBackend(PoolBackend):
 
 
 class ModelExperiment:
-    """Checks of the Setup of that name. only: titles of the properties to check; all if empty. Raises Refused for one
-    that cannot be loaded."""
+    """Checks of the Setup of that name. only: titles of the properties to check; all if empty. same_bits: tokens of a
+    chunk, with which Cases with other ranks are drawn; None: without. Raises Refused for one that cannot be loaded."""
 
-    def __init__(self, name: str, facts: Facts | None = None, only: Sequence[str] = ()) -> None:
+    def __init__(
+        self, name: str, facts: Facts | None = None, only: Sequence[str] = (), same_bits: int | None = None
+    ) -> None:
         load(name)
-        self.name, self.facts, self.only = name, facts, only
+        self.name, self.facts, self.only, self.same_bits = name, facts, only, same_bits
         self.alone = AloneBackend(TIMEOUT, partial(begin_alone, name), STEP_PRELOAD)
-        self._before = GlooBackend(TIMEOUT, preload=list_preload(name))  # ranks that save checkpoints
-        self._ranks_before = 0
+        # Ranks that save checkpoints, or the other ranks of a Case.
+        self._others, self._number_of_others = GlooBackend(TIMEOUT, preload=list_preload(name)), 0
 
     def close(self) -> None:
         """End the processes beside those of the backend."""
         self.alone.close()
-        self._before.close()
+        self._others.close()
 
     def draw(self, world: int) -> SearchStrategy[ModelCase | None]:
-        return model_cases(world).map(self._nearest).filter(has_labels)
+        if self.same_bits is None:
+            return model_cases(world).map(self._nearest).filter(has_labels)
+        cases = chunked_cases(world, self.same_bits).map(self._nearest).filter(has_labels)
+        return cases.flatmap(other_splits).map(self._on_supported_ranks).filter(bool)  # type: ignore[arg-type]
+
+    def _on_supported_ranks(self, case: ModelCase) -> ModelCase | None:
+        """Return the Case with the nearest other ranks that the Setup supports; None if they are the Case's own."""
+        nearest = None if case.other_ranks is None else self._nearest(case.elsewhere)
+        if nearest is None or nearest == replace(case, other_ranks=None):
+            return None
+        split = Split(**{field.name: getattr(nearest, field.name) for field in fields(Split)})
+        case = if_valid(case, other_ranks=split)
+        return case if case.other_ranks == split and case.elsewhere == nearest else None
 
     def _nearest(self, case: ModelCase) -> ModelCase | None:
         if self.facts is not None:
@@ -96,12 +114,33 @@ class ModelExperiment:
 
     def validate(self, case: ModelCase) -> None:
         """Raises ValueError for a ModelCase that cannot be drawn."""
-        if self._nearest(case) != case or not has_labels(case):
+        own = replace(case, other_ranks=None)
+        supported = self._nearest(own) == own and has_labels(case)
+        if self.same_bits is not None:
+            supported &= case.same_bits in (self.same_bits, None) and case.other_ranks is not None
+            supported = supported and self._on_supported_ranks(case) == case
+        if not supported:
             raise ValueError(f"the Setup {self.name} does not support {case}")
 
     def check(self, backend: Backend, case: ModelCase) -> dict[str, float]:
         expectation, observations = self._results(backend, case)
-        return check_model_step(case, expectation, observations, self.only)
+        ratios = check_model_step(case, expectation, observations, self.only)
+        if SAME_WEIGHTS.concerns(case) and (not self.only or SAME_WEIGHTS.title in self.only):
+            ratios |= self._check_same_bits(case, observations)
+        return ratios
+
+    def _check_same_bits(self, case: ModelCase, observations: Sequence[ModelObservation]) -> dict[str, float]:
+        from verification.models.steps import train_on_rank
+
+        try:
+            elsewhere = self._on_others(train_on_rank, case.elsewhere, self.name, False, "", case)
+        except RankFailure as failure:
+            raise self._explained(failure) from None
+        try:
+            return check_same_bits(case, observations, elsewhere, case.accumulation == case.elsewhere.accumulation)
+        except WrongResult as failure:
+            failure.add_note(describe_cause(case, observations, elsewhere, str(failure.quantity)))
+            raise
 
     def cause(self, backend: Backend, case: ModelCase) -> str | None:
         """Return a sentence on the first module that differs in a failing example; None if a process fails."""
@@ -133,10 +172,14 @@ class ModelExperiment:
             raise ToolError(f"{self.name}, in one process: {told(alone)}; the example is {case.to_dict()}") from None
         if failure is None:
             return expectation, observations
+        raise self._explained(failure)
+
+    def _explained(self, failure: RankFailure) -> RankFailure:
+        """Return a failure of ranks with the user's frames alone. Raises ToolError for malformed results."""
         misuse = [state.detail for state in failure.states if f"{Misuse.__qualname__}: " in state.detail]
         if misuse:
             raise ToolError(f"{self.name}: {misuse[0].partition(f'{Misuse.__qualname__}: ')[2]}")
-        raise with_users_frames(failure)
+        return with_users_frames(failure)
 
     def _on_ranks(
         self, backend: Backend, case: ModelCase, traced: bool
@@ -156,20 +199,25 @@ class ModelExperiment:
     def _save(self, case: ModelCase, folder: str) -> None:
         from verification.models.steps import save_on_rank
 
-        before = case.before()
-        if self._ranks_before != before.world:
-            self._before.start(before.world)
-            self._ranks_before = before.world
-        self._before.submit(save_on_rank, before, self.name, case, folder)
-        self._before.collect()
+        self._on_others(save_on_rank, case.before(), self.name, case, folder)
+
+    def _on_others(self, task: Task, case: ModelCase, *arguments: Any) -> list[Any]:
+        if self._number_of_others != case.world:
+            self._others.start(case.world)
+            self._number_of_others = case.world
+        self._others.submit(task, case, *arguments)
+        return self._others.collect()
 
     def experiment(self) -> Experiment:
         return Experiment(
             f"model {self.name}", self.draw, self.check,
             moved=on_device, kind="model", names={"model": self.name}, timeout=TIMEOUT, preload=list_preload(self.name),
-            on_fewer=True, validate=self.validate,
-            explain=lambda failure, backend, case, first: self.cause(backend, case),
+            on_fewer=True, fewest_ranks=1 if self.same_bits is None else 2, validate=self.validate,
+            explain=self._explain,
         )  # fmt: skip
+
+    def _explain(self, failure: WrongResult, backend: Backend, case: ModelCase, first: ModelCase) -> str | None:
+        return None if broken_by(failure) == SAME_WEIGHTS.title else self.cause(backend, case)
 
 
 def on_device(case: AnyStepCase, device: str) -> AnyStepCase:
@@ -192,11 +240,16 @@ def list_preload(name: str) -> tuple[str, ...]:
     return (*STEP_PRELOAD, "verification.models.steps", name.partition(":")[0])
 
 
-def run_model(name: str, plan: RunPlan, report: Report) -> Report:
-    """Probe the Setup, and run all world sizes; failures go to the report. Raises Refused for a Setup that cannot be
-    run, ToolError for one whose functions fail in one process or return something else than they must."""
+def run_model(name: str, plan: RunPlan, report: Report, same_bits: int | None = None) -> Report:
+    """Probe the Setup, and run all world sizes; failures go to the report. same_bits: tokens of a chunk, with which
+    steps run on other ranks, too. Raises Refused for a Setup that cannot be run, and for arguments that do not fit
+    `same_bits`; ToolError for a Setup whose functions fail in one process or return something else than they must."""
+    if same_bits is not None:
+        _check_chunk(same_bits, plan)
+    elif SAME_WEIGHTS.title in plan.only:
+        raise Refused(f"only is {SAME_WEIGHTS.title!r}, which does not apply without --same-bits")
     facts = probe(name)
-    run = ModelExperiment(name, facts, plan.only)
+    run = ModelExperiment(name, facts, plan.only, same_bits)
     backend = open_backend(plan.backend)
     experiment = on_gpus(run.experiment()) if backend.name == "nccl" else run.experiment()
     experiment.prepare(backend)
@@ -218,24 +271,39 @@ def run_model(name: str, plan: RunPlan, report: Report) -> Report:
     return report
 
 
+def _check_chunk(chunk: int, plan: RunPlan) -> None:
+    """Raise Refused for a length of chunks, or ranks, of which no ModelCases with other ranks can be drawn."""
+    if plan.backend != "gloo":
+        raise Refused(f"--same-bits is checked on gloo, got {plan.backend}")
+    if min(plan.worlds) < 2:
+        listed = ",".join(map(str, plan.worlds))
+        raise Refused(f"--same-bits compares N ranks with 1 to N: each of --world must be at least 2, got {listed}")
+    longest = MAX_CHUNKED // max(6, *plan.worlds) // TILE["cpu"] * TILE["cpu"]
+    if chunk % TILE["cpu"] or not 0 < chunk <= longest:
+        raise Refused(f"--same-bits must be a multiple of {TILE['cpu']} tokens, up to {longest}, got {chunk}")
+
+
 def check_model(
     setup: object,
     *,
     examples: int = PROFILE.examples,
-    worlds: Sequence[int] = (1, 2),
+    worlds: Sequence[int] | None = None,
     seed: int = 0,
     only: Sequence[str] = (),
     failures: Path = Path(".verification/failures"),
+    same_bits: int | None = None,
 ) -> None:
     """Check a user's model and training step against one process, on drawn ModelCases; for tests.
 
     Args:
         setup: a function `build(context)`, a Setup, or "module:attribute": an attribute of an importable module.
         examples: number of examples for each world size.
-        worlds: numbers of ranks, each 1 .. 64. The first with a counter-example is the last that is run.
+        worlds: numbers of ranks, each 1 .. 64. The first with a counter-example is the last that is run. None: 1, 2,
+            or with `same_bits` 2, 3.
         seed: of the draws.
         only: titles of properties to check; empty: all.
         failures: folder for counter-examples.
+        same_bits: tokens of a chunk, with which each step must have the same bits on other ranks; None: it need not.
 
     Raises:
         AssertionError: a counter-example was found. The message is the report.
@@ -245,6 +313,7 @@ def check_model(
         Unavailable: processes cannot be started.
     """
     printed = io.StringIO()
+    worlds = worlds or ((1, 2) if same_bits is None else (2, 3))
     plan = RunPlan(tuple(worlds), PROFILE, examples, seed, "gloo", failures, only=tuple(only))
-    if run_model(import_name(setup), plan, Report(Console(file=printed, width=80, emoji=False))).failures:
+    if run_model(import_name(setup), plan, Report(Console(file=printed, width=80, emoji=False)), same_bits).failures:
         raise AssertionError(printed.getvalue())

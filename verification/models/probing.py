@@ -87,6 +87,8 @@ def read_facts(name: str) -> Facts | str:
             fp64 = False
         context = ContextParallel(Layout.contiguous(SMALLEST.tokens, 1))
         model = built(setup, SMALLEST, context)
+        if not any(x.requires_grad for x in model.parameters()):
+            raise Misuse("build(context) returned a model without parameters to train; it must have some")
     except (Refused, Misuse, UserError) as error:
         return f"{name}: {error}" if not str(error).startswith(name) else str(error)
     own = any(getattr(type(setup), name) is not getattr(Setup, name) for name in ("logits", "loss", "step", "train"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any
 
 import torch
@@ -75,6 +76,21 @@ def record_gradients(
         return (args[0], noted), {}
 
     optimizer.register_step_pre_hook(before)
+
+
+def record_states(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], seen: Results, first: int = 0
+) -> None:
+    """Record parameters and what the optimizer keeps of them after each of its steps. first: its number, from 0."""
+    numbers = count(first + 1)
+
+    def note(*_: object) -> None:
+        states = ((name, optimizer.state.get(x, {})) for name, x in named.items())
+        kept = {f"{key} of {name}": x for name, state in states for key, x in state.items() if isinstance(x, Tensor)}
+        number = next(numbers)
+        seen.after |= {f"{name} after step {number}": x for name, x in arrays({**named, **kept}).items()}
+
+    optimizer.register_step_post_hook(note)
 
 
 def count_steps(case: StepCase, traced: bool) -> int:

@@ -25,6 +25,7 @@ class Results:
     second      as gradients, in step two; only of a traced run
     norms       "step 1", ...: (); of all gradients together, before clipping. Empty without clipping
     start, parameters  by name: before the first step, and after the last
+    after       parameters, and what the optimizer keeps of them, after each of its steps; if runs are compared
     """
 
     data_rank: int = 0
@@ -36,6 +37,7 @@ class Results:
     second: Named = field(default_factory=dict)
     norms: Named = field(default_factory=dict)
     parameters: Named = field(default_factory=dict)
+    after: Named = field(default_factory=dict)
 
     def quantities(self) -> dict[str, Named]:
         """Return the results by quantity and name; "start" only if it was recorded."""

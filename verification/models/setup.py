@@ -300,7 +300,7 @@ class Setup:
             model: wrapped, after the last backward of a step.
             run: of a rank.
         """
-        if run.case.wrapper == "none" and run.case.same_bits is None:
+        if run.case.wrapper == "none" and not isinstance(model, UNTIL_THE_LAST):
             average_gradients(model.parameters(), run.mesh)
 
     def clip(self, model: nn.Module, run: Run) -> Loss | None:
@@ -423,7 +423,7 @@ def distribute(
 
     assert run.mesh is not None
     if run.case.same_bits is not None:
-        return SameWeights(model, run.mesh, compare=False)  # runs are compared, in place of chunks
+        return SameWeights(model, run.mesh, compare=run.case.compares)
     if run.case.wrapper == "ddp":
         return ddp.wrap(model, run.mesh)
     if run.case.fully_sharded:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -20,7 +20,7 @@ from verification.case import (
     TILE,
     division_of,
 )
-from verification.saved_fields import INTEGERS, REAL, SavedFields, choice, integer, optional
+from verification.saved_fields import FLAG, INTEGERS, REAL, SavedFields, choice, instance, integer, optional
 
 ARRANGEMENTS = ("contiguous", "strided")
 CHECKPOINTING = ("none", "reentrant", "non-reentrant", "selective")
@@ -29,6 +29,20 @@ OPTIMISERS = ("sgd", "adamw")
 STEP_DTYPES = ("float64", "float32", "bfloat16")
 WRAPPERS = ("none", "ddp", "fsdp2", "hsdp2")
 STEP_ORDERS = (*ORDERS, *ORDERS_BY_DOCUMENT, *ORDERS_BY_CHUNK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split(SavedFields):
+    """Another division of a step's sequences among ranks, and what else may differ there. Raises ValueError."""
+
+    world: int = field(metadata=integer(1, 64))
+    data: int = field(metadata=integer(1))
+    accumulation: int = field(metadata=integer(1))
+    batch: int = field(metadata=integer(1))
+    arrangement: str = field(metadata=choice(*ARRANGEMENTS))
+    order: str = field(metadata=choice(*STEP_ORDERS))
+    exchange: str = field(metadata=choice(*EXCHANGES))
+    checkpointing: str = field(metadata=choice(*CHECKPOINTING))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +70,9 @@ class StepCase(SavedFields):
     device: str = field(default="cpu", metadata=choice(*DEVICES))
     # Tokens of a chunk: `SameWeights` in place of a wrapper, and layouts of whole chunks. None: neither.
     same_bits: int | None = field(default=None, metadata=optional(integer(1)))
+    compares: bool = field(default=False, metadata=FLAG)  # `SameWeights` compares chunks before the first step
+    # Ranks of a second run with the same sequences, which must have the same bits; None: there is none.
+    other_ranks: Split | None = field(default=None, metadata=optional(instance(Split, "Split")))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,6 +92,8 @@ class StepCase(SavedFields):
                 f"one of {', '.join(ORDERS_BY_CHUNK)} and cuts None, without it another one"
             )
         if chunk is None:
+            if self.compares:
+                raise ValueError("compares is True; it must be False without same_bits")
             return
         if chunk % TILE[self.device]:
             raise ValueError(f"same_bits is {chunk}; it must be a multiple of {TILE[self.device]} on {self.device!r}")
@@ -82,6 +101,27 @@ class StepCase(SavedFields):
             raise ValueError(f"wrapper is {self.wrapper!r}; it must be 'none' with same_bits, {chunk}")
         if not all(self.shards().counts):
             raise ValueError(f"tokens is {self.tokens}; with same_bits, {chunk}, every rank must have a chunk")
+        starts = self.positions() % chunk == 0
+        fewest = min(int(starts[torch.from_numpy(held.copy())].sum()) for held in self.shards().positions)
+        if self.compares and fewest * self.batch < 2:
+            raise ValueError("compares is True; it must be False where a rank has a single chunk of one sequence")
+
+    def _check_other_ranks(self) -> None:
+        if self.other_ranks is not None and self.elsewhere.sequences != self.sequences:
+            raise ValueError(
+                f"other_ranks is {self.other_ranks}; it must have the {self.sequences} sequences of a step"
+            )
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step."""
+        return self.data * self.accumulation * self.batch
+
+    @property
+    def elsewhere(self) -> Self:
+        """The run on the other ranks."""
+        assert self.other_ranks is not None
+        return replace(self, **self.other_ranks.to_dict(), cuts=None, other_ranks=None)
 
     @property
     def lengths(self) -> tuple[int, ...] | None:

@@ -28,13 +28,14 @@ from verification.models.recording import (
     named_parameters,
     note_step,
     record_gradients,
+    record_states,
     round_parameters,
     train_in_one_process,
 )
 from verification.models.results import Named
 from verification.models.setup import Misuse, Run, Setup, Steps, described, scalar
 from verification.models.tolerance import allowed_deviations, threshold_of
-from verification.models.whole_batch import Rows, held_batch, held_parts, whole_batches
+from verification.models.whole_batch import Rows, dealt_batches, held_batch, held_parts, whole_batches
 from verification.run.layouts import layout_of
 from verification.run.observation import to_numpy
 
@@ -47,22 +48,26 @@ def save_on_rank(transport: Transport, before: ModelCase, name: str, case: Model
 
 
 def train_on_rank(
-    transport: Transport, case: ModelCase, name: str, traced: bool = False, folder: str = ""
-) -> ModelObservation:
+    transport: Transport, case: ModelCase, name: str, traced: bool = False, folder: str = "",
+    drawn: ModelCase | None = None,
+) -> ModelObservation:  # fmt: skip
     """Task: train on this rank. transport: over all ranks; only its rank is used. traced: at most two steps, the first
-    with the calls of modules. folder: of the Case's checkpoint."""
-    whole = [whole_batches(case, step) for step in range(count_steps(case, traced))]
+    with the calls of modules. folder: of the Case's checkpoint. drawn: Case of which the sequences are; None: this."""
+    whole = [dealt_batches(drawn or case, case, step) for step in range(count_steps(case, traced))]
     run = Run(case, held=held_batch(case), folder=folder, resumes_after=case.resumed_after)
-    return _train(transport, case, name, whole, run, traced)
+    return _train(transport, case, name, whole, run, traced, drawn is not None or case.other_ranks is not None)
 
 
 def _train(
-    transport: Transport, case: ModelCase, name: str, steps: Steps, run: Run, traced: bool = False
+    transport: Transport, case: ModelCase, name: str, steps: Steps, run: Run, traced: bool = False, states: bool = False
 ) -> ModelObservation:
+    """Train on this rank. states: record parameters after each step of the optimizer."""
     setup, seen = load(name), ModelObservation(case.coordinates(transport.rank)[0])
     with computing_in(case.dtype):
         mesh = mesh_of(case)
-        run.context = context = ContextParallel(layout_of(case), mesh["context"], exchange=case.exchange)
+        run.context = context = ContextParallel(
+            layout_of(case), mesh["context"], exchange=case.exchange, same_bits=case.same_bits
+        )
         run.mesh = mesh
         rank, world = str(transport.rank), str(case.world)  # trainers read these, which torchrun sets
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
@@ -75,6 +80,8 @@ def _train(
         named = named_parameters(wrapped)
         optimizer = _optimizer(setup, named, run)
         record_gradients(optimizer, seen, lambda: copy_gradients(named), traced)
+        if states:
+            record_states(optimizer, named, seen)
         recorded = trace(model, case.accumulation) if traced else None
         with count_kernels() as kernels:
             _take_steps(setup, wrapped, optimizer, run, seen, steps)

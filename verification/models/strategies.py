@@ -6,20 +6,24 @@ at the smallest model and mesh.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
+from verification.case import ORDERS_BY_CHUNK
 from verification.models.batches import IGNORED, global_batch, held_out
-from verification.models.model_case import ModelCase
-from verification.models.step_case import ARRANGEMENTS, OPTIMISERS, WRAPPERS
+from verification.models.model_case import MODEL_DTYPES, ModelCase
+from verification.models.step_case import ARRANGEMENTS, OPTIMISERS, WRAPPERS, Split, StepCase
 from verification.strategies.cases import Draw, cuts_of
 from verification.strategies.documents import documents_of, ends_of
 
+AnyStepCase = TypeVar("AnyStepCase", bound=StepCase)
 MAX_TOKENS = 24
 EXCHANGES = ("direct", "ring", "gather", "all-to-all")
+WHOLE_HEADS = ("direct", "ring", "gather")  # exchanges of any model with `same_bits`, which refuses to divide heads
 MODEL_LABELS = ("all", "some", "shards", "ranks")
 MODEL_CHECKPOINTING = ("none", "non-reentrant", "selective")  # what any model stands
 
@@ -31,6 +35,8 @@ _checkpointing = st.sampled_from(("none", *MODEL_CHECKPOINTING))
 _held = st.sampled_from((0, 0, 1, 2, 3, 5))
 _resumed_after = st.sampled_from((0, 0, 1, 2))
 _flags = st.sampled_from((False, False, True))
+_exchanges_of_chunks = st.sampled_from(WHOLE_HEADS)
+_orders_of_chunks = st.sampled_from(ORDERS_BY_CHUNK)
 _orders = (
     "contiguous", "zigzag", "striped", "hilbert", "spliced", "paired", "shuffled", "permuted", "swapped", "stepped",
 )  # fmt: skip
@@ -46,7 +52,7 @@ _fields = {
 @cache
 def _data_ranks(world: int) -> st.SearchStrategy[int]:
     """Sizes of the data dimension; those with a context group are twice as likely as data ranks alone."""
-    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    divisors = _divisors(world)
     return st.sampled_from([d for d in divisors if d < world] + divisors)
 
 
@@ -74,6 +80,54 @@ def model_cases(draw: Draw, world: int) -> ModelCase:
         resumed_after=draw(_resumed_after) % case.steps,
         context_before=draw(st.sampled_from((1, 2))) if case.data == 1 else 1,
     )
+
+
+@st.composite
+def chunked_cases(draw: Draw, world: int, chunk: int) -> ModelCase:
+    """Draw ModelCases with `same_bits`, without other ranks."""
+    case, dtype, exchange = draw(model_cases(world)), draw(st.sampled_from(MODEL_DTYPES)), draw(_exchanges_of_chunks)
+    tokens = max(draw(st.integers(2, 6 * chunk)), chunk * (case.context - 1) + 1)
+    case = replace(
+        case, tokens=tokens, cuts=None, packed=None, order="chunks", same_bits=chunk, wrapper="none", dtype=dtype,
+        exchange=exchange, held=0, resumed_after=0, context_before=1,
+    )  # fmt: skip
+    packed = documents_of(draw, tokens, ends_of(case.shards()))
+    return if_valid(case, packed=packed, padding=case.padding and packed is None)
+
+
+@st.composite
+def other_splits(draw: Draw, case: ModelCase) -> ModelCase:
+    """Draw other ranks, up to as many, for a ModelCase; none if one of them has no chunk."""
+    split = Split(**split_fields(draw, case, _exchanges_of_chunks, _checkpointing))
+    if case.same_bits is None:
+        return if_valid(case, other_ranks=replace(split, order=case.order))
+    case = if_valid(case, other_ranks=split)
+    return if_valid(case, other_ranks=replace(split, order=draw(_orders_of_chunks)))
+
+
+def split_fields(
+    draw: Draw, case: StepCase, exchanges: st.SearchStrategy[str], checkpointing: st.SearchStrategy[str]
+) -> dict[str, Any]:
+    """Draw the fields of a Split, up to as many ranks as the Case has."""
+    world = draw(st.integers(1, case.world))
+    data = draw(st.sampled_from([d for d in _divisors(world) if case.sequences % d == 0]))
+    accumulation = draw(st.sampled_from(_divisors(case.sequences // data)))
+    return {
+        "world": world, "data": data, "accumulation": accumulation, "batch": case.sequences // data // accumulation,
+        "arrangement": draw(st.sampled_from(ARRANGEMENTS)), "order": "chunks", "exchange": draw(exchanges),
+        "checkpointing": draw(checkpointing),
+    }  # fmt: skip
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def if_valid(case: AnyStepCase, **changes: Any) -> AnyStepCase:
+    """Return the Case with these changes, unchanged if they are not valid, as where a rank then has no chunk."""
+    with suppress(ValueError):
+        return replace(case, **changes)
+    return case
 
 
 def has_labels(case: ModelCase | None) -> bool:

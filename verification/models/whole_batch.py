@@ -33,6 +33,22 @@ def whole_batches(case: StepCase, step: int) -> list[list[WholeBatch]]:
     ]
 
 
+def dealt_batches(drawn: StepCase, case: StepCase, step: int) -> list[list[WholeBatch]]:
+    """Return the micro-batches of a step of `drawn`, by data rank of a Case that divides its sequences anew. They are
+    numbered micro-batch by micro-batch, data rank by data rank."""
+    by_rank = whole_batches(drawn, step)
+    whole = [batches[number] for number in range(drawn.accumulation) for batches in by_rank]
+    rows = [
+        torch.cat([getattr(batch, name) for batch in whole]).split(case.batch)
+        for name in ("tokens", "labels", "padding", "ignored")
+    ]
+    dealt = [
+        WholeBatch(tokens, labels, whole[0].positions, whole[0].documents, padding, ignored)
+        for tokens, labels, padding, ignored in zip(*rows, strict=True)
+    ]
+    return [dealt[data_rank :: case.data] for data_rank in range(case.data)]
+
+
 def held_batch(case: ModelCase) -> WholeBatch | None:
     """Return the sequences of the evaluation; None without one."""
     return whole_batches(*held_out(case))[0][0] if case.held else None

@@ -29,7 +29,7 @@ SIMPLEST: dict[str, Any] = {
     "compiled": "no", "wrapper": "none", "checkpointing": "none", "accumulation": 1, "steps": 1, "optimiser": "sgd",
     "labels": "all", "loss": "mean", "packed_by": "batch", "drops_zeros": False, "spoilt": None, "exchange": "ring",
     "order": "contiguous", "kernel": "auto", "lse": "unused", "values": "normal", "score_scale": 1.0, "batch": 1,
-    "head_dim": 1, "value_dim": None, "softcap": None, "sinks": None, "keys": None, "seed": 0,
+    "compares": False, "head_dim": 1, "value_dim": None, "softcap": None, "sinks": None, "keys": None, "seed": 0,
 }  # fmt: skip
 FEW = 8  # tokens, of which all divisions into up to three documents are tried
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from verification.models.results import Array, Named, Results
+from verification.models.results import Array, Results
 
 
 @dataclass(eq=False)
@@ -30,7 +30,6 @@ class StepObservation(Results):
 
     tokens, labels  for each micro-batch of step one, (batch, tokens of this rank); positions: (tokens,)
     parts           one for each of the Case's
-    moments         what the optimizer keeps, by name; only with `same_bits`
     wrongly_clipped parameters whose non-finite gradients were clipped otherwise than torch clips them
     """
 
@@ -39,7 +38,6 @@ class StepObservation(Results):
     labels: list[Array] = field(default_factory=list)
     positions: list[Array] = field(default_factory=list)
     parts: list[PartObservation] = field(default_factory=list)
-    moments: Named = field(default_factory=dict)
     wrongly_clipped: list[str] = field(default_factory=list)
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from hypothesis import reject
 from hypothesis import strategies as st
 
 from reference.pattern import Pattern
 from verification.case import ORDERS_BY_CHUNK, splits_heads
-from verification.models.step_case import ARRANGEMENTS, STEP_DTYPES
-from verification.models.strategies import EXCHANGES, MAX_TOKENS, step_fields
+from verification.models.step_case import STEP_DTYPES
+from verification.models.strategies import EXCHANGES, MAX_TOKENS, if_valid, split_fields, step_fields
 from verification.strategies.cases import Draw, bucket_of, pattern_of
 from verification.strategies.documents import documents_of, ends_of, windowed
 from verification.training.training_case import OtherRanks, TrainingCase
@@ -123,37 +121,20 @@ def same_weights_cases(draw: Draw, world: int) -> TrainingCase:
     )  # fmt: skip
     case = _in_documents(draw, case)
     others, order = _other_ranks(draw, case), draw(_orders_of_chunks)
-    case = _if_valid(replace(case, other_ranks=others), order=order)
+    case = if_valid(replace(case, other_ranks=others), order=order)
     others = replace(others, order=draw(_orders_of_chunks))
-    case = _if_valid(case, other_ranks=others)
+    case = if_valid(if_valid(case, other_ranks=others), compares=draw(_flags))
     if not takes_chunks(case):
         case = replace(case, exchange="direct", other_ranks=replace(others, order="chunks", exchange="direct"))
     return case if case.resumed or case.elsewhere != replace(case, other_ranks=None) else reject()
 
 
 def _other_ranks(draw: Draw, case: TrainingCase) -> OtherRanks:
-    world = draw(st.integers(1, case.world))
-    data = draw(st.sampled_from([d for d in _divisors(world) if case.sequences % d == 0]))
-    accumulation = draw(st.sampled_from(_divisors(case.sequences // data)))
-    return OtherRanks(
-        world=world, data=data, accumulation=accumulation, batch=case.sequences // data // accumulation,
-        arrangement=draw(st.sampled_from(ARRANGEMENTS)), order="chunks", exchange=draw(st.sampled_from(EXCHANGES)),
-        bucket=draw(st.sampled_from((None, case.same_bits))), checkpointing=draw(_checkpointing),
-    )  # fmt: skip
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    fields = split_fields(draw, case, st.sampled_from(EXCHANGES), _checkpointing)
+    return OtherRanks(**fields, bucket=draw(st.sampled_from((None, case.same_bits))))
 
 
 def takes_chunks(case: TrainingCase) -> bool:
     """Return True if no exchange divides the query heads of a key/value head, which `same_bits` refuses."""
     heads = case.model.heads, case.model.kv_heads
     return not any(splits_heads(run.exchange, run.context, *heads) for run in (*case.parts, case.elsewhere))
-
-
-def _if_valid(case: TrainingCase, **changes: Any) -> TrainingCase:
-    """Return the Case with these changes, unchanged if a rank then has no chunk."""
-    with suppress(ValueError):
-        return replace(case, **changes)
-    return case

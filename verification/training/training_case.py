@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from reference import validators
 from reference.pattern import Pattern
-from verification.case import EXCHANGES
-from verification.models.step_case import ARRANGEMENTS, CHECKPOINTING, STEP_ORDERS, StepCase
-from verification.saved_fields import FLAG, INTEGERS, SavedFields, choice, instance, integer, optional
+from verification.models.step_case import STEP_ORDERS, Split, StepCase
+from verification.saved_fields import FLAG, INTEGERS, choice, instance, integer, optional
 from verification.training.training_model import Model
 
 HANDLES = ("recorded", "group", "mesh")
@@ -18,18 +17,10 @@ PACKED_BY = ("batch", "handle")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OtherRanks(SavedFields):
-    """Another division of a step's sequences among ranks, and what else may differ there. Raises ValueError."""
+class OtherRanks(Split):
+    """A Split with another bucket."""
 
-    world: int = field(metadata=integer(1))
-    data: int = field(metadata=integer(1))
-    accumulation: int = field(metadata=integer(1))
-    batch: int = field(metadata=integer(1))
-    arrangement: str = field(metadata=choice(*ARRANGEMENTS))
-    order: str = field(metadata=choice(*STEP_ORDERS))
-    exchange: str = field(metadata=choice(*EXCHANGES))
     bucket: int | None = field(metadata=optional(integer(1)))
-    checkpointing: str = field(metadata=choice(*CHECKPOINTING))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +55,6 @@ class TrainingCase(StepCase):
     # Documents in the patterns of modules. Those of the batch replace them, so every step must have documents.
     # None with a "longnet", which builds its own pattern.
     own_documents: tuple[int, ...] | None = field(default=None, metadata=INTEGERS)
-    # Ranks of a second run with the same sequences, which must have the same bits; None: there is none.
     other_ranks: OtherRanks | None = field(default=None, metadata=optional(instance(OtherRanks, "OtherRanks")))
 
     def __post_init__(self) -> None:
@@ -87,6 +77,7 @@ class TrainingCase(StepCase):
             if self.other_ranks is not None:
                 raise ValueError(f"other_ranks is {self.other_ranks}; it must be None without same_bits")
             return
+        self._check_other_ranks()
         for name, allowed in (("compiled", ("no",)), ("handle", ("group", "mesh")), ("loss", ("mean", "given"))):
             value = getattr(self, name)
             if value not in allowed:
@@ -96,10 +87,6 @@ class TrainingCase(StepCase):
         for run in (self, *self.parts):
             for step in range(run.steps):
                 run.at(step)  # which raises where a rank has no chunk
-        if self.other_ranks is not None and self.elsewhere.sequences != self.sequences:
-            raise ValueError(
-                f"other_ranks is {self.other_ranks}; it must have the {self.sequences} sequences of a step"
-            )
 
     def _check_longnet(self) -> None:
         """The block builds its pattern from segment lengths and ratios; other patterns are refused."""
@@ -145,13 +132,8 @@ class TrainingCase(StepCase):
         return replace(self, steps=1, resumed=None, later_documents=None, other_ranks=None), after
 
     @property
-    def sequences(self) -> int:
-        """Sequences of a step."""
-        return self.data * self.accumulation * self.batch
-
-    @property
     def elsewhere(self) -> TrainingCase:
-        """The run on the other ranks, from begin to end."""
+        """The run on the other ranks, without the resume."""
         assert self.other_ranks is not None
         return replace(self, **self.other_ranks.to_dict(), other_ranks=None, resumed=None)
 

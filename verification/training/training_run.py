@@ -8,6 +8,7 @@ from functools import partial
 
 from verification.experiments import on_gpus
 from verification.models.model_run import STEP_PRELOAD, on_device
+from verification.models.same_bits import SAME_WEIGHTS
 from verification.models.tolerance import FACTOR, THRESHOLD
 from verification.report.coverage import Coverage
 from verification.report.report import Report
@@ -16,7 +17,7 @@ from verification.runner import Profile, RunPlan, explore, run_worlds
 from verification.search.experiment import Experiment
 from verification.search.search import Search
 from verification.training.error_histogram import Deviations
-from verification.training.same_weights import SAME_WEIGHTS, check_same_weights
+from verification.training.same_weights import check_same_weights
 from verification.training.step_checks import STEP_CHECKS, STEP_PROPERTIES, check_step
 from verification.training.step_expectation import expect_training
 from verification.training.strategies import same_weights_cases, takes_chunks, training_cases

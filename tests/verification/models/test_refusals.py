@@ -56,6 +56,7 @@ def test_malformed_setups_are_refused(modules: None, name: str, said: str) -> No
     [
         ("raises", "build(None) raised LookupError: no weights here"),
         ("gives_none", "build(None) returned None; it must return a torch.nn.Module"),
+        ("has_no_parameters", "build(context) returned a model without parameters to train; it must have some"),
         ("gives_none_on_ranks", "build(context) returned None; it must return a torch.nn.Module"),
         ("raises_on_ranks", "build(context) raised LookupError: no weights here (model_misuse.py, line "),
         ("exits", "rank 0 ended with exit code 3"),

@@ -16,9 +16,9 @@ from tests.support.backends import shared
 from tests.support.training_cases import drawn_from, small_model, small_step
 from verification.check.properties import broken_by
 from verification.failures import WrongResult
+from verification.models.same_bits import SAME_WEIGHTS
 from verification.run.backends import GlooBackend
 from verification.runner import RunPlan
-from verification.training.same_weights import SAME_WEIGHTS
 from verification.training.strategies import same_weights_cases
 from verification.training.training_case import OtherRanks, TrainingCase
 from verification.training.training_run import (
@@ -60,9 +60,10 @@ backend = shared(gloo, 2)
         {"data": 2, "accumulation": 1, "arrangement": "strided", "resumed": "chunks", "loss": "given"},
         {"pattern": Pattern.dense(True, (20, 0, 33, 17)), "later_documents": (None,), "checkpointing": "reentrant"},
         {"dtype": "bfloat16", "checkpointing": "non-reentrant", "model": LLAMA, "packed_by": "handle"},
+        {"compares": True, "model": LLAMA, "batch": 1, "other_ranks": replace(ALONE, batch=2)},
         {"other_ranks": replace(ALONE, world=2, data=2, accumulation=2, batch=1, exchange="ring", bucket=16)},
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_a_step_has_the_same_bits(backend: GlooBackend, changes: dict[str, Any]) -> None:
     assert ON_OTHER_RANKS.check(backend, two_ranks(**changes))[SAME_WEIGHTS.title] == 0.0
@@ -89,6 +90,7 @@ def test_sums_in_the_order_of_ranks_are_found() -> None:
         ({"order": "zigzag"}, "order must be one of chunks, dealt chunks and cuts None"),
         ({"same_bits": None}, "without it another one"),
         ({"same_bits": 24}, "same_bits is 24; it must be a multiple of 16"),
+        ({"compares": True, "batch": 1, "tokens": 32}, "compares is True; it must be False where a rank has a single"),
         ({"wrapper": "ddp"}, "wrapper is 'ddp'; it must be 'none' with same_bits"),
         ({"tokens": 16}, "every rank must have a chunk"),
         ({"later_documents": (None, None), "steps": 3, "tokens": 16}, "every rank must have a chunk"),
@@ -111,6 +113,7 @@ def test_draws_reach_other_ranks_of_each_kind() -> None:
         "float64", "float32", "bfloat16"
     }  # fmt: skip
     assert {case.elsewhere.checkpointing for case in cases} == {"none", "non-reentrant", "reentrant", "selective"}
+    assert {case.compares for case in cases} == {True, False}
     for differs in ("accumulation", "data", "exchange", "checkpointing"):
         assert any(getattr(case.elsewhere, differs) != getattr(case, differs) for case in cases), differs
 

@@ -103,12 +103,6 @@ class OwnSetup(Setup):
         """Return unsharded parameters by name. Collective."""
         return arrays(named_parameters(model))
 
-    def moments(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Named:
-        """Return what the optimizer keeps of each parameter."""
-        states = {name: optimizer.state[x] for name, x in named_parameters(model).items()}
-        kept = {f"{key} of {name}": x for name, state in states.items() for key, x in state.items()}
-        return arrays({name: x for name, x in kept.items() if isinstance(x, Tensor)})
-
 
 def wrongly_clipped(named: Mapping[str, nn.Parameter], number: float, run: Run) -> list[str]:
     """Return the parameters clipped otherwise than by torch when all gradients of the first are `number`, NaN or

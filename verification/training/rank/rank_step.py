@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,9 +14,9 @@ from ring.comm.symmetric_memory import transport_of
 from ring.comm.transport import Transport
 from ring.nn import ContextParallel, gather
 from verification.models.meshes import mesh_of
-from verification.models.recording import named_parameters, note_step, record_gradients
-from verification.models.setup import Part, Run, WholeBatch
-from verification.models.whole_batch import whole_batches
+from verification.models.recording import named_parameters, note_step, record_gradients, record_states
+from verification.models.setup import Part, Run
+from verification.models.whole_batch import dealt_batches
 from verification.run.layouts import layout_of
 from verification.run.observation import to_numpy
 from verification.run.recording_transport import RecordingTransport
@@ -49,10 +48,12 @@ def train_on_rank(
         record_gradients(optimiser, seen, partial(setup.gradients, wrapped))
         if before is not None:
             resume(before, (wrapped, optimiser))
+        if part.same_bits is not None:  # after the resume, which takes a step of its own to make states
+            record_states(optimiser, named_parameters(wrapped), seen, first)
         for step in range(first, first + part.steps):
             if part.same_bits is not None:  # the layout has the chunks of the step's documents
                 run.context = make_handle(part.at(step - first))
-            batches = batches_of_step(drawn or case, part, data_rank, step)
+            batches = dealt_batches(drawn or case, part, step)[data_rank]
             note_step(seen, step, *setup.step(wrapped, optimiser, batches, run))
             if step == 0:
                 _note_batches(seen, setup.parts)
@@ -61,27 +62,9 @@ def train_on_rank(
         seen.parts.append(_part_observation(context, index, counter, setup.graphs.runs))
         before = wrapped, optimiser
     seen.parameters = setup.parameters(wrapped)
-    if case.same_bits is not None:
-        seen.moments = setup.moments(wrapped, optimiser)
     if case.spoilt is not None:
         seen.wrongly_clipped = wrongly_clipped(named_parameters(wrapped), float(case.spoilt), run)
     return seen
-
-
-def batches_of_step(case: TrainingCase, part: TrainingCase, data_rank: int, step: int) -> list[WholeBatch]:
-    """Return the micro-batches of a data rank. Another part divides the sequences of a step anew; they are numbered
-    micro-batch by micro-batch, data rank by data rank."""
-    by_rank = whole_batches(case, step)
-    whole = [batches[number] for number in range(case.accumulation) for batches in by_rank]
-    first = whole[0]
-    rows = [
-        torch.cat([getattr(batch, name) for batch in whole]).split(part.batch)
-        for name in ("tokens", "labels", "padding", "ignored")
-    ]
-    return [
-        WholeBatch(tokens, labels, first.positions, first.documents, padding, ignored)
-        for tokens, labels, padding, ignored in list(zip(*rows, strict=True))[data_rank :: part.data]
-    ]
 
 
 def make_handle(case: TrainingCase) -> ContextParallel:
