@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -16,7 +17,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     rows = [torch.randint(64, (20 + 7 * i,)).tolist() for i in range(16)]
-    data = {"train_dataset": [{"input_ids": row, "labels": row} for row in rows]}
+    data: dict[str, Any] = {"train_dataset": [{"input_ids": row, "labels": row} for row in rows]}
     data |= {"eval_dataset": data["train_dataset"], "data_collator": DataCollatorWithFlattening()}
     args = TrainingArguments("llama", use_cpu=True, max_steps=3, logging_steps=1, gradient_accumulation_steps=2)
     trainer = ContextParallelTrainer(model, args, **data, context_size=4)  # was: trainer = Trainer(model, args, **data)

@@ -45,7 +45,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 @dataclass(frozen=True)
 class Run:
     """A run. world, context: ranks, those that share sequences. batch, held: sequences of a step's micro-batch over all
-    data ranks, sequences of the evaluation. settings: of TrainingArguments. model: of MODELS."""
+    data ranks, sequences of the evaluation. settings: TrainingArguments. model: in MODELS. same_bits: its trainer's."""
 
     world: int
     context: int
@@ -56,6 +56,7 @@ class Run:
     held: int = 5
     settings: dict[str, Any] = field(default_factory=dict)
     model: str = "llama"
+    same_bits: int | None = None
 
     @property
     def data(self) -> int:
@@ -195,7 +196,7 @@ def trainer_of(run: Run, folder: str, **changes: Any) -> Any:
         options["compute_loss_func"] = partial(in_fp64, ahead=int(run.model == "llama"))
     args, model = arguments(run, folder, run.data if sharded else 1, **changes), MODELS[run.model]()
     if sharded:
-        return ContextParallelTrainer(model, args, context_size=run.context, **options)
+        return ContextParallelTrainer(model, args, context_size=run.context, same_bits=run.same_bits, **options)
     return Trainer(model, args, **options)
 
 

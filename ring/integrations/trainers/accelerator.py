@@ -2,11 +2,13 @@
 
 The Trainer asks its accelerator for everything that concerns data: which part of the dataset a process reads, how many
 labels all processes have, what all processes predicted. So numbers and results are those of the data ranks, each
-counted once. Gradients are averaged over all processes, as accelerate's DDP and FSDP2 do.
+counted once. Gradients are averaged over all processes, as accelerate's DDP and FSDP2 do, or summed by `SameWeights`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -14,11 +16,12 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
 
 from ring.integrations.trainers.call import ShardedCall
+from ring.nn.same_weights.wrapper import SameWeights
 
 OF_DATA_RANKS: WeakSet[Any] = WeakSet()  # loaders that deal batches to data ranks
 
@@ -28,12 +31,14 @@ class DataAccelerator(Accelerator):  # type: ignore[misc]
 
     Args:
         mesh: of all ranks, ("data", "context").
+        same_bits: True: models get `SameWeights` in place of DDP.
         options: of accelerate's `Accelerator`.
     """
 
-    def __init__(self, mesh: DeviceMesh, **options: Any) -> None:
+    def __init__(self, mesh: DeviceMesh, same_bits: bool, **options: Any) -> None:
         super().__init__(**options)
-        self._mesh = mesh
+        self._mesh, self._same_bits = mesh, same_bits
+        self._same: SameWeights | None = None
 
     @property
     def num_processes(self) -> int:
@@ -61,6 +66,36 @@ class DataAccelerator(Accelerator):  # type: ignore[misc]
         OF_DATA_RANKS.add(prepared)
         return prepared
 
+    def same_weights(self, model: nn.Module) -> SameWeights | None:
+        """Return the model in its `SameWeights`; None without `same_bits`.
+
+        Args:
+            model: not wrapped.
+        """
+        if self._same_bits and (self._same is None or self._same.module is not model):
+            self._same = SameWeights(model, self._mesh)
+        return self._same
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """Return the model, wrapped for training.
+
+        Args:
+            model: not wrapped.
+            device_placement, evaluation_mode: of accelerate.
+        """
+        prepared = super().prepare_model(model, device_placement, evaluation_mode or self._same_bits)
+        return prepared if evaluation_mode else self.same_weights(prepared) or prepared
+
+    @contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        """Return a context for the backward of a micro-batch before the last one.
+
+        Args:
+            model: wrapped.
+        """
+        with model.no_sync() if isinstance(model, SameWeights) else super().no_sync(model):
+            yield
+
     def unwrap_model(self, model: Any, *args: Any, **options: Any) -> Any:
         """Return the model itself.
 
@@ -68,7 +103,8 @@ class DataAccelerator(Accelerator):  # type: ignore[misc]
             model: wrapped, or in a `ShardedCall`.
             args, options: of accelerate.
         """
-        return super().unwrap_model(model.model if isinstance(model, ShardedCall) else model, *args, **options)
+        model = model.model if isinstance(model, ShardedCall) else model
+        return super().unwrap_model(model.module if isinstance(model, SameWeights) else model, *args, **options)
 
     def gather(self, tensor: Any) -> Any:
         """Return the tensors of all data ranks, joined along their first dimension.

@@ -3,20 +3,24 @@
 The batch is that of Hugging Face: labels that are not shifted, or `shift_labels`; an attention mask that marks padding;
 position_ids that restart in each packed document. Rows that are packed from different documents become one long row. So
 do rows with different padding where labels are those of the tokens themselves: that attention may see later tokens.
+With `same_bits` rows are filled up to whole chunks, so that a sequence has the same chunks whatever it is padded to.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
 from reference.documents import Documents, documents_from_positions
@@ -25,8 +29,9 @@ from ring.integrations.transformers.padding import check_values, separated
 from ring.nn.batch import IGNORED, Batch, next_tokens, shard_batch
 from ring.nn.batch_group import BatchRanks
 from ring.nn.context import ContextParallel
-from ring.nn.loss import cross_entropy
-from ring.nn.sequence import gather
+from ring.nn.loss import cross_entropy, sequence_logprobs
+from ring.nn.same_weights.wrapper import SameWeights
+from ring.nn.sequence import gather, sequence_sum
 
 TENSORS = ("input_ids", "labels", "attention_mask", "position_ids")
 MORE = {True: "shift_labels", False: "token_type_ids"}  # where labels are those of the next tokens, or are not
@@ -65,19 +70,22 @@ class Whole:
 class ShardedCall:
     """The model's call in `Trainer.compute_loss`, on every rank.
 
-    model: prepared, maybe wrapped. mesh: ("data", "context"). handle: returns the context of so many tokens. shifts:
-    True if a token's label is for the one before it. whole: True for logits of the whole sequence. inner: the model
-    without wrapper. draws: the stream of the model's random numbers on CPUs. Shards of unequal length draw unequally,
-    so that a collator on the common stream would then draw other batches on each rank.
+    model: prepared, maybe wrapped. mesh: ("data", "context"). handle: returns the context of so many tokens, and of
+    documents. shifts: True if a token's label is for the one before it. whole: True for logits of the whole sequence.
+    inner: the model without wrapper. draws: the stream of the model's random numbers on CPUs. Shards of unequal length
+    draw unequally, so that a collator on the common stream would then draw other batches on each rank. chunk: tokens of
+    a chunk of `SameWeights`, or None. losses: of the calls so far.
     """
 
     model: nn.Module
     mesh: DeviceMesh
-    handle: Callable[[int], ContextParallel]
+    handle: Callable[[int, Documents | None], ContextParallel]
     shifts: bool
     whole: bool
     inner: nn.Module
     draws: torch.Generator
+    chunk: int | None = None
+    losses: list[Tensor] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
         """Return the model's attribute."""
@@ -103,7 +111,7 @@ class ShardedCall:
         named = signature(type(self.inner).forward).bind_partial(self.inner, *args).arguments
         inputs = dict(**dict(list(named.items())[1:]), **options)
         ranks = BatchRanks(None)
-        given = ranks.agree("the Trainer's batch", lambda: ({}, whole_batch(inputs, self.shifts)))
+        given = ranks.agree("the Trainer's batch", lambda: ({}, self._whole_batch(inputs)))
         batch = ranks.agree("the Trainer's batch", lambda: ({}, self._shard(given)))
         others = dict(batch.others)
         labels = batch.labels if self.shifts else others.pop("targets", None)
@@ -111,17 +119,40 @@ class ShardedCall:
             self._called, input_ids=batch.tokens, position_ids=batch.positions[None], context=batch.context, **others
         )
         shape = inputs["input_ids"].shape
-        if inputs.get("fused_lm_head"):
+        if inputs.get("fused_lm_head") and self.chunk is None:
             fused = call(shift_labels=labels, fused_lm_head=True)
             return replace(fused, **{k: _whole(x, batch.context, shape) for k, x in fused.items() if x.dim() == 2})
         logits, loss = call().logits, None
         if labels is not None:
-            items = inputs.get("num_items_in_batch")
-            labelled = None if items is None else int(items)
-            loss = cross_entropy(logits, labels, self.mesh["context"], labelled=labelled)
-        gathered = gather(batch.context, logits).view(*shape, -1) if self.whole or loss is None else None
+            loss = self._loss(logits, labels, batch.context, inputs.get("num_items_in_batch"))
+            self.losses.append(loss)
+        if inputs.get("fused_lm_head"):
+            assert labels is not None
+            values = _of_labels(logits.detach(), labels)
+            return SimpleNamespace(**{k: _whole(x, batch.context, shape) for k, x in values.items()})
+        filled = gather(batch.context, logits) if self.whole or loss is None else None
+        gathered = None if filled is None else filled[:, : shape.numel() // len(filled)].reshape(*shape, -1)
         output = CausalLMOutput(loss=loss, logits=gathered)
         return output.to_tuple() if inputs.get("return_dict") is False else output
+
+    def _whole_batch(self, inputs: Mapping[str, Any]) -> Whole:
+        batch = whole_batch(inputs, self.shifts)
+        if self.chunk is None:
+            return batch
+        config = self.config.get_text_config()
+        limit = None if getattr(config, "rope_parameters", None) else getattr(config, "max_position_embeddings", None)
+        return _filled_up(batch, self.chunk, self.mesh["context"].size(), limit)
+
+    def _loss(self, logits: Tensor, labels: Tensor, context: ContextParallel, items: Any) -> Tensor:
+        """Return the loss of the data rank, over `items` or its own labels, or in training by chunks that of all."""
+        labelled = None if items is None else int(items)
+        if not isinstance(self.model, SameWeights):
+            return cross_entropy(logits, labels, self.mesh["context"], labelled=labelled)
+        if torch.is_grad_enabled():
+            return cross_entropy(logits, labels, self.model, labelled=labelled)
+        logprobs = sequence_logprobs(logits, labels, context)
+        count = int(sequence_sum(context, labels != IGNORED).sum())
+        return logprobs.new_tensor(-math.fsum(logprobs.flatten().tolist()) / max(1, count))
 
     def _called(self, **inputs: Any) -> Any:
         with torch.random.fork_rng(devices=[]):
@@ -134,16 +165,52 @@ class ShardedCall:
         labels, targets = (given.targets, None) if self.shifts else (None, given.targets)
         tensors = {"attention_mask": given.mask, "token_type_ids": given.types, "targets": targets}
         others: dict[str, Any] = {name: x for name, x in tensors.items() if x is not None}
-        context = self.handle(given.tokens.shape[1])
+        context = self.handle(given.tokens.shape[1], None if self.chunk is None else given.documents)
         return shard_batch(context, given.tokens, labels, documents=given.documents, unshifted=tuple(others), **others)
 
 
 def _whole(x: Tensor, context: ContextParallel, shape: torch.Size) -> Tensor:
     """Return values of all tokens but those of the last column, which has no next token.
 
-    Leaves out the token that stands in on a rank without tokens.
+    Leaves out the token that stands in on a rank without tokens, and those that fill up the last chunk.
     """
-    return gather(context, x[:, : context.tokens]).view(shape)[:, :-1]
+    return gather(context, x[:, : context.tokens])[:, : shape.numel() // len(x)].reshape(shape)[:, :-1]
+
+
+@torch.no_grad()
+def _of_labels(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return the values (B, N) that TRL logs of each label, by TRL's names, 0 without label."""
+    mask, logprobs = labels != IGNORED, functional.log_softmax(logits.float(), -1)
+    values = {
+        "log_probs": logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0],
+        "entropy": -(logprobs.exp() * logprobs).sum(-1),
+        "is_top1": logits.argmax(-1) == labels,
+    }
+    return {"label_mask": mask, **{name: x * mask for name, x in values.items()}}
+
+
+def _filled_up(batch: Whole, chunk: int, ranks: int, limit: int | None) -> Whole:
+    """Return the batch without a mask, its rows filled up to whole chunks, packed rows by documents of a chunk.
+
+    Each rank of a row gets two chunks or sequences, which `SameWeights` compares. limit: of learned positions.
+    """
+    mask, (rows, n), before = batch.mask, batch.tokens.shape, batch.documents
+    right = mask is None or (mask.shape == batch.tokens.shape and bool((mask[:, 1:] <= mask[:, :-1]).all()))
+    if not right or (mask is not None and before is not None):
+        raise NotImplementedError(
+            "attention_mask must have its zeros on the right of each row with same_bits, and be left out of packed "
+            "rows, got another one: let the tokenizer pad on the right"
+        )
+    missing = max(0, ranks * (2 if rows == 1 else 1) - sum(-(-length // chunk) for length in before or (n,)))
+    after = Documents((*before, *[chunk] * missing) if before else (n + -n % chunk + missing * chunk,))
+    if limit is not None and max(before or (n,)) <= limit < max(after):
+        raise ValueError(
+            f"same_bits must be a shorter chunk: rows of {n} tokens are filled up to whole chunks on each rank, "
+            f"{after.tokens} tokens, and the model has max_position_embeddings={limit}, got same_bits={chunk}"
+        )
+    tokens = functional.pad(batch.tokens, (0, after.tokens - n))
+    targets = None if batch.targets is None else functional.pad(batch.targets, (0, after.tokens - n), value=IGNORED)
+    return Whole(tokens, targets, None, after if before else None, None)
 
 
 def whole_batch(inputs: Mapping[str, Any], shifts: bool) -> Whole:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
+from operator import attrgetter
 from typing import Any
 
 from accelerate.utils import is_peft_model
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForMaskedLMLoss, ForTokenClassification
 
 from ring.integrations.transformers.call import is_given
+from ring.settings import Settings
 
 # Arguments that must keep their defaults.
 LEFT_OUT = {
@@ -26,27 +29,42 @@ LEFT_OUT = {
 GENERATING = (  # methods of TRL's trainers
     "_generate_and_score_completions", "_generate_vllm", "generate_on_policy_outputs", "_generate_student_completions"
 )  # fmt: skip
+LEFT_OUT_OF_SAME_BITS = {
+    "fsdp": "SameWeights holds whole parameters on each rank",
+    "fp16": "its scale follows overflows; write bf16=True",
+    "label_smoothing_factor": "its loss is summed in another order",
+    **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
+                    "SameWeights is in the place of DDP"),
+}  # fmt: skip
 OF_TOKENS = (ForMaskedLMLoss, ForTokenClassification)  # losses whose labels are those of the tokens themselves
+WITH_SAME_BITS = {  # values of arguments, without which results depend on the ranks
+    "average_tokens_across_devices": True, "accelerator_config.use_seedable_sampler": True, "loss_type": "nll",
+}  # fmt: skip
+OF_STEPS = {"ring.integrations.trainers.trainer", "transformers.trainer", "trl.trainer.sft_trainer"}  # of known losses
 STRATEGIES = ("random", "sequential")
 
 
-def check_settings(args: Any, context_size: object) -> None:
+def check_settings(args: Any, context_size: object, same_bits: int | None) -> None:
     """Raise for settings that are not supported.
 
     Args:
         args: the TrainingArguments.
         context_size: number of ranks that share sequences.
+        same_bits: tokens of a chunk, or None.
 
     Raises:
         ValueError, NotImplementedError: an argument, by name.
     """
     if not isinstance(context_size, int) or isinstance(context_size, bool) or context_size < 1:
         raise ValueError(f"context_size must be a positive integer, got {context_size!r}")
-    for name, reason in LEFT_OUT.items():
+    Settings(same_bits=same_bits).validate()
+    for name, reason in (LEFT_OUT | (LEFT_OUT_OF_SAME_BITS if same_bits else {})).items():
         if is_given(getattr(args, name, None)):
-            raise NotImplementedError(
-                f"{name} must be left out with context_size: {reason}, got {getattr(args, name)!r}"
-            )
+            flag = "context_size" if name in LEFT_OUT else "same_bits"
+            raise NotImplementedError(f"{name} must be left out with {flag}: {reason}, got {getattr(args, name)!r}")
+    for name, value in WITH_SAME_BITS.items() if same_bits else ():
+        if hasattr(args, name.split(".")[0]) and (got := attrgetter(name)(args)) != value:
+            raise NotImplementedError(f"{name} must be {value!r} with same_bits, got {got!r}")
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         raise NotImplementedError(f"deepspeed must be left out with context_size: {LEFT_OUT['deepspeed']}")
     if args.train_sampling_strategy not in STRATEGIES:
@@ -89,6 +107,32 @@ def check_trainer(trainer: Any) -> None:
         raise NotImplementedError(
             "ref_model must be given with adapters, as a model of its own with the weights of the base model: the "
             "trainer would call the sharded model without its adapters, on whole sequences"
+        )
+    if trainer.same_bits is not None:
+        _check_same_steps(trainer)
+
+
+def _check_same_steps(trainer: Any) -> None:
+    """Raise for a trainer whose steps other ranks would not make."""
+    methods = {"compute_loss", "training_step"}
+    owners = [x for x in type(trainer).__mro__ if methods & vars(x).keys() and x.__module__ not in OF_STEPS]
+    if owners or trainer.compute_loss_func is not None:
+        raise NotImplementedError(
+            "compute_loss must be that of transformers' Trainer or TRL's SFTTrainer with same_bits, got that of "
+            f"{owners[0].__name__ if owners else 'compute_loss_func'}: write a loop of your own, with SameWeights"
+        )
+    if not (trainer.model_accepts_loss_kwargs and trainer._loss_shifts_labels):
+        raise NotImplementedError(
+            "model must be a causal language model with same_bits, whose forward accepts num_items_in_batch, got "
+            f"{type(trainer.model).__name__}"
+        )
+    data, drops = trainer.train_dataset, trainer.args.dataloader_drop_last
+    ranks = trainer.mesh["data"].size()
+    number, batch = len(data) if isinstance(data, Sized) else 0, trainer.args.train_batch_size * ranks
+    if isinstance(data, IterableDataset) or (number % batch and (ranks > 1 or drops)):
+        raise ValueError(
+            f"train_dataset must have a length that is a multiple of {batch}, per_device_train_batch_size times data "
+            f"ranks, with same_bits, so that no sequence is repeated or left out, got {number or type(data).__name__}"
         )
 
 

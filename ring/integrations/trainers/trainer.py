@@ -9,11 +9,13 @@ of a Trainer whose processes are the data ranks. TRL's SFTTrainer and other subc
 
 Each rank of a context group reads the same whole batches, of any length, padded or packed; the model is called with
 the rank's shard. `compute_loss_func` and label smoothing get logits of the whole sequence, as predictions do.
-TRAINERS.md in this folder has the limits.
+With `same_bits=4096` any number of ranks trains the same model, bit by bit. TRAINERS.md in this folder has the limits.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -26,6 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel, Trainer
 
+from reference.documents import Documents
 from ring.integrations.trainers.accelerator import DataAccelerator, check_dataset, check_loader
 from ring.integrations.trainers.call import ShardedCall
 from ring.integrations.trainers.refusals import check_adapters, check_head, check_settings, check_trainer, check_world
@@ -33,7 +36,9 @@ from ring.integrations.transformers import prepare
 from ring.integrations.transformers.call import prepared_call
 from ring.layout import Layout
 from ring.nn.batch import IGNORED
+from ring.nn.batch_group import BatchRanks
 from ring.nn.context import ContextParallel
+from ring.nn.same_weights.wrapper import SameWeights
 
 
 class ContextParallelTrainer(Trainer):  # type: ignore[misc]
@@ -43,6 +48,8 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
         args: of transformers' `Trainer`. A model that is prepared already is not compared again. Adapters of PEFT must
             be LoRA.
         context_size: number of neighbouring ranks that share sequences; a divisor of all ranks.
+        same_bits: tokens of a chunk, for `SameWeights`: parameters, moments, norms and logged losses then have the same
+            bits on any number of ranks whose steps have the same sequences. None: off.
         options: of transformers' `Trainer`.
 
     Raises:
@@ -59,21 +66,27 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
             bases = ", ".join(base.__name__ for base in (cls.__bases__[first], *cls.__bases__[:first]))
             raise TypeError(f"ContextParallelTrainer must precede other trainers: write class {cls.__name__}({bases})")
 
-    def __init__(self, *args: Any, context_size: int, **options: Any) -> None:
-        self.context_size = context_size
+    def __init__(self, *args: Any, context_size: int, same_bits: int | None = None, **options: Any) -> None:
+        self.context_size, self.same_bits = context_size, same_bits
         self._evaluates = False
+        self._losses: list[float] = []  # of the step's sequences so far, with same_bits
+        self._mean_loss: float | None = None  # of the steps since the last log, for the next
         self._draws: torch.Generator | None = None
         super().__init__(*args, **options)
         self._check()
-        group = self.mesh["context"]
-        self._handle: Callable[[int], ContextParallel] = lru_cache(64)(
-            lambda tokens: ContextParallel(Layout.zigzag(tokens, context_size), group)
-        )
+        self._handle: Callable[[int, Documents | None], ContextParallel] = lru_cache(64)(self._context)
         if prepared_call(self._inner()) is None:
-            prepare(self._inner(), group)
+            prepare(self._inner(), self.mesh["context"])
 
     def _inner(self) -> PreTrainedModel:
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
+
+    def _context(self, tokens: int, documents: Documents | None) -> ContextParallel:
+        group, ranks = self.mesh["context"], self.context_size
+        if self.same_bits is None:
+            return ContextParallel(Layout.zigzag(tokens, ranks), group)
+        layout = Layout.whole_chunks(tokens, ranks, self.same_bits, documents)
+        return ContextParallel(layout, group, same_bits=self.same_bits)
 
     def _check(self) -> None:
         if is_peft_model(self.model):
@@ -94,14 +107,18 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check the settings, make the mesh, and let the accelerator read and count data by data ranks."""
-        check_settings(self.args, self.context_size)
+        check_settings(self.args, self.context_size, self.same_bits)
         super().create_accelerator_and_postprocess()
+        if "RANK" in os.environ and not dist.is_initialized():  # accelerate joins no group of one process on CPUs
+            dist.init_process_group()
         check_world(dist.get_world_size() if dist.is_initialized() else 0, self.context_size)
         sizes = (dist.get_world_size() // self.context_size, self.context_size)
         if self.args.fsdp and not self.is_fsdp_enabled:
             raise NotImplementedError("fsdp needs GPUs: accelerate ignores it on CPUs, got use_cpu=True")
+        sharing: dict[str, object] = {"context_size": self.context_size, "same_bits": self.same_bits}
+        BatchRanks(None).agree(type(self).__name__, lambda: (sharing, None))
         self.mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=("data", "context"))
-        self.accelerator = DataAccelerator(self.mesh, **self._accelerator_options)
+        self.accelerator = DataAccelerator(self.mesh, self.same_bits is not None, **self._accelerator_options)
         self.gather_function = self.accelerator.gather_for_metrics
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
@@ -126,17 +143,26 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
 
     # --- the loss -----------------------------------------------------------------------------------------------------
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Tensor:
-        """Return the loss of a micro-batch, after its backward.
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Return the loss of a micro-batch, after its backward; with `same_bits` that of the step, after its last.
 
         Args:
             model: wrapped. Every `compute_loss`, also one of a subclass, gets a call of it that takes whole batches.
             inputs: the whole batch.
-            args, options: of the Trainer.
+            num_items_in_batch: labels of the step.
         """
         check_loader("get_train_dataloader", self.callback_handler.train_dataloader)
-        loss: Tensor = super().training_step(self._sharded(model, self._own_loss()), inputs, *args, **options)
-        return loss
+        call = self._sharded(model, self._own_loss())
+        if call.chunk is not None and num_items_in_batch is None:
+            raise ValueError("batch must have labels with same_bits, since they are counted over the step")
+        loss: Tensor = super().training_step(call, inputs, num_items_in_batch)
+        if not isinstance(call.model, SameWeights):
+            return loss
+        self._losses += map(float, call.model.token_sums.of_sequences)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros_like(loss)
+        total, self._losses = math.fsum(self._losses), []  # of any micro-batches, since it is rounded once
+        return torch.full_like(loss, total / max(1, int(num_items_in_batch)))
 
     def _own_loss(self) -> bool:
         """True for a `compute_loss` of a subclass, which may read logits."""
@@ -153,7 +179,12 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
         """
         call = self._sharded(model, return_outputs)
         call = replace(call, whole=call.whole and return_outputs)
-        return super().compute_loss(call, inputs, return_outputs, **options)
+        if call.chunk is None:
+            return super().compute_loss(call, inputs, return_outputs, **options)
+        # Among the inputs, since with the argument trainers multiply losses by the data ranks, for the mean of DDP.
+        inputs = {**inputs, "num_items_in_batch": options.pop("num_items_in_batch", None)}
+        output = super().compute_loss(call, inputs, return_outputs, **options)
+        return (call.losses[0], output[1]) if return_outputs else call.losses[0]
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -183,7 +214,31 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
             return model
         if self._draws is None:
             self._draws = torch.Generator().manual_seed((torch.initial_seed() + self.state.global_step) % 2**63)
-        return ShardedCall(model, self.mesh, self._handle, self._loss_shifts_labels, whole, self.model, self._draws)
+        model = self.accelerator.same_weights(self.model) or model
+        shifts, chunk = self._loss_shifts_labels, self.same_bits
+        return ShardedCall(model, self.mesh, self._handle, shifts, whole, self.model, self._draws, chunk)
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **options: Any) -> None:
+        """Log the loss. With `same_bits` it is equal on all ranks; the Trainer's mean over them would be rounded."""
+        steps = self.state.global_step - self._globalstep_last_logged
+        if self.same_bits is None or not self.control.should_log or not steps:
+            super()._maybe_log_save_evaluate(tr_loss, *args, **options)
+            return
+        loss, before = tr_loss.item(), float(self._total_loss_scalar)
+        self._mean_loss = loss / steps
+        super()._maybe_log_save_evaluate(tr_loss, *args, **options)
+        self._total_loss_scalar: float = before + loss
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """Log values, and with `same_bits` the loss that any ranks have.
+
+        Args:
+            logs: by name.
+            args, options: of the Trainer.
+        """
+        if self._mean_loss is not None:
+            logs["loss"], self._mean_loss = self._mean_loss, None
+        super().log(logs, *args, **options)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Count labels over the data ranks; in evaluation as if all had as many, since each batch has its own mean."""

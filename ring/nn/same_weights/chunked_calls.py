@@ -7,7 +7,7 @@ parameters, through which the gradients of its chunk reach the sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import MethodType
@@ -145,16 +145,22 @@ class ChunkedCalls:
             if of is not module:  # a copy
                 return type(of).forward(of, *args, **kwargs)
             running = self.running if self._inside or within_backward() else None
-            if running is None or self._vectors:
+            with nullcontext() if running is None else self._whole_vectors():
                 return own(*args, **kwargs)
-            self._vectors = True
-            try:
-                with WholeVectors():
-                    return own(*args, **kwargs)
-            finally:
-                self._vectors = False
 
         return MethodType(forward, module)
+
+    @contextmanager
+    def _whole_vectors(self) -> Iterator[None]:
+        if self._vectors:
+            yield
+            return
+        self._vectors = True
+        try:
+            with WholeVectors():
+                yield
+        finally:
+            self._vectors = False
 
     def _chunked(self, module: nn.Module, where: str, own: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(type(module).forward)
@@ -175,7 +181,8 @@ class ChunkedCalls:
                     return own(*args, **kwargs)
 
             try:
-                return by_chunks(running, where, call, args, kwargs)
+                with self._whole_vectors():  # a layer that is computed again may not be called, but its class's forward
+                    return by_chunks(running, where, call, args, kwargs)
             except Exception as error:  # of any type: in a recomputation the other ranks are in attention, or will be
                 if self._inside or isinstance(error, _StopRecomputationError):
                     raise

@@ -15,7 +15,12 @@ from ring.plan.tile import Node
 
 
 class TokenSums:
-    """Functions and sums of this rank's tokens of the latest forward, chunk by chunk."""
+    """Functions and sums of this rank's tokens of the latest forward, chunk by chunk.
+
+    of_sequences: sums of each sequence of the latest total, in the order of their numbers.
+    """
+
+    of_sequences: list[Tensor]
 
     def __init__(self, ranks: BatchRanks) -> None:
         self._ranks = ranks
@@ -67,8 +72,10 @@ class TokenSums:
             for (entry, number), value in zip(places, values, strict=False):
                 trees.setdefault((one.group, entry), TreeNodes(one.count, torch.add)).insert(Node(0, number), value)
         whole: TreeNodes[Tensor] = TreeNodes(None, torch.add)
+        self.of_sequences = []
         for number, sequence in enumerate(sequences(held)):
             root = trees[sequence].root
             assert root is not None
             whole.insert(Node(0, number), root)
+            self.of_sequences.append(root)
         return whole.close(len(trees))

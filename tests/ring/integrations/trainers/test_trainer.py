@@ -33,6 +33,7 @@ from reference.pattern import Pattern
 from ring.integrations import transformers
 from ring.integrations.trainers.call import ShardedCall
 from ring.integrations.trainers.trainer import ContextParallelTrainer
+from tests.support import trainer_runs
 from tests.support.framework_example import EXACT, ROUNDED
 from tests.support.nn_ranks import said
 from tests.support.ranks import Ranks
@@ -182,6 +183,7 @@ def adapted(config: PeftConfig) -> PeftModel:
     return get_peft_model(llama(), config)
 
 
+CHUNKS: dict[str, Any] = {"same_bits": 16}
 # Settings, other arguments of the trainer, and a word of the refusal.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "context_size": ({}, {"context_size": 3}, "context_size must divide the 2 ranks, got 3"),
@@ -227,6 +229,14 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"model": None, "model_init": llama},
         "model must be given as a PreTrainedModel, got model_init",
     ),
+    "half a chunk": ({}, {"same_bits": 24}, "same_bits must be None or the tokens of a chunk, a multiple of 16"),
+    "FSDP2 of chunks": ({"fsdp": True}, CHUNKS, "fsdp must be left out with same_bits"),
+    "smoothed chunks": ({"label_smoothing_factor": 0.1}, CHUNKS, "label_smoothing_factor must be left out with same"),
+    "means of ranks": ({"average_tokens_across_devices": False}, CHUNKS, "average_tokens_across_devices must be True"),
+    "an own loss of chunks": ({}, CHUNKS | {"compute_loss_func": trainer_runs.in_fp64}, "that of compute_loss_func"),
+    "an own compute_loss": ({}, CHUNKS | {"kind": OwnLoss}, "compute_loss must be that of transformers' Trainer or"),
+    "masked, of chunks": ({}, CHUNKS | {"model": trainer_runs.modernbert}, "model must be a causal language model"),
+    "repeated": ({"dataloader_drop_last": True, "per_device_train_batch_size": 3}, CHUNKS, "a multiple of 3, per_dev"),
 }
 
 
@@ -237,7 +247,8 @@ def _refused(name: str, folder: str) -> str:
     make = options.get("model", llama)
     with pytest.raises((ValueError, NotImplementedError)) as refused:
         given: dict[str, Any] = {"context_size": 2, "train_dataset": Sequences(4, 1, True), **options}
-        ContextParallelTrainer(args=arguments(run, folder, 1), **(given | {"model": make and make()}))
+        kind = given.pop("kind", ContextParallelTrainer)
+        kind(args=arguments(run, folder, 1), **(given | {"model": make and make()}))
     dist.barrier()  # the group stays usable
     return str(refused.value)
 

@@ -68,7 +68,7 @@ def _trained(run: Run, folder: str) -> dict[str, Any]:
     args = SFTConfig(**(settings | run.settings))
     trainer: Any
     if sharded:
-        trainer = Sharded(llama(), args, context_size=run.context, **options)
+        trainer = Sharded(llama(), args, context_size=run.context, same_bits=run.same_bits, **options)
     else:
         trainer = SFTTrainer(llama(), args, **options)
     # Otherwise accelerate repeats a sequence, for a data rank without one.
@@ -92,6 +92,22 @@ def test_a_training_is_that_of_one_process(name: str, ranks: Ranks, tmp_path: Pa
             log.pop(key, None)
     for got in ranks(run.world).run(_trained, run, str(tmp_path / "sharded")):
         assert_same(got, expected, IN_FP32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sequences", "settings"), [(48, {"packing": True}), (36, {"activation_checkpointing": True})])
+def test_any_ranks_train_and_log_the_same(
+    sequences: int, settings: dict[str, Any], ranks: Ranks, tmp_path: Path
+) -> None:
+    found = []
+    for world, context, batch in ((1, 1, 2), (3, 3, 2), (4, 2, 4)):
+        own = settings | {"gradient_accumulation_steps": 12 // batch}
+        run = Run(world, context, batch=batch, sequences=sequences, held=4, settings=own, same_bits=16)
+        found += ranks(world).run(_trained, run, str(tmp_path))
+    for one in found:
+        assert_same(one["weights"], found[0]["weights"], 0.0)
+        for log, other in zip(one["logs"], found[0]["logs"], strict=True):
+            assert all(log.get(name) == other.get(name) for name in ("loss", "grad_norm", "eval_loss", "train_loss"))
 
 
 def _preferred(trained: type[Any], settings: type[Any], adapters: bool, folder: str) -> dict[str, Any]:
