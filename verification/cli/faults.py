@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
-
 from verification.cli.arguments import add_outputs, add_seed, add_world, count, finish, seed_of
+from verification.console import Console
 from verification.faults import fault_run, inject
 from verification.report.provenance import command_run
 from verification.report.report import Report

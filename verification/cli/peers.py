@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
-from rich.console import Console
 
 from verification.case import Case
 from verification.case_line import read_case_line
 from verification.cli import arguments as cli
 from verification.cli.arguments import MODULE, STATUS, prog_name, say
+from verification.console import Console
 from verification.failures import Refused
 from verification.peers.expected_failures import read_expected_failures
 from verification.peers.known_peers import KNOWN, load, selected
@@ -317,7 +317,7 @@ def _summary(kind: Kind, outcomes: Sequence[PeerOutcome], seconds: float, consol
             if not number or verbose:
                 say(console, f"{o.name}:")
                 for line in in_full(failure):
-                    console.print(line, soft_wrap=True)
+                    console.print(line)
             else:
                 say(console, f"{o.name}: also {failure.broken} ({failure.kind}): {failure.cause or failure.file}")
         if o.coverage.cases:

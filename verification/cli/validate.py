@@ -20,6 +20,7 @@ import numpy as np
 from verification import runner
 from verification.case import Case
 from verification.cli import arguments as cli
+from verification.console import Console
 from verification.failures import RankCrash, RankHang, Refused, VerificationFailure
 from verification.peers import peer_experiment
 from verification.peers.peer_rank import prepare as ready_peer
@@ -158,7 +159,7 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
     signal.signal(signal.SIGTERM, agents.on_sigterm)
     signal.signal(signal.SIGINT, agents.on_sigint)
     extras = {"backend": options.backend, "world": agents.address.world_size}
-    report = TorchrunReport(cli.console(), extras, options.verbose)
+    report = TorchrunReport(Console(), extras, options.verbose)
     report.attention = options.attention
     if options.attention is not None:
         assert prepare is None, "a defect of this project's attention would not reach another's"

@@ -12,9 +12,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from hypothesis.strategies import SearchStrategy
-from rich.console import Console
 
 from verification import runner
+from verification.console import Console
 from verification.experiments import on_gpus
 from verification.failures import RankFailure, Refused, WrongResult
 from verification.models.first_module import describe_first_difference
@@ -246,5 +246,5 @@ def check_model(
     """
     printed = io.StringIO()
     plan = RunPlan(tuple(worlds), PROFILE, examples, seed, "gloo", failures, only=tuple(only))
-    if run_model(import_name(setup), plan, Report(Console(file=printed, width=80, emoji=False))).failures:
+    if run_model(import_name(setup), plan, Report(Console(printed))).failures:
         raise AssertionError(printed.getvalue())

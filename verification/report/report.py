@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
+from verification.console import Console
 from verification.failures import RankFailure, VerificationFailure
 from verification.protocols import CaseLike
 from verification.report import summary
@@ -92,7 +92,7 @@ class Report(RunRecord):
         """Record a counter-example, and print it in full: the summary shortens stacks."""
         self.failures.append(failure)
         for line in summary.describe(failure):
-            self.console.print(line, soft_wrap=True)
+            self.console.print(line)
 
     def met(self, failure: VerificationFailure) -> None:
         """Announce a new failure of a rank at once: shrinking may take long."""
@@ -106,10 +106,10 @@ class Report(RunRecord):
     def say(self, line: str) -> None:
         """Print a line."""
         for part in paragraph(line, hanging="  "):
-            self.console.print(part, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(part)
 
     def note(self, line: str) -> None:
-        """Print a line of progress; on a terminal the bars show it."""
+        """Print a line of progress; on a terminal the line of progress has shown it."""
         if self.verbose or not self.console.is_terminal:
             self.say(line)
 
@@ -121,4 +121,4 @@ class Report(RunRecord):
     def summary(self, replayed: bool = False) -> None:
         """Print the table, the coverage, the verdict and the counter-examples; after a replay the example in full."""
         for line in summary.summarize_replay(self) if replayed else summary.summarize_run(self, self.verbose):
-            self.console.print(line, soft_wrap=True)
+            self.console.print(line)
