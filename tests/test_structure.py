@@ -20,7 +20,7 @@ PACKAGES = ("reference", "ring", "verification")
 # stops only.
 ROAD = (
     "reference",
-    "ring.regular_file",
+    "ring.regular_file", "ring.extras",
     "ring.caching", "ring.precision", "ring.balance", "ring.layout_picture", "ring.layout", "ring.plan",
     "ring.strided_view", "ring.comm", "ring.compute",
     "ring.lowering", "ring.default_bucket", "ring.settings", "ring.validation", "ring.programs",
@@ -126,7 +126,7 @@ def test_only_kernels_know_their_names() -> None:
     """Everything else in `ring` asks a kernel's record: facts of one kernel stand in its file."""
     written = []
     for module, path in files().items():
-        if module.startswith("ring") and not module.startswith("ring.compute.kernels"):
+        if module.startswith("ring") and not module.startswith(("ring.compute.kernels", "ring.extras")):
             nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
             named = [node for node in nodes if node.value in NAMES[1:] and isinstance(node.value, str)]
             written += [f"{module}, line {node.lineno}: {node.value!r}" for node in named]

@@ -38,7 +38,7 @@ def table(report: Report) -> list[str]:
 
 def kind(text: str) -> str:
     if text in TESTS:
-        raise argparse.ArgumentTypeError(f"{text!r} is now a test: run python -m pytest {TESTS[text]}")
+        raise argparse.ArgumentTypeError(f"{text!r} is now a test: in a clone run python -m pytest {TESTS[text]}")
     return text
 
 

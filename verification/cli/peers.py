@@ -12,6 +12,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from ring.extras import DISTRIBUTION
 from verification.case import Case
 from verification.case_line import read_case_line
 from verification.cli import arguments as cli
@@ -46,7 +47,7 @@ PROFILE = Profile("for each world size", 150, budget=20.0)
 OTHERS = 5.0  # seconds to look for other failures after the first one
 TITLES_OF_ANY = (*TITLES, *(law.name for law in LAWS_OF_ANY))
 HELD, FAILED, NOT_RUN, INAPPLICABLE = "held", "counter-example", "not run", "does not apply"
-INSTALL = 'scripts/peers installs the attention packages, pip install -e ".[training]" the frameworks'
+INSTALL = f'pip install "{DISTRIBUTION}[peers,training]" brings most of them, scripts/peers of a clone the others'
 HELP = "test other implementations on the same Cases"
 ABOUT = """\
 Runs other implementations of attention on the Cases that they claim to support

@@ -1,4 +1,4 @@
-"""`scripts/validate_nccl.py`: check links, drawn Cases, laws and long problems on the ranks that torchrun started."""
+"""`ring-validate`: check links, drawn Cases, laws and long problems on the ranks that torchrun started."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from verification.search.experiment import ToolError
 from verification.search.search import Search
 from verification.wording import counted, printable
 
-SCRIPT = "scripts/validate_nccl.py"
-HOW = "torchrun --nproc-per-node=2 -m verification.cli.validate"
+MODULE = "verification.cli.validate"
+HOW = f"torchrun --nproc-per-node=2 -m {MODULE}"
 EXAMPLES = {"nccl": 300, "gloo": 200}
 LONG = {"nccl": 65_536, "gloo": 2048}
 TIMEOUT = 20.0  # seconds
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None, prepare: Preparation | None = N
             store = address.store()
             return Agent(address, connect(address, store), options.timeout).serve()
         except RankZeroLost as lost:
-            print(f"{SCRIPT}: the process that torchrun started for rank 0 {lost}", file=sys.stderr, flush=True)
+            print(f"{MODULE}: the process that torchrun started for rank 0 {lost}", file=sys.stderr, flush=True)
             return 1
         except (OSError, RuntimeError) as error:
             return _refuse(f"rank {address.rank} could not reach rank 0: {error}")
@@ -190,7 +190,7 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
         shrink_backend.close()
     if options.json is not None:
         world = agents.address.world_size
-        command = f"torchrun --nproc-per-node={world} {SCRIPT} {shlex.join(sys.argv[1:])}"
+        command = f"torchrun --nproc-per-node={world} -m {MODULE} {shlex.join(sys.argv[1:])}"
         report.extras |= surroundings("cuda" if options.backend == "nccl" else "cpu", world, command.rstrip())
         try:
             cli.write_json(options.json, report.to_dict())
@@ -202,7 +202,7 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
 
 
 def _refuse(why: str) -> int:
-    print(f"{SCRIPT}: error: {printable(why)}", file=sys.stderr, flush=True)
+    print(f"{MODULE}: error: {printable(why)}", file=sys.stderr, flush=True)
     return 2
 
 
