@@ -36,14 +36,13 @@ def test_versions_are_said_once_and_types_are_installed() -> None:
 def test_the_page_of_support_has_the_versions_that_are_set_up() -> None:
     page, workflow = (ROOT / "ring/SUPPORT.md").read_text(), (ROOT / ".github/workflows/tests.yml").read_text()
     pythons = re.findall(r"^\| Python (3\.\d+)", page, re.MULTILINE)
-    named = [re.findall(r":: (3\.\d+)$", text) for text in PROJECT["project"]["classifiers"]]
-    set_up = re.search(r"version in \((.*)\)", (ROOT / "scripts/_setup").read_text())
-    assert set_up is not None and [x for found in named for x in found] == pythons == re.findall(r"3\.\d+", set_up[1])
-    assert {str(pythons).replace("'", '"')} == set(re.findall(r"python: (\[.*\])", workflow))
+    assert re.findall(r":: (3\.\d+)", " ".join(PROJECT["project"]["classifiers"])) == pythons
+    listed = ", ".join(f'"{version}"' for version in pythons)
+    assert f"version in ({listed})" in (ROOT / "scripts/_setup").read_text()
+    assert re.findall(r"python: \[(.*)\]", workflow) == [listed, listed]
     torches = re.findall(r"torch (\d+\.\d+\.\d+) \|", page.partition("---")[0])
     (pinned,) = re.findall(r"^torch==(.*)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     assert f"torch>={torches[0].removesuffix('.0')}" in PROJECT["project"]["dependencies"] and pinned in torches
-    assert page.count("| CI |") == 2, "one version of Python and torch, and CPUs"
 
 
 @pytest.mark.parametrize("target", PROJECT["project"]["scripts"].values(), ids=PROJECT["project"]["scripts"])

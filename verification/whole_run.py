@@ -64,15 +64,14 @@ def _run_once(plan: RunPlan, report: Report, backend: Backend | None, shrink_bac
     try:
         if side_by_side:
             _run_side_by_side(plan, report)
-        with report:
-            for number, world in enumerate(() if side_by_side else plan.worlds, 1):
-                try:
-                    run_world(plan, report, backend, shrink_backend, world)
-                except BaseException as error:
-                    report.not_run(plan.worlds[number:], error)
-                    raise
-            if plan.real_size:
-                run_real_size(plan, report, backend)
+        for number, world in enumerate(() if side_by_side else plan.worlds, 1):
+            try:
+                run_world(plan, report, backend, shrink_backend, world)
+            except BaseException as error:
+                report.not_run(plan.worlds[number:], error)
+                raise
+        if plan.real_size:
+            run_real_size(plan, report, backend)
     finally:
         backend.close()
         shrink_backend.close()

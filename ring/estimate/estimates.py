@@ -122,21 +122,11 @@ class Estimates(tuple[Estimate, ...]):
         size = max(len(value) for column in columns for value in column) + 2
         most = max(1, (width - len(titles[0])) // size)
         blocks = [[titles, *map(_aligned, columns[at : at + most])] for at in range(0, len(columns), most)]
-        lines = ["\n".join("  ".join(line).rstrip() for line in zip(*block, strict=True)) for block in blocks]
-        return _Text("\n\n".join(lines))
+        return "\n\n".join("\n".join("  ".join(x).rstrip() for x in zip(*block, strict=True)) for block in blocks)
 
     def to_json(self) -> str:
         """Return a JSON list with an object a row."""
         return json.dumps([row.flat() for row in self], indent=1)
-
-
-class _Text(str):
-    """Text that a notebook shows as it is printed."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def _aligned(column: list[str]) -> list[str]:

@@ -66,12 +66,11 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     seed = seed_of(options)
     report = Report(console, command_run("faults") | {"seed": seed, "backend": "gloo"}, options.verbose)
     report.say(f"seed {seed}; repeat this run with --seed {seed}")
-    with report:
-        try:
-            fault_run.run_faults(report, worlds, options.count, seed, options.failures)
-        except KeyboardInterrupt:
-            report.interrupt()
-            raise
+    try:
+        fault_run.run_faults(report, worlds, options.count, seed, options.failures)
+    except KeyboardInterrupt:
+        report.interrupt()
+        raise
     failed = counted(len(report.failures), "fault") + " mishandled"
     verdict = failed if report.failures else "all named, nothing left over"
     for line in table(report):

@@ -249,34 +249,33 @@ def _run(kind: Kind, outcome: PeerOutcome, plan: RunPlan, console: Console, opti
     backend = open_backend(plan.backend)
     backend.device = getattr(options, "device", None) or backend.device
     try:
-        with report:
-            worlds = _worlds(peer, plan, options)
-            for number, world in enumerate(worlds, 1):
-                drawn = kind.experiments(name, world, plan, options)
-                for experiment, _ in drawn[:1]:
-                    experiment.prepare(backend)
-                backend.start(world)
-                report.start_world(world, sum(examples for _, examples in drawn))
-                for experiment, examples in drawn:
-                    search = Search(
-                        experiment, backend, report, world, plan.profile.budget, plan.profile.remembers,
-                        expected=outcome.expected, others=OTHERS,
-                    )  # fmt: skip
-                    failures = explore(plan, report, search, examples)
-                    drew_none = not (failures or search.examples or search.expected_failures)
-                    if drew_none and experiment.without_subjects:
-                        outcome.inapplicable.append(f"{counted(world, 'rank')}: {experiment.without_subjects}")
-                        report.say(f"world {world}: {experiment.without_subjects}")
-                    outcome.expected |= {t: outcome.expected[t] + n for t, n in search.expected_failures.items()}
-                    if report.failures:  # plain examples come before the laws between them
-                        break
-                report.end_world(name)
-                if report.failures:
-                    report.not_run(worlds[number:], "fewer ranks have a counter-example")
+        worlds = _worlds(peer, plan, options)
+        for number, world in enumerate(worlds, 1):
+            drawn = kind.experiments(name, world, plan, options)
+            for experiment, _ in drawn[:1]:
+                experiment.prepare(backend)
+            backend.start(world)
+            report.start_world(world, sum(examples for _, examples in drawn))
+            for experiment, examples in drawn:
+                search = Search(
+                    experiment, backend, report, world, plan.profile.budget, plan.profile.remembers,
+                    expected=outcome.expected, others=OTHERS,
+                )  # fmt: skip
+                failures = explore(plan, report, search, examples)
+                drew_none = not (failures or search.examples or search.expected_failures)
+                if drew_none and experiment.without_subjects:
+                    outcome.inapplicable.append(f"{counted(world, 'rank')}: {experiment.without_subjects}")
+                    report.say(f"world {world}: {experiment.without_subjects}")
+                outcome.expected |= {t: outcome.expected[t] + n for t, n in search.expected_failures.items()}
+                if report.failures:  # plain examples come before the laws between them
                     break
-                nothing = not report.examples and not any(outcome.expected.values())
-                if nothing and not (plan.only and outcome.inapplicable):  # a law alone may have no subject
-                    raise Refused(f"{name} supports none of the Cases drawn on {counted(world, 'rank')}")
+            report.end_world(name)
+            if report.failures:
+                report.not_run(worlds[number:], "fewer ranks have a counter-example")
+                break
+            nothing = not report.examples and not any(outcome.expected.values())
+            if nothing and not (plan.only and outcome.inapplicable):  # a law alone may have no subject
+                raise Refused(f"{name} supports none of the Cases drawn on {counted(world, 'rank')}")
     finally:
         backend.close()
     outcome.examples = report.examples

@@ -228,25 +228,24 @@ def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, 
     report.extras["seed"] = seed
     report.say(f"{counted(world, 'rank')}, joined by {backend.name}; seed {seed}; repeat this run with --seed {seed}")
     backend.start(world)
-    with report:
-        if run_links(report, backend, options.failures):
-            profile = replace(runner.PROFILES["quick"], budget=options.budget)
-            examples = options.examples or EXAMPLES[backend.name]
-            plan = runner.RunPlan((world,), profile, examples, seed, backend.name, options.failures, real_size=0)
-            if options.attention is None:
-                runner.run_world(plan, report, backend, shrink_backend, world)
-            else:
-                run_attention(options.attention, plan, report, backend)
-            length = LONG[backend.name] if options.long is None else options.long
-            if runner.hangs(report.failures):
-                report.say(f"ranks hang, so {long_problems.TITLE} are skipped")
-            elif own is not None:
-                run_long(report, backend, own, options.failures, options.attention)
-            elif length:
-                for kind in options.long_kinds:
-                    run_long(report, backend, LongProblem(world, length, kind), options.failures, options.attention)
+    if run_links(report, backend, options.failures):
+        profile = replace(runner.PROFILES["quick"], budget=options.budget)
+        examples = options.examples or EXAMPLES[backend.name]
+        plan = runner.RunPlan((world,), profile, examples, seed, backend.name, options.failures, real_size=0)
+        if options.attention is None:
+            runner.run_world(plan, report, backend, shrink_backend, world)
         else:
-            report.say("the links fail, so everything else is skipped")
+            run_attention(options.attention, plan, report, backend)
+        length = LONG[backend.name] if options.long is None else options.long
+        if runner.hangs(report.failures):
+            report.say(f"ranks hang, so {long_problems.TITLE} are skipped")
+        elif own is not None:
+            run_long(report, backend, own, options.failures, options.attention)
+        elif length:
+            for kind in options.long_kinds:
+                run_long(report, backend, LongProblem(world, length, kind), options.failures, options.attention)
+    else:
+        report.say("the links fail, so everything else is skipped")
     report.summary()
 
 
@@ -345,12 +344,11 @@ def _replay(options: argparse.Namespace, report: Report, backend: TorchrunBacken
     if not isinstance(problem, (links.Links, LongProblem)):
         replays.replay(file, report, backend, "--replay", options.attention)
         return
-    with report:
-        backend.start(problem.world)
-        if isinstance(problem, LongProblem):
-            run_long(report, backend, problem, options.failures, options.attention)
-        else:
-            run_links(report, backend, options.failures)
+    backend.start(problem.world)
+    if isinstance(problem, LongProblem):
+        run_long(report, backend, problem, options.failures, options.attention)
+    else:
+        run_links(report, backend, options.failures)
     report.summary(replayed=True)
 
 

@@ -6,7 +6,6 @@ The line vanishes when the part ends. It is drawn between two examples, not by a
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from verification.console import Console
 from verification.wording import counted, rate
@@ -33,18 +32,12 @@ class PlainLines:
 
 
 class RunProgress:
-    """Progress of a run on a console, part by part. Use as a context manager around the parts."""
+    """Progress of a run on a console, part by part."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._title, self._goal, self._done = "", 0, 0
         self._lines, self._drawn, self._since = PlainLines(), 0.0, 0.0
-
-    def __enter__(self) -> RunProgress:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.end()
 
     def begin(self, title: str, goal: int) -> None:
         """Begin a part of `goal` examples."""
@@ -67,5 +60,5 @@ class RunProgress:
             self._drawn = now
 
     def end(self) -> None:
-        """End the part."""
+        """End the part, or do nothing."""
         self._console.progress("")

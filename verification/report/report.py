@@ -20,7 +20,7 @@ from verification.wording import counted, rate
 
 
 class Report(RunRecord):
-    """Collects results and prints them. Use as a context manager around the examples.
+    """Collects results and prints them.
 
     extras: further fields of the JSON. verbose: print a row per property and world size, the full coverage, and each
     counter-example.
@@ -32,13 +32,6 @@ class Report(RunRecord):
         self._running = False  # between `start_world` and `end_world`
         self._world = self._done = self._repeated = self._failed_before = 0
         self._worst = self._since = 0.0
-
-    def __enter__(self) -> Report:
-        self.progress.__enter__()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.progress.__exit__(*exc)
 
     def start_world(self, world: int, goal: int, what: str = "") -> None:
         """Begin a part of `goal` examples on that world size. what: its name in the progress."""
