@@ -90,15 +90,12 @@ def environment(wheel: Path) -> Path:
     return folder
 
 
-def test_the_wheel_has_three_packages_with_all_their_files(wheel: Path) -> None:
+def test_the_wheel_has_and_requires_three_packages(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert {name.partition("/")[0] for name in names} == {*PACKAGES}
     files = [file for package in PACKAGES for file in (ROOT / package).rglob("*") if file.is_file()]
     left_out = (".pyc", ".svg")  # pictures are those of a page
     assert names == {str(file.relative_to(ROOT)) for file in files if file.suffix not in left_out}
-
-
-def test_the_wheel_requires_three_packages(wheel: Path) -> None:
     plain = {x.name for x in map(Requirement, unpacked(wheel).requires or ()) if x.marker is None}
     assert plain == {"hypothesis", "numpy", "torch"}
 
@@ -111,7 +108,6 @@ def test_an_installed_copy_finds_and_replays_a_wrong_ring(environment: Path, tmp
     said = unbroken(done.stdout)
     assert done.returncode == 1 and "counter-example: output and lse (wrong result, 2 ranks, gloo)" in said, done.stderr
     (line,) = re.findall(r"replay: (.*?\.json)", said)
-    assert Path(shlex.split(line)[0]) == python
     again = run(tmp_path, *shlex.split(line))
     assert again.returncode == 1 and "counter-example: output and lse" in again.stdout, again.stdout + again.stderr
 
@@ -127,16 +123,8 @@ def test_an_installed_copy_finds_and_replays_a_wrong_ring(environment: Path, tmp
         ("ring-verify peers deepspeed", 2, 'pip install "ring-dilated-attention[peers,training]"'),
         ("ring-verify model verification.models.trainers.trl_sft:Sft", 2, '"ring-dilated-attention[training]"'),
         ("python -c import~ring.integrations.transformers", 1, 'pip install "ring-dilated-attention[transformers]"'),
-        (
-            "python -c import~ring.integrations.trainers.trainer",
-            1,
-            "trainer needs accelerate, which is not installed: ",
-        ),
-        (
-            "python -c import~ring.integrations.trainers.lightning",
-            1,
-            "lightning needs lightning, which is not installed",
-        ),
+        ("python -c import~ring.integrations.trainers.trainer", 1, "needs accelerate, which is not installed: pip"),
+        ("python -c import~ring.integrations.trainers.lightning", 1, "needs lightning, which is not installed: pip"),
         ("python -c import~ring.integrations.deepspeed", 1, 'pip install "ring-dilated-attention[training]"'),
         ("python -c import~ring.integrations.fairscale", 1, 'pip install "ring-dilated-attention[training]"'),
     ],
