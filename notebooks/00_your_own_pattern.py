@@ -132,7 +132,7 @@ dense = HEADS * tokens * (tokens + 1) // 2 if pattern.causal else HEADS * tokens
 print(f"{pairs:,} (head, query, key) pairs, {pairs / dense:.2%} of dense attention's")
 cost = estimate(pattern, tokens=tokens, ranks=WORLDS, order=ORDER, rates=rates, **sizes)
 assert all(math.isclose(row.pairs / row.imbalance * row.ranks, pairs, rel_tol=1e-12) for row in cost if pairs)
-cost.to_table()
+print(cost.to_table())
 
 # %% [markdown]
 # ## Scaling

@@ -30,6 +30,7 @@
 # %%
 import dataclasses
 import difflib
+import io
 import json
 import os
 import tempfile
@@ -39,7 +40,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from IPython.display import display
-from rich.console import Console
 
 from notebooks.figures import BLUE, GREEN, ORANGE, SKY, VERMILLION, legend_below, seeded_defects, style
 from reference import Pattern, attention
@@ -47,6 +47,7 @@ from reference.pattern import multiplicity
 from reference.svg import Field, fields
 from verification.case import Case
 from verification.check.laws import LAWS
+from verification.console import Console
 from verification.experiments import EXAMPLES, law_experiment
 from verification.failures import VerificationFailure
 from verification.mutants.catalogue import DEFECTS, by_name
@@ -75,7 +76,7 @@ SEEDS_LONG = 20
 
 # %%
 def silent() -> Report:
-    return Report(Console(quiet=True))
+    return Report(Console(io.StringIO()))
 
 
 # %% [markdown]

@@ -11,15 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from cycler import cycler
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis, XAxis
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
+
+from ring.extras import optional_imports
+
+with optional_imports(__name__):
+    import matplotlib
+    from cycler import cycler
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis, XAxis
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+    from scipy import stats
 
 # Okabe and Ito (2008): eight colours that people with any kind of colour blindness can tell apart.
 BLUE, VERMILLION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
@@ -137,8 +141,8 @@ def _data() -> Path:
     """The folder of the records. Raises FileNotFoundError where there is none."""
     if not DATA.is_dir():
         raise FileNotFoundError(
-            f"there are no records in {DATA}: they are in notebooks/data of the repository, and a wheel has none; "
-            "write `pip install -e .` in a clone of the repository"
+            f"there are no records in {DATA}: they are in notebooks/data of the repository; "
+            "write `pip install -e .` in a clone of it"
         )
     return DATA
 

@@ -45,6 +45,7 @@ from torch.distributed.run import main as torchrun
 from torch.nn.parallel import DistributedDataParallel
 
 from ring import Layout
+from ring.extras import optional_imports
 from ring.nn import ContextParallel, LongNetBlock, SameWeights, clip_grad_norm, cross_entropy, next_tokens, shard_batch
 from verification import whole_file
 from verification.cli.arguments import check_file, check_folder, count, number
@@ -310,9 +311,10 @@ def leave() -> None:
 def check(options: argparse.Namespace) -> int:
     """Train on 1 and on 4 ranks in fp64, and return 0 if the curves agree within BOUND."""
     try:
-        import matplotlib.pyplot as plt
-    except ModuleNotFoundError:
-        print("error: --check draws with matplotlib: install it with `pip install -e .[notebooks]`", file=sys.stderr)
+        with optional_imports("--check"):
+            import matplotlib.pyplot as plt
+    except ModuleNotFoundError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     records = []
     for ranks in (1, 4):

@@ -126,13 +126,12 @@ def run_worlds(
     first_failure: stop there, with the fewest ranks. Raises `backends.Unavailable` if no ranks can be started."""
     waiting = list(plan.worlds)
     try:
-        with report:
-            while waiting:
-                world = waiting.pop(0)
-                backend.start(world)
-                report.start_world(world, plan.examples_for(world))
-                if run(world) and first_failure:
-                    break
+        while waiting:
+            world = waiting.pop(0)
+            backend.start(world)
+            report.start_world(world, plan.examples_for(world))
+            if run(world) and first_failure:
+                break
     except BaseException as error:
         report.not_run(waiting, error)
         if isinstance(error, KeyboardInterrupt):

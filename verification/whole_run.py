@@ -19,8 +19,7 @@ from threading import Thread
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
-
+from verification.console import Console
 from verification.report.coverage import Coverage
 from verification.report.report import Report
 from verification.report.run_record import RunRecord
@@ -65,15 +64,14 @@ def _run_once(plan: RunPlan, report: Report, backend: Backend | None, shrink_bac
     try:
         if side_by_side:
             _run_side_by_side(plan, report)
-        with report:
-            for number, world in enumerate(() if side_by_side else plan.worlds, 1):
-                try:
-                    run_world(plan, report, backend, shrink_backend, world)
-                except BaseException as error:
-                    report.not_run(plan.worlds[number:], error)
-                    raise
-            if plan.real_size:
-                run_real_size(plan, report, backend)
+        for number, world in enumerate(() if side_by_side else plan.worlds, 1):
+            try:
+                run_world(plan, report, backend, shrink_backend, world)
+            except BaseException as error:
+                report.not_run(plan.worlds[number:], error)
+                raise
+        if plan.real_size:
+            run_real_size(plan, report, backend)
     finally:
         backend.close()
         shrink_backend.close()
@@ -91,7 +89,7 @@ class _Process:
     def begin(cls, plan: RunPlan, report: Report, world: int) -> _Process:
         context = multiprocessing.get_context("spawn")
         connection, remote = context.Pipe()
-        process = context.Process(target=_run_alone, args=(remote, plan, world, report.console.width, report.verbose))
+        process = context.Process(target=_run_alone, args=(remote, plan, world, report.verbose))
         # Ctrl-C reaches every process of a terminal: only this one handles it, and sends SIGTERM to the others. A child
         # inherits the signals that are blocked here, for good.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -163,7 +161,7 @@ def _record(answer: tuple[Any, ...]) -> RunRecord:
     return RunRecord(rows, failures, examples, distributed, coverage=Coverage(*coverage))
 
 
-def _run_alone(connection: Connection, plan: RunPlan, world: int, width: int, verbose: bool) -> None:
+def _run_alone(connection: Connection, plan: RunPlan, world: int, verbose: bool) -> None:
     """Run one world size in this process, and send its results or its exception. SIGTERM interrupts it: it then sends
     the results so far."""
 
@@ -180,7 +178,7 @@ def _run_alone(connection: Connection, plan: RunPlan, world: int, width: int, ve
     signal.signal(signal.SIGALRM, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
     Thread(target=end_with_the_parent, daemon=True).start()
-    report = Report(Console(width=width, force_terminal=False, emoji=False), verbose=verbose)
+    report = Report(Console(terminal=False), verbose=verbose)
     answer: Any
     try:
         _run_world(plan, report, world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from reference.pattern import Pattern
 from ring.estimate.choice import choose
@@ -23,7 +23,7 @@ from ring.plan.exchange import AUTO
 from ring.regular_file import read_regular
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MAX_WIDTH = 2**12  # characters of a line in a file
+MAX_WIDTH = 2**12  # columns of a line in a file
 UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 RATES = {  # options of `Rates`
     "forward": ("--forward-rate", "R", "FLOP/s, for times"),
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.json:
         print(rows.to_json())
     else:
-        Console(width=None if sys.stdout.isatty() else MAX_WIDTH).print(rows.to_table())
+        print(rows.to_table(shutil.get_terminal_size().columns if sys.stdout.isatty() else MAX_WIDTH))
     return 0
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,9 +24,6 @@ from ring.layout import Layout
 from ring.plan.exchange import DIRECT, check_name, is_by_host, key_exchange, parse, with_number
 from ring.plan.exchanges.key_exchange import KeyExchange
 from ring.validation import DTYPES
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "balanced", "zigzag by document")
 DEVICES = ("cpu", "cuda")
@@ -112,21 +109,28 @@ class Estimates(tuple[Estimate, ...]):
         iterable: of the rows, at least one.
     """
 
-    def to_table(self) -> Table:
-        """Return a rich table with a column for each row, for a terminal."""
-        from rich.table import Column, Table  # draws of Python's random numbers, which a call must not
+    def to_table(self, width: int = 80) -> str:
+        """Return a table with a column for each row; those that the width has no room for stand below.
 
-        columns = [Column(name, overflow="fold") for name in ("rank with most of each", *("" for _ in self))]
-        table = Table(*columns, box=None, pad_edge=False)
+        Args:
+            width: characters of a line.
+        """
         rows = [row.flat() for row in self]
-        for name in rows[0]:
-            if any(row[name] is not None for row in rows):
-                table.add_row(name.replace("_", " "), *(_shown(name, row[name]) for row in rows))
-        return table
+        names = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+        columns = [["", *(_shown(name, row[name]) for name in names)] for row in rows]
+        titles = _aligned(["rank with most of each", *(name.replace("_", " ") for name in names)])
+        size = max(len(value) for column in columns for value in column) + 2
+        most = max(1, (width - len(titles[0])) // size)
+        blocks = [[titles, *map(_aligned, columns[at : at + most])] for at in range(0, len(columns), most)]
+        return "\n\n".join("\n".join("  ".join(x).rstrip() for x in zip(*block, strict=True)) for block in blocks)
 
     def to_json(self) -> str:
         """Return a JSON list with an object a row."""
         return json.dumps([row.flat() for row in self], indent=1)
+
+
+def _aligned(column: list[str]) -> list[str]:
+    return [value.ljust(max(map(len, column))) for value in column]
 
 
 def _shown(name: str, value: Any) -> str:

@@ -19,11 +19,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from ring.extras import optional_imports
+
+with optional_imports(__name__):
+    import deepspeed
 
 from ring.integrations.wrappers import same_ranks
 from ring.integrations.wrappers.mesh import averaging_mesh

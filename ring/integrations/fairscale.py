@@ -23,10 +23,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fairscale.nn.data_parallel import ShardedDataParallel
-from fairscale.optim import OSS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from ring.extras import optional_imports
+
+with optional_imports(__name__):
+    from fairscale.nn.data_parallel import ShardedDataParallel
+    from fairscale.optim import OSS
 
 from ring.integrations.wrappers import same_ranks
 from ring.integrations.wrappers.mesh import averaging_mesh

@@ -310,6 +310,6 @@ def test_missing_kernel_features_are_named(kernel: str, monkeypatch: pytest.Monk
         settings=Settings(kernel=kernel, softcap=30.0), q=q, k=q, v=q, scoring=Scores(1.0, 30.0)
     )
     monkeypatch.setattr(fa4, "installed_version", lambda: None)
-    missing, lacking = "flash-attn-4 is not installed: pip", f"{kernel!r} has no softcap, got softcap=30.0"
+    missing, lacking = "is not installed: pip install", f"{kernel!r} has no softcap, got softcap=30.0"
     with pytest.raises(NotImplementedError, match=missing if kernel == "fa4" else lacking):
         validation._validate_kernel(call)

@@ -371,7 +371,10 @@ def test_a_row_for_each_size_in_every_form() -> None:
     assert [(row.tokens, row.ranks) for row in rows] == [(1024, 2), (1024, 4), (2048, 2), (2048, 4)]
     assert json.loads(rows.to_json()) == [row.flat() for row in rows]
     unknown = [name for name, x in rows[0].flat().items() if x is None]  # times, the longest sequence
-    assert rows.to_table().row_count == len(rows[0].flat()) - len(unknown) and len(unknown) == 9
+    table = rows.to_table(width=200).splitlines()
+    assert len(table) == 1 + len(rows[0].flat()) - len(unknown) and len(unknown) == 9
+    narrow = rows.to_table(width=50).split("\n\n")
+    assert [lines.splitlines()[1].split()[1:] for lines in narrow] == [["1024", "1024"], ["2048", "2048"]]
 
 
 def test_the_command_ends_quietly_when_nobody_reads() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 
-from rich.console import Console
+from verification.console import Console
 
 
 def recording(terminal: bool = False) -> Console:
-    """A console of the width that the commands have, whose output `printed` gives."""
-    return Console(file=io.StringIO(), width=80, force_terminal=terminal, color_system=None)
+    """A console whose output `printed` gives."""
+    return Console(io.StringIO(), terminal, colours=False)
 
 
 def printed(console: Console) -> str:

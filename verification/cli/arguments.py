@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from verification.console import Console
     from verification.report.report import Report
     from verification.runner import Profile, RunPlan
 
@@ -245,19 +244,9 @@ def finish(options: argparse.Namespace, report: Report) -> int:
     return 1 if report.failures else 0
 
 
-def console() -> Console:
-    """Return a console of 80 columns, or fewer on a narrower terminal."""
-    from rich.console import Console
-
-    from verification.report.text import WIDTH
-
-    # Without emoji: names such as module:x:y would be replaced.
-    return Console(width=min(WIDTH, Console().width) if sys.stdout.isatty() else WIDTH, emoji=False)
-
-
 def say(console: Console, line: str) -> None:
-    """Print a line without markup, wrapped at 80 columns with an indent."""
+    """Print a line, wrapped at 80 columns with an indent."""
     from verification.report.text import paragraph
 
     for part in paragraph(line, hanging="    "):
-        console.print(part, markup=False, highlight=False, soft_wrap=True)
+        console.print(part)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from verification.cli.arguments import MODULE, STATUS, check_outputs, console, prog_name
+from verification.cli.arguments import MODULE, STATUS, check_outputs, prog_name
+from verification.console import Console
 from verification.run.backends import Unavailable
 from verification.run.processes.worker import ending_children
 from verification.search.experiment import ToolError
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         check_outputs(options)
         with ending_children():
-            return int(command_module(options.command).carry_out(options, console()))
+            return int(command_module(options.command).carry_out(options, Console()))
     except (Unavailable, OSError) as error:
         print(f"{prog_name()}: error: {printable(str(error))}", file=sys.stderr)
     except SystemExit as error:  # of a user's module; no command raises it

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from reference import Pattern, validators
 from ring import Layout, count_kernels, ring_attention
 from ring.comm.transport import SoloTransport
 from ring.plan.exchange import NAMES
 from verification.case import DTYPES
-from verification.cli.arguments import add_json, check_outputs, command, console, prog_name, write_json
+from verification.cli.arguments import add_json, check_outputs, command, prog_name, write_json
+from verification.console import Console
 from verification.report.text import paragraph
 
 COMMAND = command("verification.cli.doctor", "ring-doctor")
@@ -241,7 +241,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     except RuntimeError as error:  # torch's, if a driver does not answer
         raise OSError(str(error)) from error
     for line in lines(report):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line)
     write_json(options.json, report)
     return 0
 
@@ -254,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         check_outputs(options)
-        return carry_out(options, console())
+        return carry_out(options, Console())
     except OSError as error:
         print(f"{prog_name(COMMAND)}: error: {error}", file=sys.stderr)
         return 2

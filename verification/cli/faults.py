@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
-
 from verification.cli.arguments import add_outputs, add_seed, add_world, count, finish, seed_of
+from verification.console import Console
 from verification.faults import fault_run, inject
 from verification.report.provenance import command_run
 from verification.report.report import Report
@@ -39,7 +38,7 @@ def table(report: Report) -> list[str]:
 
 def kind(text: str) -> str:
     if text in TESTS:
-        raise argparse.ArgumentTypeError(f"{text!r} is now a test: run python -m pytest {TESTS[text]}")
+        raise argparse.ArgumentTypeError(f"{text!r} is now a test: in a clone run python -m pytest {TESTS[text]}")
     return text
 
 
@@ -67,12 +66,11 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     seed = seed_of(options)
     report = Report(console, command_run("faults") | {"seed": seed, "backend": "gloo"}, options.verbose)
     report.say(f"seed {seed}; repeat this run with --seed {seed}")
-    with report:
-        try:
-            fault_run.run_faults(report, worlds, options.count, seed, options.failures)
-        except KeyboardInterrupt:
-            report.interrupt()
-            raise
+    try:
+        fault_run.run_faults(report, worlds, options.count, seed, options.failures)
+    except KeyboardInterrupt:
+        report.interrupt()
+        raise
     failed = counted(len(report.failures), "fault") + " mishandled"
     verdict = failed if report.failures else "all named, nothing left over"
     for line in table(report):

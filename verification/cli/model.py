@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rich.console import Console
-
 from verification.cli import arguments as cli
+from verification.console import Console
 from verification.failures import Refused
 from verification.models.model_checks import MODEL_PROPERTIES
 from verification.models.model_run import MODEL_WORLDS, PROFILE, STEP_BACKENDS, run_model

@@ -11,9 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-
 from verification.cli.arguments import add_json, add_seed, count, say, seed_of, write_json
+from verification.console import Console
 from verification.mutants.catalogue import DEFECTS, by_name
 from verification.mutants.defect import BaselineFails, CannotPlant
 from verification.mutants.search import LIMITS, PROCESSES, SOON, DefectOutcome, totals, try_all

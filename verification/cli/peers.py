@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
-from rich.console import Console
 
+from ring.extras import DISTRIBUTION
 from verification.case import Case
 from verification.case_line import read_case_line
 from verification.cli import arguments as cli
 from verification.cli.arguments import MODULE, STATUS, prog_name, say
+from verification.console import Console
 from verification.failures import Refused
 from verification.peers.expected_failures import read_expected_failures
 from verification.peers.known_peers import KNOWN, load, selected
@@ -46,7 +47,7 @@ PROFILE = Profile("for each world size", 150, budget=20.0)
 OTHERS = 5.0  # seconds to look for other failures after the first one
 TITLES_OF_ANY = (*TITLES, *(law.name for law in LAWS_OF_ANY))
 HELD, FAILED, NOT_RUN, INAPPLICABLE = "held", "counter-example", "not run", "does not apply"
-INSTALL = 'scripts/peers installs the attention packages, pip install -e ".[training]" the frameworks'
+INSTALL = f'pip install "{DISTRIBUTION}[peers,training]" brings most of them, scripts/peers of a clone the others'
 HELP = "test other implementations on the same Cases"
 ABOUT = """\
 Runs other implementations of attention on the Cases that they claim to support
@@ -248,34 +249,33 @@ def _run(kind: Kind, outcome: PeerOutcome, plan: RunPlan, console: Console, opti
     backend = open_backend(plan.backend)
     backend.device = getattr(options, "device", None) or backend.device
     try:
-        with report:
-            worlds = _worlds(peer, plan, options)
-            for number, world in enumerate(worlds, 1):
-                drawn = kind.experiments(name, world, plan, options)
-                for experiment, _ in drawn[:1]:
-                    experiment.prepare(backend)
-                backend.start(world)
-                report.start_world(world, sum(examples for _, examples in drawn))
-                for experiment, examples in drawn:
-                    search = Search(
-                        experiment, backend, report, world, plan.profile.budget, plan.profile.remembers,
-                        expected=outcome.expected, others=OTHERS,
-                    )  # fmt: skip
-                    failures = explore(plan, report, search, examples)
-                    drew_none = not (failures or search.examples or search.expected_failures)
-                    if drew_none and experiment.without_subjects:
-                        outcome.inapplicable.append(f"{counted(world, 'rank')}: {experiment.without_subjects}")
-                        report.say(f"world {world}: {experiment.without_subjects}")
-                    outcome.expected |= {t: outcome.expected[t] + n for t, n in search.expected_failures.items()}
-                    if report.failures:  # plain examples come before the laws between them
-                        break
-                report.end_world(name)
-                if report.failures:
-                    report.not_run(worlds[number:], "fewer ranks have a counter-example")
+        worlds = _worlds(peer, plan, options)
+        for number, world in enumerate(worlds, 1):
+            drawn = kind.experiments(name, world, plan, options)
+            for experiment, _ in drawn[:1]:
+                experiment.prepare(backend)
+            backend.start(world)
+            report.start_world(world, sum(examples for _, examples in drawn))
+            for experiment, examples in drawn:
+                search = Search(
+                    experiment, backend, report, world, plan.profile.budget, plan.profile.remembers,
+                    expected=outcome.expected, others=OTHERS,
+                )  # fmt: skip
+                failures = explore(plan, report, search, examples)
+                drew_none = not (failures or search.examples or search.expected_failures)
+                if drew_none and experiment.without_subjects:
+                    outcome.inapplicable.append(f"{counted(world, 'rank')}: {experiment.without_subjects}")
+                    report.say(f"world {world}: {experiment.without_subjects}")
+                outcome.expected |= {t: outcome.expected[t] + n for t, n in search.expected_failures.items()}
+                if report.failures:  # plain examples come before the laws between them
                     break
-                nothing = not report.examples and not any(outcome.expected.values())
-                if nothing and not (plan.only and outcome.inapplicable):  # a law alone may have no subject
-                    raise Refused(f"{name} supports none of the Cases drawn on {counted(world, 'rank')}")
+            report.end_world(name)
+            if report.failures:
+                report.not_run(worlds[number:], "fewer ranks have a counter-example")
+                break
+            nothing = not report.examples and not any(outcome.expected.values())
+            if nothing and not (plan.only and outcome.inapplicable):  # a law alone may have no subject
+                raise Refused(f"{name} supports none of the Cases drawn on {counted(world, 'rank')}")
     finally:
         backend.close()
     outcome.examples = report.examples
@@ -317,7 +317,7 @@ def _summary(kind: Kind, outcomes: Sequence[PeerOutcome], seconds: float, consol
             if not number or verbose:
                 say(console, f"{o.name}:")
                 for line in in_full(failure):
-                    console.print(line, soft_wrap=True)
+                    console.print(line)
             else:
                 say(console, f"{o.name}: also {failure.broken} ({failure.kind}): {failure.cause or failure.file}")
         if o.coverage.cases:

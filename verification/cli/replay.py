@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
 from verification.cli.arguments import add_backend, add_json, finish, must_exist
+from verification.console import Console
 from verification.failures import Refused
 from verification.models import loading as models
 from verification.peers.probe import probe

@@ -8,10 +8,9 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-
 from verification import runner, whole_run
 from verification.cli import arguments as cli
+from verification.console import Console
 from verification.problems import real_size
 from verification.report.report import Report
 from verification.run.backends import BACKENDS, Unavailable

@@ -6,10 +6,9 @@ import argparse
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-
 from verification.cli import arguments as cli
 from verification.cli import peers
+from verification.console import Console
 from verification.models.model_run import STEP_BACKENDS
 from verification.peers.training.known_step_peers import KNOWN_STEP_PEERS, load_step_peer, ready_step_peer
 from verification.peers.training.step_peer_experiment import step_experiment

@@ -1,4 +1,4 @@
-"""`scripts/validate_nccl.py`: check links, drawn Cases, laws and long problems on the ranks that torchrun started."""
+"""`ring-validate`: check links, drawn Cases, laws and long problems on the ranks that torchrun started."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import numpy as np
 from verification import runner
 from verification.case import Case
 from verification.cli import arguments as cli
+from verification.console import Console
 from verification.failures import RankCrash, RankHang, Refused, VerificationFailure
 from verification.peers import peer_experiment
 from verification.peers.peer_rank import prepare as ready_peer
@@ -41,8 +42,8 @@ from verification.search.experiment import ToolError
 from verification.search.search import Search
 from verification.wording import counted, printable
 
-SCRIPT = "scripts/validate_nccl.py"
-HOW = "torchrun --nproc-per-node=2 -m verification.cli.validate"
+MODULE = "verification.cli.validate"
+HOW = f"torchrun --nproc-per-node=2 -m {MODULE}"
 EXAMPLES = {"nccl": 300, "gloo": 200}
 LONG = {"nccl": 65_536, "gloo": 2048}
 TIMEOUT = 20.0  # seconds
@@ -136,7 +137,7 @@ def main(arguments: Sequence[str] | None = None, prepare: Preparation | None = N
             store = address.store()
             return Agent(address, connect(address, store), options.timeout).serve()
         except RankZeroLost as lost:
-            print(f"{SCRIPT}: the process that torchrun started for rank 0 {lost}", file=sys.stderr, flush=True)
+            print(f"{MODULE}: the process that torchrun started for rank 0 {lost}", file=sys.stderr, flush=True)
             return 1
         except (OSError, RuntimeError) as error:
             return _refuse(f"rank {address.rank} could not reach rank 0: {error}")
@@ -158,7 +159,7 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
     signal.signal(signal.SIGTERM, agents.on_sigterm)
     signal.signal(signal.SIGINT, agents.on_sigint)
     extras = {"backend": options.backend, "world": agents.address.world_size}
-    report = TorchrunReport(cli.console(), extras, options.verbose)
+    report = TorchrunReport(Console(), extras, options.verbose)
     report.attention = options.attention
     if options.attention is not None:
         assert prepare is None, "a defect of this project's attention would not reach another's"
@@ -189,7 +190,7 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
         shrink_backend.close()
     if options.json is not None:
         world = agents.address.world_size
-        command = f"torchrun --nproc-per-node={world} {SCRIPT} {shlex.join(sys.argv[1:])}"
+        command = f"torchrun --nproc-per-node={world} -m {MODULE} {shlex.join(sys.argv[1:])}"
         report.extras |= surroundings("cuda" if options.backend == "nccl" else "cpu", world, command.rstrip())
         try:
             cli.write_json(options.json, report.to_dict())
@@ -201,7 +202,7 @@ def _serve(options: argparse.Namespace, agents: Agents, prepare: Preparation | N
 
 
 def _refuse(why: str) -> int:
-    print(f"{SCRIPT}: error: {printable(why)}", file=sys.stderr, flush=True)
+    print(f"{MODULE}: error: {printable(why)}", file=sys.stderr, flush=True)
     return 2
 
 
@@ -227,25 +228,24 @@ def _run(options: argparse.Namespace, report: Report, backend: TorchrunBackend, 
     report.extras["seed"] = seed
     report.say(f"{counted(world, 'rank')}, joined by {backend.name}; seed {seed}; repeat this run with --seed {seed}")
     backend.start(world)
-    with report:
-        if run_links(report, backend, options.failures):
-            profile = replace(runner.PROFILES["quick"], budget=options.budget)
-            examples = options.examples or EXAMPLES[backend.name]
-            plan = runner.RunPlan((world,), profile, examples, seed, backend.name, options.failures, real_size=0)
-            if options.attention is None:
-                runner.run_world(plan, report, backend, shrink_backend, world)
-            else:
-                run_attention(options.attention, plan, report, backend)
-            length = LONG[backend.name] if options.long is None else options.long
-            if runner.hangs(report.failures):
-                report.say(f"ranks hang, so {long_problems.TITLE} are skipped")
-            elif own is not None:
-                run_long(report, backend, own, options.failures, options.attention)
-            elif length:
-                for kind in options.long_kinds:
-                    run_long(report, backend, LongProblem(world, length, kind), options.failures, options.attention)
+    if run_links(report, backend, options.failures):
+        profile = replace(runner.PROFILES["quick"], budget=options.budget)
+        examples = options.examples or EXAMPLES[backend.name]
+        plan = runner.RunPlan((world,), profile, examples, seed, backend.name, options.failures, real_size=0)
+        if options.attention is None:
+            runner.run_world(plan, report, backend, shrink_backend, world)
         else:
-            report.say("the links fail, so everything else is skipped")
+            run_attention(options.attention, plan, report, backend)
+        length = LONG[backend.name] if options.long is None else options.long
+        if runner.hangs(report.failures):
+            report.say(f"ranks hang, so {long_problems.TITLE} are skipped")
+        elif own is not None:
+            run_long(report, backend, own, options.failures, options.attention)
+        elif length:
+            for kind in options.long_kinds:
+                run_long(report, backend, LongProblem(world, length, kind), options.failures, options.attention)
+    else:
+        report.say("the links fail, so everything else is skipped")
     report.summary()
 
 
@@ -344,12 +344,11 @@ def _replay(options: argparse.Namespace, report: Report, backend: TorchrunBacken
     if not isinstance(problem, (links.Links, LongProblem)):
         replays.replay(file, report, backend, "--replay", options.attention)
         return
-    with report:
-        backend.start(problem.world)
-        if isinstance(problem, LongProblem):
-            run_long(report, backend, problem, options.failures, options.attention)
-        else:
-            run_links(report, backend, options.failures)
+    backend.start(problem.world)
+    if isinstance(problem, LongProblem):
+        run_long(report, backend, problem, options.failures, options.attention)
+    else:
+        run_links(report, backend, options.failures)
     report.summary(replayed=True)
 
 

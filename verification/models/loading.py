@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ring.extras import how_to_install
 from ring.nn import ContextParallel
 from verification.failures import RankFailure, Refused
 from verification.models.model_case import ModelCase
@@ -27,7 +28,6 @@ from verification.models.setup import Misuse, Setup, described
 
 OURS = tuple(str(Path(__file__).parents[2] / package) for package in ("verification", "ring"))
 LIBRARIES = ("<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-EXTRAS = {"transformers": "transformers"} | dict.fromkeys(("accelerate", "deepspeed", "lightning", "trl"), "training")
 FORM = "it must be a function build(context), or a verification.models.Setup"
 
 
@@ -62,8 +62,7 @@ def load(name: str) -> Setup:
         where = (
             f"there is no module {missing}" if module.startswith(missing) else f"it imports {missing}, not installed"
         )
-        install = f": pip install -e '.[{EXTRAS[missing]}]' in this project's clone" if missing in EXTRAS else ""
-        raise Refused(f"{name} cannot be imported: {where}{install}") from error
+        raise Refused(f"{name} cannot be imported: {where}{how_to_install(missing)}") from error
     except (Exception, SystemExit) as error:  # importing a user's module may raise anything
         raise Refused(f"{name} cannot be imported: {module} {_raised(error)}") from error
     if not hasattr(imported, attribute):

@@ -12,11 +12,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from hypothesis.strategies import SearchStrategy
-from rich.console import Console
 
 from verification import runner
 from verification.case import TILE
 from verification.check.properties import broken_by
+from verification.console import Console
 from verification.experiments import on_gpus
 from verification.failures import RankFailure, Refused, WrongResult
 from verification.models.first_module import describe_first_difference
@@ -315,5 +315,5 @@ def check_model(
     printed = io.StringIO()
     worlds = worlds or ((1, 2) if same_bits is None else (2, 3))
     plan = RunPlan(tuple(worlds), PROFILE, examples, seed, "gloo", failures, only=tuple(only))
-    if run_model(import_name(setup), plan, Report(Console(file=printed, width=80, emoji=False)), same_bits).failures:
+    if run_model(import_name(setup), plan, Report(Console(printed)), same_bits).failures:
         raise AssertionError(printed.getvalue())

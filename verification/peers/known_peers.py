@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ring.extras import how_to_install
 from verification.failures import Refused
 from verification.peers.adapters import (
     context_parallel,
@@ -73,7 +74,8 @@ def load(name: str) -> Peer:
         names = vars(importlib.import_module(module))
     except (Exception, SystemExit) as error:  # importing a user's module may raise anything
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
-        hint = f"; run this in the folder that has {absent}, or install it" if absent == module.split(".")[0] else ""
+        here = f"; run this in the folder that has {absent}, or install it" if absent == module.split(".")[0] else ""
+        hint = how_to_install(absent) or here
         raise Refused(f"{name} cannot be imported: {type(error).__name__}: {error}{hint}") from error
     if torch.get_default_device() != device:
         raise Refused(
@@ -103,5 +105,7 @@ def prepare(peer: Any, name: str) -> None:
         raise
     except (Exception, SystemExit) as error:
         if peer.package is not None and peer.version is None:
-            raise Refused(f"the package {peer.package} is not installed ({type(error).__name__}: {error})") from error
+            install = how_to_install(error.name) if isinstance(error, ModuleNotFoundError) else ""
+            cause = f"{type(error).__name__}: {error}"
+            raise Refused(f"the package {peer.package} is not installed ({cause}){install}") from error
         raise Refused(f"{peer.package or name} cannot be imported: {type(error).__name__}: {error}") from error

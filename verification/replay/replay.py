@@ -63,8 +63,7 @@ def replay(
         )
     try:
         backend.start(saved.world)
-        with report:
-            run(saved, backend, report, file)
+        run(saved, backend, report, file)
     finally:
         backend.close()
     report.summary(replayed=True)

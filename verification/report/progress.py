@@ -1,20 +1,17 @@
-"""Progress of a run: a bar for each part on a terminal, elsewhere a plain line now and then.
+"""Progress of a run: on a terminal a line that is replaced, elsewhere a plain line now and then.
 
-The bars vanish when the run ends. They are drawn between two examples, not by a thread: ranks are started meanwhile.
+The line vanishes when the part ends. It is drawn between two examples, not by a thread: ranks are started meanwhile.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
-import rich.progress
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
-
+from verification.console import Console
 from verification.wording import counted, rate
 
-DRAW_EVERY = 0.5  # seconds between drawings of the bars
+BAR = 16  # columns
+DRAW_EVERY = 0.5  # seconds between drawings of the line
 # Seconds until the first plain line of a part. The interval then doubles, up to LINES_APART.
 FIRST_LINE, LINES_APART = 5.0, 60.0
 
@@ -35,55 +32,33 @@ class PlainLines:
 
 
 class RunProgress:
-    """Progress of a run on a console, part by part. Use as a context manager around the parts."""
+    """Progress of a run on a console, part by part."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._bars: rich.progress.Progress | None = None
-        self._title, self._goal, self._done, self._task = "", 0, 0, TaskID(0)
+        self._title, self._goal, self._done = "", 0, 0
         self._lines, self._drawn, self._since = PlainLines(), 0.0, 0.0
-
-    def __enter__(self) -> RunProgress:
-        if self._console.is_terminal:
-            speed, worst = TextColumn("{task.fields[rate]}"), TextColumn("{task.fields[worst]}")
-            self._bars = rich.progress.Progress(
-                TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), speed, worst,
-                TimeRemainingColumn(), console=self._console, auto_refresh=False, transient=True,
-            )  # fmt: skip
-            self._bars.start()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        if self._bars is not None:
-            self._bars.stop()
-            self._bars = None
 
     def begin(self, title: str, goal: int) -> None:
         """Begin a part of `goal` examples."""
         self._title, self._goal, self._done, self._lines = title, goal, 0, PlainLines()
         self._drawn = self._since = time.perf_counter()
-        if self._bars is not None:
-            self._task = self._bars.add_task(title, total=goal, rate="", worst="")
-            self._bars.refresh()
+        self._console.progress(f"{title}: {counted(goal, 'example')}")
 
     def advance(self, worst: float) -> None:
         """Count one more example. worst: the worst error / bound so far."""
         self._done += 1
         now = time.perf_counter()
-        speed = rate(self._done, now - self._since)
-        if self._bars is not None:
-            self._bars.update(self._task, completed=self._done, rate=speed, worst=f"worst {worst:.3f}")
-            if now - self._drawn >= DRAW_EVERY:
-                self._bars.refresh()
-                self._drawn = now
-        elif self._done < self._goal and self._lines.due():
-            done = f"{self._done}/{counted(self._goal, 'example')}"
-            self._console.print(
-                f"{self._title}: {done}, {speed}, worst error / bound {worst:.3f}", highlight=False, markup=False
-            )
+        done = f"{self._done}/{counted(self._goal, 'example')}, {rate(self._done, now - self._since)}"
+        line = f"{self._title}: {done}, worst error / bound {worst:.3f}"
+        if not self._console.is_terminal:
+            if self._done < self._goal and self._lines.due():
+                self._console.print(line)
+        elif now - self._drawn >= DRAW_EVERY:
+            filled = min(BAR, BAR * self._done // max(1, self._goal))
+            self._console.progress(f"[{'#' * filled}{' ' * (BAR - filled)}] {line}")
+            self._drawn = now
 
     def end(self) -> None:
-        """End the part."""
-        if self._bars is not None:
-            self._bars.stop_task(self._task)
-            self._bars.refresh()
+        """End the part, or do nothing."""
+        self._console.progress("")

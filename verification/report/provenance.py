@@ -15,12 +15,16 @@ from typing import Any
 
 import torch
 
+from ring import __version__
+
 SETTINGS = ("NCCL_", "TORCH_", "CUDA_", "PYTORCH_")
 ROOT = Path(__file__).resolve().parents[2]  # of the working tree
 
 
 def commit() -> str | None:
-    """Return the commit of the working tree, with "+" if there are changes; None without git."""
+    """Return the commit of the working tree, with "+" if there are changes; None without git, and from a wheel."""
+    if not (ROOT / ".git").exists():  # git would name the commit of a repository around the environment
+        return None
     try:
         run = [
             subprocess.run(("git", "-C", str(ROOT), *words), capture_output=True, text=True, check=True, timeout=30)
@@ -40,7 +44,7 @@ def processor_run(command: str) -> dict[str, Any]:
     """Return the record of a run on the CPU: device, versions, commit, command."""
     return {
         "device": f"{platform.machine()}, {os.cpu_count()} cores", "torch": torch.__version__,
-        "python": platform.python_version(), "commit": commit(), "command": command,
+        "version": __version__, "python": platform.python_version(), "commit": commit(), "command": command,
     }  # fmt: skip
 
 

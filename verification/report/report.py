@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
+from verification.console import Console
 from verification.failures import RankFailure, VerificationFailure
 from verification.protocols import CaseLike
 from verification.report import summary
@@ -20,7 +20,7 @@ from verification.wording import counted, rate
 
 
 class Report(RunRecord):
-    """Collects results and prints them. Use as a context manager around the examples.
+    """Collects results and prints them.
 
     extras: further fields of the JSON. verbose: print a row per property and world size, the full coverage, and each
     counter-example.
@@ -32,13 +32,6 @@ class Report(RunRecord):
         self._running = False  # between `start_world` and `end_world`
         self._world = self._done = self._repeated = self._failed_before = 0
         self._worst = self._since = 0.0
-
-    def __enter__(self) -> Report:
-        self.progress.__enter__()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.progress.__exit__(*exc)
 
     def start_world(self, world: int, goal: int, what: str = "") -> None:
         """Begin a part of `goal` examples on that world size. what: its name in the progress."""
@@ -92,7 +85,7 @@ class Report(RunRecord):
         """Record a counter-example, and print it in full: the summary shortens stacks."""
         self.failures.append(failure)
         for line in summary.describe(failure):
-            self.console.print(line, soft_wrap=True)
+            self.console.print(line)
 
     def met(self, failure: VerificationFailure) -> None:
         """Announce a new failure of a rank at once: shrinking may take long."""
@@ -106,10 +99,10 @@ class Report(RunRecord):
     def say(self, line: str) -> None:
         """Print a line."""
         for part in paragraph(line, hanging="  "):
-            self.console.print(part, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(part)
 
     def note(self, line: str) -> None:
-        """Print a line of progress; on a terminal the bars show it."""
+        """Print a line of progress; on a terminal the line of progress has shown it."""
         if self.verbose or not self.console.is_terminal:
             self.say(line)
 
@@ -121,4 +114,4 @@ class Report(RunRecord):
     def summary(self, replayed: bool = False) -> None:
         """Print the table, the coverage, the verdict and the counter-examples; after a replay the example in full."""
         for line in summary.summarize_replay(self) if replayed else summary.summarize_run(self, self.verbose):
-            self.console.print(line, soft_wrap=True)
+            self.console.print(line)

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 
-from rich.text import Text
-
+from verification.console import BOLD, GREEN, RED, styled
 from verification.failures import RankHang, WrongResult
 from verification.record_kinds import KINDS, kind_of
 from verification.report.counter_example import CounterExample
@@ -25,35 +23,35 @@ RATIO = 6  # columns of a ratio
 NAME = WIDTH - 2 * COUNTS - RATIO * len(DTYPES)  # columns of a property's title
 
 
-def summarize_run(record: RunRecord, everything: bool = False) -> list[Text]:
+def summarize_run(record: RunRecord, everything: bool = False) -> list[str]:
     """Return the summary of a run."""
     covered: list[str] = []
     if record.coverage.cases and (everything or not record.failures):  # a failure cuts the run, and its coverage, short
         covered = record.coverage.lines() if everything else record.coverage.rarest()
     failed = _counter_examples(record.failures, everything)
-    rest = [*_notable(record), *_plain(covered), Text(), _verdict(record), *failed]
+    rest = [*_notable(record), *covered, "", _verdict(record), *failed]
     return [*_table(record, everything, LINES - len(rest)), *rest]
 
 
-def summarize_replay(record: RunRecord) -> list[Text]:
+def summarize_replay(record: RunRecord) -> list[str]:
     """Return the summary of one replayed example, with the verdict last. Its message has been printed."""
     cases = [line for failure in record.failures for line in _case(failure)]
     return [*_table(record, False, LINES), *_notable(record), *cases, _verdict(record)]
 
 
-def describe(failure: CounterExample, most: int | None = None) -> list[Text]:
+def describe(failure: CounterExample, most: int | None = None) -> list[str]:
     """Return the headline and the message: numbers, or stacks of a crash or hang. most: lines of the message."""
     message = paragraph(failure.message, "  ")
     if most is not None and len(message) > most:
         message = [*message[: most - 1], f"  ... ({len(message) - most + 1} more lines were printed when it was found)"]
-    lines = [_headline(failure), *_plain(message)]
+    lines = [_headline(failure), *message]
     simulated = KINDS[kind_of(failure.record)].simulated
     if failure.kind == RankHang.kind and failure.backend != "sim" and simulated:
-        lines.append(Text("  if a replay with --backend sim hangs too, it says which rank waits for which"))
+        lines.append("  if a replay with --backend sim hangs too, it says which rank waits for which")
     return lines
 
 
-def _table(record: RunRecord, everything: bool, most: int) -> list[Text]:
+def _table(record: RunRecord, everything: bool, most: int) -> list[str]:
     """Return at most `most` lines, if possible; everything: also a row per world size."""
     rows, worlds = record.rows, record.rows.worlds()
     broken = {failure.broken for failure in record.failures}
@@ -75,7 +73,7 @@ def _table(record: RunRecord, everything: bool, most: int) -> list[Text]:
     if len(listed) < len(names):
         body.append(f"and {len(names) - len(listed)} more, which --verbose lists")
     body.append(_row("all", Summed(record.examples, rows.total().worst, record.seconds)))
-    return [*_plain(title, "bold"), Text(header, "bold"), *_plain(body)]
+    return [*(styled(line, BOLD) for line in (*title, header)), *body]
 
 
 def _largest(record: RunRecord, names: list[str], broken: set[str], most: int) -> list[str]:
@@ -101,11 +99,11 @@ def _ratio(value: float | None) -> str:
     return f"{value:.0e}" if value < 0.001 else f"{value:.3f}"
 
 
-def _notable(record: RunRecord) -> list[Text]:
-    return [line for text in record.notable for line in _plain(paragraph(text, hanging="  "))]
+def _notable(record: RunRecord) -> list[str]:
+    return [line for text in record.notable for line in paragraph(text, hanging="  ")]
 
 
-def _verdict(record: RunRecord) -> Text:
+def _verdict(record: RunRecord) -> str:
     """Return the number of examples that held, the time, and the verdict."""
     failures, examples = len(record.failures), record.examples
     held = counted(examples, "example") + (" held" if failures else "")
@@ -115,11 +113,11 @@ def _verdict(record: RunRecord) -> Text:
         held = "no example held"
     verdict = counted(failures, "counter-example") if failures else "it held" if examples == 1 else "all held"
     end = ", then interrupted" if record.interrupted else ""
-    style = "bold red" if failures or record.interrupted else "bold green"
-    return Text(f"{held} in {record.seconds:.1f} s: ").append(f"{verdict}{end}", style)
+    style = RED if failures or record.interrupted else GREEN
+    return f"{held} in {record.seconds:.1f} s: {styled(f'{verdict}{end}', style)}"
 
 
-def _counter_examples(failures: list[CounterExample], everything: bool) -> list[Text]:
+def _counter_examples(failures: list[CounterExample], everything: bool) -> list[str]:
     """Return the smallest one last and in full, and one line for each other, unless `everything`. One with a cause goes
     before smaller ones."""
     if not failures:
@@ -130,26 +128,21 @@ def _counter_examples(failures: list[CounterExample], everything: bool) -> list[
         return [line for failure in (*others, smallest) for line in in_full(failure)]
     lines = [_headline(failure) for failure in others[:OTHERS]]
     if len(others) > OTHERS:
-        lines.append(Text(f"and {counted(len(others) - OTHERS, 'more counter-example')}"))
+        lines.append(f"and {counted(len(others) - OTHERS, 'more counter-example')}")
     if others:
-        lines.append(Text("--verbose and --json have these in full; the smallest one is:"))
+        lines.append("--verbose and --json have these in full; the smallest one is:")
     return [*lines, *in_full(smallest, None if smallest.kind == WrongResult.kind else MESSAGE_LINES)]
 
 
-def in_full(failure: CounterExample, most: int | None = None) -> list[Text]:
+def in_full(failure: CounterExample, most: int | None = None) -> list[str]:
     """Return headline, message (in at most `most` lines), Case and the command that replays it."""
-    return [*describe(failure, most), *_case(failure), *_plain(command_lines("replay: ", failure.command))]
+    return [*describe(failure, most), *_case(failure), *command_lines("replay: ", failure.command)]
 
 
-def _headline(failure: CounterExample) -> Text:
-    line = Text("counter-example", "bold red")
+def _headline(failure: CounterExample) -> str:
     where = f"{counted(failure.world, 'rank')}, {failure.backend}"
-    return line.append(f": {failure.broken} ({failure.kind}, {where})", "not bold default")
+    return f"{styled('counter-example', RED)}: {failure.broken} ({failure.kind}, {where})"
 
 
-def _case(failure: CounterExample) -> list[Text]:
-    return _plain(json_lines("Case: ", failure.record))
-
-
-def _plain(lines: Iterable[str], style: str = "") -> list[Text]:
-    return [Text(line, style) for line in lines]
+def _case(failure: CounterExample) -> list[str]:
+    return json_lines("Case: ", failure.record)

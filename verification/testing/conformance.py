@@ -7,8 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-
+from verification.console import Console
 from verification.failures import RankHang, Refused
 from verification.peers.known_peers import load, selected
 from verification.peers.peer import Peer
@@ -134,7 +133,7 @@ class Conformance:
         for world in sorted(load(self.name).worlds):
             examples = self.examples if titles[0] in TITLES else few
             for experiment, count in experiments(self.name, world, examples, titles, self._device):
-                report = Report(Console(file=io.StringIO()))
+                report = Report(Console(io.StringIO()))
                 ranks = self._on(world, experiment)
                 search = Search(experiment, ranks, report, world, BUDGET, others=OTHERS, expected=self.expected)
                 outcome.failures += [

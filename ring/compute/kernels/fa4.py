@@ -30,6 +30,7 @@ from ring.compute.kernels.operands import (
     window,
     workspace,
 )
+from ring.extras import how_to_install
 from ring.plan.tile import Mask, Tile
 
 VERSION = "4.0.0b36"
@@ -112,7 +113,7 @@ def installed_version() -> str | None:
 def _missing() -> str | None:
     version = installed_version()
     if version is None:
-        return f"flash-attn-4 is not installed: pip install --pre flash-attn-4=={VERSION}"
+        return f"flash-attn-4 {VERSION} is not installed{how_to_install('flash_attn')}"
     wrong = f"flash-attn-4 {version} is installed; the version that was verified is {VERSION}"
     return None if version == VERSION else wrong
 

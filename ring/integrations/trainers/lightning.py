@@ -27,12 +27,16 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+
+from ring.extras import optional_imports
+
+with optional_imports(__name__):
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+    from lightning.pytorch.strategies.parallel import ParallelStrategy
 
 from ring.integrations.wrappers import ddp
 

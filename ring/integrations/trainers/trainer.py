@@ -23,10 +23,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import is_peft_model
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import PreTrainedModel, Trainer
+
+from ring.extras import optional_imports
+
+with optional_imports(__name__):
+    from accelerate.utils import is_peft_model
+    from transformers import PreTrainedModel, Trainer
 
 from reference.documents import Documents
 from ring.integrations.trainers.accelerator import DataAccelerator, check_dataset, check_loader

@@ -37,8 +37,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+
+from ring.extras import optional_imports
+
+with optional_imports(__name__):
+    from transformers import AttentionInterface, PreTrainedModel
+    from transformers.masking_utils import AttentionMaskInterface
 
 from reference.pattern import Pattern
 from ring.integrations.transformers.call import (

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from tests.support.backends import shared
 from tests.support.plain_case import plain
+from tests.support.printed import recording
 from verification.__main__ import main
 from verification.failures import MismatchedMessages, RankCrash, RankError, RankOutcome, RankState, VerificationFailure
 from verification.faults import fault_run
@@ -109,7 +109,7 @@ def test_mishandled_faults_replay_until_mended(
     real = pool._diagnose
     monkeypatch.setattr(pool, "_diagnose", lambda *arguments: RankCrash("some died", real(*arguments).states[::-1]))
     monkeypatch.setattr(fault_run, "BUDGET", 1.0)
-    report = Report(Console(quiet=True))
+    report = Report(recording())
     fault_run.run_faults(report, (2,), 4, 1, tmp_path)
     assert {failure.kind for failure in report.failures} == {"mishandled fault"}
     monkeypatch.undo()

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from rich.console import Console
 
 from tests.support import model_defects, model_examples
 from tests.support.backends import shared
 from tests.support.commands import ROOT, verification
 from tests.support.model_defects import DEFECTS, Defect
+from tests.support.printed import recording
 from verification.failures import WrongResult
 from verification.models import ModelCase, Setup, check_model
 from verification.models.batches import global_batch
@@ -77,7 +77,7 @@ def test_a_sound_step_has_no_first_module(backend: GlooBackend, plain: ModelExpe
 
 def run(name: str, folder: Path, **changes: Any) -> Report:
     plan = RunPlan((2,), replace(PROFILE, budget=5.0), 100, 0, "gloo", folder)
-    return run_model(name, replace(plan, **changes), Report(Console(quiet=True)))
+    return run_model(name, replace(plan, **changes), Report(recording()))
 
 
 @pytest.mark.ranks

@@ -38,7 +38,10 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("nonsense", "'nonsense' is no model; it must be package.module:attribute"),
         ("no_such_module:build", "no_such_module:build cannot be imported: there is no module no_such_module"),
         ("model_needs:build", "it imports no_such_package, not installed"),
-        ("model_without:build", "it imports transformers, not installed: pip install -e '.[transformers]' in this"),
+        (
+            "model_without:build",
+            'it imports transformers, not installed: pip install "ring-dilated-attention[tra',
+        ),
         ("model_raises:build", "model_raises raised ZeroDivisionError: division by zero (model_raises.py, line 1)"),
         (f"{MISUSE}:absent", "tests.support.model_misuse has no 'absent'; it must be a function build(context), or a"),
         (f"{MISUSE}:number", "number is 7; it must be a function build(context), or a verification.models.Setup"),

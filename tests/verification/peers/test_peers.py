@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 
 from reference import Pattern
 from tests.support.peer_examples import EXAMPLES
 from tests.support.plain_case import PLAIN
 from verification.case import Case, Keys
+from verification.console import Console
 from verification.failures import Malformed, VerificationFailure
 from verification.peers.known_peers import load
 from verification.peers.peer_experiment import experiment, experiments, nearest_claimed
@@ -125,7 +125,7 @@ def test_a_cache_that_is_filled_once_is_no_leak() -> None:
 @pytest.mark.parametrize("name, least", [("tokens", 1025), ("dims", 65), ("batches", 3)])
 def test_a_fault_of_large_sizes_shrinks_to_its_threshold(backend: GlooBackend, name: str, least: int) -> None:
     _, (large, count), *_ = experiments(f"{EXAMPLES}:off_beyond_{name}", 1, 100)
-    report = Report(Console(file=io.StringIO()))
+    report = Report(Console(io.StringIO()))
     (found,) = Search(large, backend, report, 1, budget=60.0, others=0.0).explore(count, 0)
     case = found.subject
     sizes = {"tokens": case.tokens, "dims": case.head_dim, "batches": case.batch, "heads": case.heads}

@@ -12,11 +12,11 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from reference.fast_oracle import QUANTITIES
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import SoloTransport
+from tests.support.printed import recording
 from tests.support.ranks import Ranks
 from verification.check.expectation import expect
 from verification.cli import validate
@@ -75,7 +75,7 @@ def test_long_problems_use_bounds_of_their_device(tmp_path: Path, backend: str, 
     problem = LongProblem(1, 300, "dense bfloat16")
     ranks: Any = Mock(timeout=1.0, device=device, collect=lambda: [FINE])
     ranks.name = backend
-    validate.run_long(Report(Console(quiet=True)), ranks, problem, tmp_path)
+    validate.run_long(Report(recording()), ranks, problem, tmp_path)
     assert [call.args[1].device for call in ranks.submit.mock_calls] == [device]
     assert ranks.last == {"kind": "long", "long": asdict(problem)}, "saved as that, not as a Case"
 

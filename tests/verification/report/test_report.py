@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -21,6 +22,7 @@ from tests.support.plain_case import plain
 from tests.support.printed import printed, recording, unbroken
 from verification.check.laws import LAWS
 from verification.check.properties import PROPERTIES
+from verification.console import RED, Console, styled
 from verification.failures import RankHang, RankState, VerificationFailure, WrongResult
 from verification.report import progress, provenance
 from verification.report.counter_example import CounterExample, save_record
@@ -168,16 +170,27 @@ def test_the_summary_stays_within_its_lines_and_columns(
 def test_progress_is_shown_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     now, console = 100.0, recording()
     monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now))
-    with progress.RunProgress(console) as part:
-        part.begin("world 1024", 600)
-        for _ in range(600):
-            now += 1.0
-            part.advance(0.5)
-        part.end()
+    part = progress.RunProgress(console)
+    part.begin("world 1024", 600)
+    for _ in range(600):
+        now += 1.0
+        part.advance(0.5)
+    part.end()
     said = r"^world 1024: (\d+)/600 examples, 1/s, worst error / bound 0.500$"
     when = [int(number) for number in re.findall(said, printed(console), re.MULTILINE)]
     assert when == [5, 15, 35, 75, 135, 195, 255, 315, 375, 435, 495, 555], "and none for the last one"
     assert len(printed(console).splitlines()) == len(when) and "\x1b" not in printed(console)
+
+
+def test_progress_is_replaced_and_styles_stay_on_terminals() -> None:
+    terminal, file = Console(io.StringIO(), terminal=True, colours=True), Console(io.StringIO())
+    for console in (terminal, file):
+        part = progress.RunProgress(console)
+        part.begin("world 2", 3)
+        console.print(f"2 {styled('failed', RED)}")
+        part.end()
+    assert printed(terminal) == "world 2: 3 examples\r\x1b[2K2 \x1b[1;31mfailed\x1b[0m\n"
+    assert printed(file) == "2 failed\n"
 
 
 def test_broken_lines_are_the_same_in_a_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
-from rich.console import Console
 
 from reference.pattern import Branch, Pattern
 from reference.slices import Slice
@@ -58,7 +57,7 @@ def test_failures_are_named_and_shrunk(
     """Found on gloo, shrunk in a simulation that has the same defect; a hang's least Case has the whole timeout."""
     with closing(GlooBackend(3.0, plant)) as backend, closing(SimBackend(3.0, plant)) as simulation:
         backend.start(world)
-        search = Search(EXAMPLES, backend, Report(Console(quiet=True)), world, 120.0, shrink_backend=simulation)
+        search = Search(EXAMPLES, backend, Report(recording()), world, 120.0, shrink_backend=simulation)
         found, *others = search.explore(150, 1)
     assert found.failure.kind == kind and re.search(said, str(found.failure), re.DOTALL), str(found.failure)
     assert found.backend == "gloo" and found.subject == replace(found.subject, **shrunk)
@@ -77,7 +76,7 @@ def search_with(ranks: GlooBackend, fails: Any, report: Report | None = None, **
             raise error
         return {"anything": 0.5}
 
-    report = Report(Console(quiet=True)) if report is None else report
+    report = Report(recording()) if report is None else report
     report.start_world(3, 40)
     shrinks = changes.pop("shrinks_hangs", True)
     return Search(replace(EXAMPLES, check=check, **changes), ranks, report, 3, shrinks_hangs=shrinks)
@@ -271,7 +270,7 @@ def test_causes_on_gloo_are_reported(ranks: GlooBackend, tmp_path: Path) -> None
     drawn = st.integers(4, 12).map(lambda tokens: plain(3, tokens=tokens, group=(0, 2)))
     experiment = replace(EXAMPLES, check=wrong_on_gloo, draw=lambda world: drawn, validate=None)
     with closing(SimBackend(prepare=hasty)) as simulation:
-        search = Search(experiment, ranks, Report(Console(quiet=True)), 3, shrink_backend=simulation)
+        search = Search(experiment, ranks, Report(recording()), 3, shrink_backend=simulation)
         (found,) = search.explore(5, 1)
         told = runner.save(found, search, tmp_path)
     assert (told.kind, told.backend) == ("wrong result", "gloo")

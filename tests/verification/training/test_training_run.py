@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch._dynamo
-from rich.console import Console
 from torch import Tensor, hub
 
 from reference.pattern import Pattern
 from tests.support.backends import shared
+from tests.support.printed import recording
 from tests.support.training_cases import small_model, small_step
 from verification.models.step_case import CHECKPOINTING, LABELS, WRAPPERS
 from verification.replay.replay import replay
@@ -61,7 +61,7 @@ def gloo(prepare: Callable[[], None] | None = None) -> GlooBackend:
 
 
 def quiet() -> Report:
-    return Report(Console(quiet=True))
+    return Report(recording())
 
 
 backend = shared(gloo, 4)

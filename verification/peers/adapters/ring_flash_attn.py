@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ring.extras import how_to_install
 from verification.case import Case
 from verification.failures import Refused
 from verification.peers import claims
@@ -34,7 +35,7 @@ def import_modules(modules: Iterable[str]) -> None:
     if PACKAGE not in sys.modules:
         spec = importlib.util.find_spec(PACKAGE)
         if spec is None or spec.submodule_search_locations is None:
-            raise Refused("the package ring-flash-attn is not installed")
+            raise Refused(f"the package ring-flash-attn is not installed{how_to_install(PACKAGE)}")
         package = types.ModuleType(PACKAGE)
         package.__path__ = list(spec.submodule_search_locations)
         sys.modules[PACKAGE] = package
