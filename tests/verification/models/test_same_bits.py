@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from contextlib import closing
 from dataclasses import replace
@@ -9,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from tests.support import model_defects
 from tests.support.backends import shared
 from tests.support.commands import ROOT, verification
 from tests.support.drawing import draw_many
+from verification.console import Console
 from verification.failures import Refused, WrongResult
 from verification.models import ModelCase, check_model
 from verification.models.model_run import PROFILE, ModelExperiment, list_preload, run_model
@@ -118,7 +119,7 @@ def test_other_ranks_are_drawn_as_the_claim_has_them(name: str) -> None:
 def test_arguments_that_do_not_fit_are_refused(changes: dict[str, Any], chunk: int | None, said: str) -> None:
     plan = replace(RunPlan((2,), PROFILE, 5, 0, "gloo", Path()), **changes)
     with pytest.raises(Refused, match=re.escape(said)):
-        run_model(f"{EXAMPLES}:build", plan, Report(Console(quiet=True)), chunk)
+        run_model(f"{EXAMPLES}:build", plan, Report(Console(io.StringIO())), chunk)
 
 
 @pytest.mark.ranks
