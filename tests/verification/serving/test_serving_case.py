@@ -1,0 +1,83 @@
+"""ServingCases: their calls, tensors, lines and JSON; wrong ones are refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.drawing import draw_many
+from verification.report.coverage import Coverage
+from verification.serving import ServingCase
+from verification.serving.serving_coverage import SERVING_GROUPS
+from verification.serving.strategies import serving_cases
+
+CASE = ServingCase(world=2, block=2, calls=((5, 0), (1, 3), (-2, 1)))
+
+
+def test_a_call_has_lengths_owners_and_starts() -> None:
+    first, second, third = CASE.calls_of(1)
+    assert (first.new, first.before, first.starts) == ((5, 0), (0, 0), (True, False))
+    assert (second.lengths, second.starts) == ((6, 3), (False, True))
+    assert (third.new, third.before, third.lengths, third.starts) == ((2, 1), (0, 3), (2, 4), (True, False))
+    assert [third.owns(p) for p in range(6)] == [False, False, True, True, False, False]
+    assert replace(CASE, replicated=True).calls_of(1)[0].owns(0) and CASE.tokens == 6
+
+
+def test_strided_inputs_have_the_same_numbers() -> None:
+    for seed in range(2):
+        plain, strided = (replace(CASE, heads=2, strided=strided, seed=seed) for strided in (False, True))
+        for before, after in zip(plain.tensors(), strided.tensors(), strict=True):
+            assert all(map(torch.equal, before, after))
+        assert not any(x.is_contiguous() for x in strided.tensors()[0][:1])
+
+
+def test_lines_and_json_are_read_again() -> None:
+    drawn = [*draw_many(serving_cases(3), 60), CASE]
+    for case in drawn:
+        assert (
+            ServingCase.read_line(case.line()) == case == ServingCase.from_dict(json.loads(json.dumps(case.to_dict())))
+        )
+    assert CASE.line() == "world=2 block=2 calls=5,0/1,3/-2,1"
+    coverage = Coverage(groups=SERVING_GROUPS)
+    for case in drawn:
+        coverage.add(case)
+    assert coverage.missing() == []
+
+
+def test_simpler_cases_are_smaller() -> None:
+    def size(case: ServingCase) -> int:
+        flags = case.replicated + sum(new < 0 for row in case.calls for new in row)
+        return sum(2 * abs(new) + 1 for row in case.calls for new in row) + flags + case.block
+
+    for case in draw_many(serving_cases(2), 30):
+        assert all(size(simpler) < size(case) for simpler in case.simpler())
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"calls": ()}, r"calls is \(\); it must be a tuple of calls"),
+        ({"calls": ((1, 0), (1,))}, r"call 1 of calls is \(1,\); it must be a tuple of 2 integers"),
+        ({"calls": ((1, 0), (0, -2))}, r"call 1 of calls is \(0, -2\); slot 1 must have had a request"),
+        ({"calls": ((1, 0), (0, 0))}, r"call 1 of calls is \(0, 0\); some slot must have new tokens"),
+        ({"calls": ((5000,),)}, "at most 4096 tokens in all"),
+        ({"block": 0}, "block is 0; it must be an integer from 1 to 4096"),
+        ({"heads": 3, "kv_heads": 2}, "3"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+    ],
+)
+def test_refuses_wrong_fields_by_name(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        replace(CASE, **changes)
+
+
+@pytest.mark.parametrize(
+    "line", ["world=2 calls=1 world=2", "world=2 calls=1,x", "world=2 calls=1 strided=2", "calls="]
+)
+def test_refuses_a_wrong_line(line: str) -> None:
+    with pytest.raises(ValueError, match="must be name=value|cannot be read"):
+        ServingCase.read_line(line)

@@ -1,0 +1,189 @@
+"""ServingCase: requests that are served in a sequence of calls, with a cache that is sharded over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reference import validators
+from verification.case import DEVICES, DTYPES
+from verification.saved_fields import FLAG, SavedFields, checked_by, choice, integer, number, optional
+from verification.serving.call import Call
+
+MAX_TOKENS = 4096  # of all calls
+_GREATEST_SCALE = 100.0
+
+
+def _calls(name: str, value: object) -> tuple[tuple[int, ...], ...]:
+    """Require calls of as many slots each, in which only slots that had a request get another one."""
+    rows = value if isinstance(value, (tuple, list)) else None
+    slots = len(rows[0]) if rows and isinstance(rows[0], (tuple, list)) else 0
+    if rows is None or not 1 <= len(rows) <= 64 or not 1 <= slots <= 64:
+        raise ValueError(
+            f"{name} is {value!r}; it must be a tuple of calls, each a tuple of integers, one for each slot"
+        )
+    used: set[int] = set()
+    for number_, row in enumerate(rows):
+        if not isinstance(row, (tuple, list)) or len(row) != slots or not all(map(validators.is_integer, row)):
+            raise ValueError(f"call {number_} of {name} is {row!r}; it must be a tuple of {slots} integers")
+        empty = [slot for slot, new in enumerate(row) if new < 0 and slot not in used]
+        if empty or not any(row):
+            must = f"slot {empty[0]} must have had a request" if empty else "some slot must have new tokens"
+            raise ValueError(f"call {number_} of {name} is {row!r}; {must}")
+        used |= {slot for slot, new in enumerate(row) if new}
+    if sum(abs(new) for row in rows for new in row) > MAX_TOKENS:
+        raise ValueError(f"{name} is {value!r}; it must have at most {MAX_TOKENS} tokens in all")
+    return tuple(map(tuple, rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingCase(SavedFields):
+    """Requests in slots, served call after call: chunked prefills and decodes, in any mixture. Causal: the queries of a
+    call are the last positions of their request. Raises ValueError, naming the field, its value and what is allowed.
+
+    world       ranks; every rank is given all queries, and the keys and values of all new tokens
+    block       position p belongs to rank (p // block) % world
+    calls       for each call, new tokens of each slot. 0: its request has none in this call. -n: its request is
+                finished, and a new one takes over the slot with n tokens
+    value_dim   head dim of v and out; None: head_dim
+    scale       factor on q . k; None: head_dim ** -0.5
+    replicated  every rank keeps all keys, as engines do for some layers beside sharded ones
+    strided     q, k and v are views: of one packed tensor, or with heads first in memory
+    """
+
+    world: int = field(metadata=integer(1, 8))
+    block: int = field(default=1, metadata=integer(1, MAX_TOKENS))
+    calls: tuple[tuple[int, ...], ...] = field(metadata=checked_by(_calls))
+    heads: int = field(default=1, metadata=integer(1, 128))
+    kv_heads: int = field(default=1, metadata=integer(1, 128))
+    head_dim: int = field(default=4, metadata=integer(1, 576))
+    value_dim: int | None = field(default=None, metadata=optional(integer(1, 576)))
+    dtype: str = field(default="float32", metadata=choice(*DTYPES))
+    scale: float | None = field(default=None, metadata=optional(number(_GREATEST_SCALE)))
+    replicated: bool = field(default=False, metadata=FLAG)
+    strided: bool = field(default=False, metadata=FLAG)
+    seed: int = field(default=0, metadata=integer(0, 2**31))
+    device: str = field(default="cpu", metadata=choice(*DEVICES))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        validators.grouped_heads(self.heads, self.kv_heads)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the group: all."""
+        return tuple(range(self.world))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the longest request."""
+        return max(max(call.lengths) for call in self.calls_of(0))
+
+    @property
+    def dim_of_values(self) -> int:
+        return self.value_dim or self.head_dim
+
+    def calls_of(self, rank: int) -> tuple[Call, ...]:
+        """Return what the server is told of each call on that rank."""
+        before, made = [0] * len(self.calls[0]), []
+        for index, row in enumerate(self.calls):
+            begins = [0 if new < 0 else length for new, length in zip(row, before, strict=True)]
+            starts = tuple(bool(new) and not length for new, length in zip(row, begins, strict=True))
+            made.append(
+                Call(
+                    index, tuple(map(abs, row)), tuple(begins), starts, rank, self.world, self.block, self.replicated,
+                    self.head_dim**-0.5 if self.scale is None else self.scale,
+                )
+            )  # fmt: skip
+            before = list(made[-1].lengths)
+        return tuple(made)
+
+    def tensors(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return q (T, H, D), k (T, Hk, D) and v (T, Hk, Dv) of the new tokens of each call, on the CPU."""
+        counts = [sum(map(abs, row)) for row in self.calls]
+        generator, wide = torch.Generator().manual_seed(self.seed), DTYPES[self.dtype]
+        shapes = (self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.dim_of_values)
+        numbers = [torch.randn(sum(counts), *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        return [self._strided(*parts) for parts in zip(*(x.to(wide).split(counts) for x in numbers), strict=True)]
+
+    def _strided(self, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.strided:
+            q, k, v = (x.contiguous() for x in parts)
+        elif self.seed % 2:
+            q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in parts)
+        else:
+            packed = torch.cat([x.flatten(1) for x in parts], 1).split([x[0].numel() for x in parts], 1)
+            q, k, v = (x.unflatten(1, part.shape[1:]) for x, part in zip(packed, parts, strict=True))
+        return q, k, v
+
+    def requests(self) -> Iterator[tuple[int, int, slice, list[int]]]:
+        """Yield (call, slot, rows, tokens) wherever a slot has new tokens: their rows in the call's tensors, and the
+        tokens of its request so far, numbered through all calls."""
+        held: list[list[int]] = [[] for _ in self.calls[0]]
+        start = 0
+        for index, row in enumerate(self.calls):
+            ends = [0, *accumulate(map(abs, row))]
+            for slot, new in enumerate(row):
+                rows = slice(ends[slot], ends[slot + 1])
+                held[slot] = [*([] if new < 0 else held[slot]), *range(start + rows.start, start + rows.stop)]
+                if new:
+                    yield index, slot, rows, held[slot]
+            start += ends[-1]
+
+    def line(self) -> str:
+        """Return the case in a line, such as `world=2 calls=3,0/1,-5`, without fields that have their default."""
+        words = {
+            one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default
+        } | {"calls": "/".join(",".join(map(str, row)) for row in self.calls)}
+        return " ".join(f"{name}={str(value).lower() if value is True else value}" for name, value in words.items())
+
+    @classmethod
+    def read_line(cls, text: str) -> ServingCase:
+        """Return the case of a line. Raises ValueError for an unknown name, or a value that it does not allow."""
+        given: dict[str, Any] = {}
+        for part in text.split():
+            name, _, value = part.partition("=")
+            if name in given or not value:
+                raise ValueError(f"{part!r} must be name=value, each name once")
+            try:
+                given[name] = _READERS.get(name, int)(value)
+            except ValueError:
+                raise ValueError(f"{part!r} has a value that cannot be read") from None
+        return cls.from_dict(given)
+
+    def simpler(self) -> Iterator[ServingCase]:
+        """Yield cases with a call, a slot or some tokens less, and with smaller blocks."""
+        calls = self.calls
+        ways = [calls[:at] + calls[at + 1 :] for at in range(len(calls))]
+        ways += [tuple(row[:slot] + row[slot + 1 :] for row in calls) for slot in range(len(calls[0]))]
+        for at, row in enumerate(calls):
+            for slot, new in enumerate(row):
+                for less in dict.fromkeys(
+                    (0, abs(new), new // 2 if new > 0 else -(-new // 2), new - (new > 0) + (new < 0))
+                ):
+                    if less != new:
+                        ways.append((*calls[:at], (*row[:slot], less, *row[slot + 1 :]), *calls[at + 1 :]))
+        changes: list[dict[str, Any]] = [{"replicated": False}] if self.replicated else []
+        changes += [{"calls": way} for way in ways] + [{"block": size} for size in range(1, min(self.block, 9))]
+        for change in changes:
+            try:
+                yield replace(self, **change)
+            except ValueError:  # no call is left, or a slot's first request
+                continue
+
+
+def _flag(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError
+    return text == "true"
+
+
+_READERS: dict[str, Any] = {
+    "calls": lambda text: tuple(tuple(int(new) for new in row.split(",")) for row in text.split("/")),
+    "dtype": str, "device": str, "scale": float, "replicated": _flag, "strided": _flag,
+}  # fmt: skip

@@ -1,0 +1,79 @@
+"""A server as an Experiment: ServingCases mapped by its claim, with the checks of any server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from hypothesis.strategies import SearchStrategy
+
+from verification.check.properties import run_checks
+from verification.failures import WrongResult
+from verification.peers.peer_experiment import rehearse_claim
+from verification.run.backends import Backend
+from verification.search.claim import apply_claim
+from verification.search.experiment import Experiment
+from verification.serving.causes import find_cause
+from verification.serving.expected import ServingExpectation, expect
+from verification.serving.known_servers import load_server, ready_server
+from verification.serving.server import Server
+from verification.serving.serving_case import ServingCase
+from verification.serving.serving_checks import SERVING_CHECKS, SERVING_PROPERTIES, Observations
+from verification.serving.serving_rank import serve
+from verification.serving.strategies import serving_cases
+
+OF_NUMBERS = ("unseen", "finite", "partials", "merged")
+
+
+def serving_experiment(name: str, device: str = "cpu", only: tuple[str, ...] = ()) -> Experiment:
+    """Return the Experiment with the server of that name. only: titles of properties; (): all. Raises Refused."""
+    server = load_server(name)
+    run, claim = partial(observe_and_expect, name, server), partial(claimed_serving, server, device=device)
+    wanted = [check for p in SERVING_PROPERTIES if not only or p.title in only for check in p.checks]
+    checks = tuple(check for check in SERVING_CHECKS if check in wanted or check == "answers")
+
+    def check_case(backend: Backend, case: ServingCase) -> dict[str, float]:
+        """Return the worst error / bound of each property. Raises the first failure."""
+        expectation, observations = run(backend, case)
+        selected = {check: SERVING_CHECKS[check] for check in checks}
+        return run_checks(SERVING_PROPERTIES, selected, case, expectation, observations)
+
+    def draw(world: int) -> SearchStrategy[ServingCase | None]:
+        return serving_cases(world).map(claim).filter(lambda case: case is not None)
+
+    def validate(case: ServingCase) -> None:
+        """Raise ValueError for a case that the server does not claim."""
+        if claim(case) != case:
+            raise ValueError(f"{case.line()} is no case of {server.name}: {server.supported}")
+
+    def explain(failure: WrongResult, backend: Backend, minimal: ServingCase, first: ServingCase) -> str | None:
+        return find_cause(server, run, claim, backend, minimal) if failure.check in OF_NUMBERS else None
+
+    return Experiment(
+        f"server {server.name}", draw, check_case, moved=lambda case, device: replace(case, device=device),
+        kind="server", names={"server": name}, validate=validate, explain=explain, timeout=server.timeout,
+        prepare_rank=partial(ready_server, name), calls=f"step of {name}", on_fewer=True,
+    )  # fmt: skip
+
+
+def observe_and_expect(
+    name: str, server: Server, backend: Backend, case: ServingCase
+) -> tuple[ServingExpectation, Observations]:
+    """Return what ranks return, and what they must, computed while they work."""
+    backend.submit(serve, case, name)
+    expectation = expect(server, case)
+    return expectation, backend.collect()
+
+
+def claimed_serving(server: Server, case: ServingCase, device: str = "cpu") -> ServingCase | None:
+    """Return the nearest case on that device that the server claims; None on ranks that it does not take. Raises
+    ToolError, as `apply_claim`."""
+    if case.world not in server.worlds:
+        return None
+    return apply_claim(server.name, server.claims, replace(case, device=device))
+
+
+def rehearse_server(name: str) -> None:
+    """Load a server and apply its claim to some cases, as `peer_experiment.rehearse`. Raises Refused."""
+    server = ready_server(name)
+    rehearse_claim(server.name, server.worlds, serving_cases, partial(claimed_serving, server))
