@@ -77,13 +77,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="expected failures, one in a line: the title of a property or law, after `NAME: ` for one peer alone",
     )
     cli.add_world(parser, "those that the adapter names")
+    add_placement(parser)
+    cli.add_seed(parser)
+    parser.add_argument("--list", action="store_true", help="list the peers with the Cases that they support, and exit")
+    cli.add_outputs(parser, "every counter-example in full, progress and coverage")
+
+
+def add_placement(parser: argparse.ArgumentParser) -> None:
+    """Add --backend and --device."""
     parser.add_argument(
         "--backend", choices=("gloo", "nccl"), default="gloo", help="what joins the ranks (default: gloo)"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="of the tensors (default: cpu; on nccl cuda)")
-    cli.add_seed(parser)
-    parser.add_argument("--list", action="store_true", help="list the peers with the Cases that they support, and exit")
-    cli.add_outputs(parser, "every counter-example in full, progress and coverage")
+
+
+def check_placement(options: argparse.Namespace) -> None:
+    """Raise Unavailable for a device that does not fit the backend, or does not exist."""
+    if options.backend == "nccl" and options.device == "cpu":
+        raise Unavailable("argument --device: nccl joins GPUs; got cpu")
+    cli.must_exist(options.device)
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
@@ -103,9 +115,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
             sizes = ", ".join(map(str, peer.worlds))
             say(console, f"{name} ({peer.version or 'not installed'}; ranks {sizes}): {peer.supported}")
         return 0
-    if options.backend == "nccl" and options.device == "cpu":
-        raise Unavailable("argument --device: nccl joins GPUs; got cpu")
-    cli.must_exist(options.device)
+    check_placement(options)
     only = cli.only_of(options, TITLES_OF_ANY)
     if options.case is not None:
         if only or options.world or options.examples != PROFILE.examples:

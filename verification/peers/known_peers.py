@@ -54,8 +54,8 @@ def selected(name: str, among: Mapping[str, Any] = KNOWN, kind: str = "Peer", ca
     hint = f"; for a {kind} of your own write {dotted}{module}:{attribute or called}" if is_module else ""
     hint = f", close to it: {' or '.join(close)}" if close else hint
     raise Refused(
-        f"argument NAME: {name!r} is no {kind.lower()}{hint}; it must be package.module:{called}, or one of "
-        f"{', '.join(among)}"
+        f"argument NAME: {name!r} is no {kind.lower()}{hint}; it must be package.module:{called}"
+        f"{', or one of ' * bool(among)}{', '.join(among)}"
     )
 
 

@@ -202,7 +202,7 @@ def explains(case: ServingCase, predicted: ServingExpectation, observations: Obs
     for rank, observation in enumerate(observations):
         for number, results in enumerate(observation.results):
             for name, actual in results.items():
-                ratio = deviation(case, predicted, number, rank, name, actual)[0]
+                ratio = deviation(case, predicted, number, rank, name, actual)
                 both_nan = np.isnan(predicted.exact[number][rank][name]) & np.isnan(actual)
                 if not ((ratio <= 1.0) | both_nan).all():
                     return False

@@ -1,4 +1,4 @@
-"""Finds a server: one of this project by its name, or a user's own by `package.module:attribute`."""
+"""Finds a user's server by `package.module:attribute`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from verification.failures import Refused
 from verification.peers.known_peers import import_attribute, prepare
 from verification.serving.server import Server
 
-KNOWN_SERVERS: dict[str, Server] = {}
-
 
 @lru_cache(maxsize=64)
 def load_server(name: str) -> Server:
-    """Return the known Server of that name, or import `package.module:attribute`. Raises Refused."""
-    if name in KNOWN_SERVERS:
-        return KNOWN_SERVERS[name]
+    """Import `package.module:attribute`. Raises Refused."""
     if ":" not in name:  # so a file that is replayed, which names no module, cannot import one
-        raise Refused(f"{name!r} is no server; it must be package.module:server, or {' or '.join(KNOWN_SERVERS)}")
+        raise Refused(f"{name!r} is no server; it must be package.module:server")
     return import_attribute(name, Server, "verification.serving.Server")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference import roundoff, validators
+from reference import validators
 from verification.failures import Malformed
-from verification.peers.peer import version_of
+from verification.peers.peer import check_declaration, version_of
 from verification.serving.serving_case import ServingCase
 
-RESULTS = ("out", "lse", "partial_out", "partial_lse")
-AXES = {False: "(tokens, heads, head dim of v)", True: "(tokens, heads)"}
-MAX_RANKS = 8
 # (cache, q, k, v, call, group) -> (cache, results by name)
 Step = Callable[..., tuple[Any, Mapping[str, Tensor]]]
 
@@ -61,33 +57,13 @@ class Server:
     timeout: float = 10.0
 
     def __post_init__(self) -> None:
-        for field in ("name", "supported"):
-            if not isinstance(getattr(self, field), str) or not getattr(self, field):
-                raise ValueError(f"{field} is {getattr(self, field)!r}; it must be a string that is not empty")
-        parameters = {"claims": ("case",), "step": ("cache", "q", "k", "v", "call", "group"), "prepare": ()}
-        for field, names in parameters.items():
-            function = getattr(self, field)
-            if not callable(function):
-                raise ValueError(f"{field} is {function!r}; it must be a function")
-            try:
-                inspect.signature(function).bind(*names)
-            except TypeError as error:
-                call = f"{field}({', '.join(names)})"
-                raise ValueError(f"{field} is {function!r}; it must be called as {call}: {error}") from None
-            except ValueError:  # a function in C, whose signature is not known
-                continue
-        returns = self.returns
-        if not isinstance(returns, tuple) or "out" not in returns or not set(returns) <= set(RESULTS):
-            raise ValueError(f'returns is {returns!r}; it must be a tuple of "out" and others of {", ".join(RESULTS)}')
-        if ("partial_out" in returns) != ("partial_lse" in returns):
-            raise ValueError(f"returns is {returns!r}; it must have partial_out and partial_lse, or neither")
-        sizes = self.worlds
-        if not isinstance(sizes, tuple) or not sizes or not all(type(w) is int and 0 < w <= MAX_RANKS for w in sizes):
-            raise ValueError(f"worlds is {sizes!r}; it must be a tuple of integers from 1 to {MAX_RANKS}")
-        validators.choice("arithmetic", self.arithmetic, roundoff.KERNELS)
+        check_declaration(self, "step", ("cache", "q", "k", "v", "call", "group"))
+        returns, pair = self.returns, ("partial_out", "partial_lse")
+        if not isinstance(returns, tuple) or "out" not in returns or not set(returns) <= {"out", "lse", *pair}:
+            raise ValueError(f'returns is {returns!r}; it must be a tuple of "out", and of lse, {", ".join(pair)}')
+        if len({name in returns for name in pair}) > 1:
+            raise ValueError(f"returns is {returns!r}; it must have both {' and '.join(pair)}, or neither")
         validators.integer("splits", self.splits, 1)
-        if not isinstance(self.timeout, (int, float)) or not 0 < self.timeout < 86_400:
-            raise ValueError(f"timeout is {self.timeout!r}; it must be seconds, more than 0 and less than a day")
 
     @property
     def version(self) -> str | None:
@@ -95,27 +71,20 @@ class Server:
         return version_of(self.package)
 
     def results_of(self, returned: Any, case: ServingCase, tokens: int) -> tuple[Any, dict[str, Tensor]]:
-        """Return the cache and the results of one call. Raises Malformed for anything else than `returns` promises."""
+        """Return the cache and the results of one call. Raises Malformed for others than `returns` promises."""
         if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
-            must = 'return cache, {"out": out, ...}'
-            raise Malformed(
-                f"step returned {type(returned).__name__}; it must be the cache and a dict of results: {must}"
-            )
+            raise Malformed(f'step returned {type(returned).__name__}; it must return cache, {{"out": out, ...}}')
         cache, results = returned
-        names, promised = ", ".join(map(str, results)) or "none", ", ".join(self.returns)
         if set(results) != set(self.returns):
-            raise Malformed(f"step returned the results {names}; `returns` of {self.name} promises {promised}")
-        for name, value in results.items():
-            shape = (tokens, case.heads) if name.endswith("lse") else (tokens, case.heads, case.dim_of_values)
-            if not isinstance(value, Tensor):
-                raise Malformed(f"step returned {type(value).__name__} as {name}; it must be a tensor of shape {shape}")
-            if tuple(value.shape) != shape:
-                hint = (
-                    f"; return {name}.transpose(0, 1)" if tuple(value.shape) == (shape[1], shape[0], *shape[2:]) else ""
-                )
-                axes = AXES[name.endswith("lse")]
-                raise Malformed(f"step returned {name} of shape {tuple(value.shape)}; it must be {shape}, {axes}{hint}")
-            if not (value.layout is torch.strided and value.is_floating_point() and value.device.type == case.device):
-                kind = f"{value.dtype} with layout {value.layout} on {value.device}".replace("torch.", "")
+            names = ", ".join(map(str, results)) or "none"
+            raise Malformed(f"step returned the results {names}; `returns` promises {', '.join(self.returns)}")
+        for name, x in results.items():
+            shape = (tokens, case.heads, *(() if name.endswith("lse") else (case.dim_of_values,)))
+            if not isinstance(x, Tensor) or tuple(x.shape) != shape:
+                kind = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                axes = "(tokens, heads)" if name.endswith("lse") else "(tokens, heads, head dim of v)"
+                raise Malformed(f"step returned {name} of {kind}; it must be a tensor of shape {shape}, {axes}")
+            if not (x.layout is torch.strided and x.is_floating_point() and x.device.type == case.device):
+                kind = f"{x.dtype} with layout {x.layout} on {x.device}".replace("torch.", "")
                 raise Malformed(f"step returned {name} in {kind}; it must be dense floats on {case.device}")
         return cache, dict(results)

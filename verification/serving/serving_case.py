@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -135,27 +136,6 @@ class ServingCase(SavedFields):
                     yield index, slot, rows, held[slot]
             start += ends[-1]
 
-    def line(self) -> str:
-        """Return the case in a line, such as `world=2 calls=3,0/1,-5`, without fields that have their default."""
-        words = {
-            one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default
-        } | {"calls": "/".join(",".join(map(str, row)) for row in self.calls)}
-        return " ".join(f"{name}={str(value).lower() if value is True else value}" for name, value in words.items())
-
-    @classmethod
-    def read_line(cls, text: str) -> ServingCase:
-        """Return the case of a line. Raises ValueError for an unknown name, or a value that it does not allow."""
-        given: dict[str, Any] = {}
-        for part in text.split():
-            name, _, value = part.partition("=")
-            if name in given or not value:
-                raise ValueError(f"{part!r} must be name=value, each name once")
-            try:
-                given[name] = _READERS.get(name, int)(value)
-            except ValueError:
-                raise ValueError(f"{part!r} has a value that cannot be read") from None
-        return cls.from_dict(given)
-
     def simpler(self) -> Iterator[ServingCase]:
         """Yield cases with a call, a slot or some tokens less, and with smaller blocks."""
         calls = self.calls
@@ -163,27 +143,11 @@ class ServingCase(SavedFields):
         ways += [tuple(row[:slot] + row[slot + 1 :] for row in calls) for slot in range(len(calls[0]))]
         for at, row in enumerate(calls):
             for slot, new in enumerate(row):
-                for less in dict.fromkeys(
-                    (0, abs(new), new // 2 if new > 0 else -(-new // 2), new - (new > 0) + (new < 0))
-                ):
-                    if less != new:
-                        ways.append((*calls[:at], (*row[:slot], less, *row[slot + 1 :]), *calls[at + 1 :]))
-        changes: list[dict[str, Any]] = [{"replicated": False}] if self.replicated else []
-        changes += [{"calls": way} for way in ways] + [{"block": size} for size in range(1, min(self.block, 9))]
-        for change in changes:
-            try:
-                yield replace(self, **change)
-            except ValueError:  # no call is left, or a slot's first request
-                continue
-
-
-def _flag(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError
-    return text == "true"
-
-
-_READERS: dict[str, Any] = {
-    "calls": lambda text: tuple(tuple(int(new) for new in row.split(",")) for row in text.split("/")),
-    "dtype": str, "device": str, "scale": float, "replicated": _flag, "strided": _flag,
-}  # fmt: skip
+                sign = -1 if new < 0 else 1
+                fewer = {0, abs(new), new // 2 * (new > 0), -(-new // 2) * (new < 0), new - sign * bool(new)} - {new}
+                ways += [(*calls[:at], (*row[:slot], n, *row[slot + 1 :]), *calls[at + 1 :]) for n in sorted(fewer)]
+        changes: list[dict[str, Any]] = [{"calls": way} for way in ways] + [{"block": n} for n in range(1, self.block)]
+        for change in ({"replicated": False}, *changes):
+            with suppress(ValueError):  # no call is left, or a slot's first request
+                if (simpler := replace(self, **change)) != self:
+                    yield simpler

@@ -22,8 +22,6 @@ from verification.serving.serving_checks import SERVING_CHECKS, SERVING_PROPERTI
 from verification.serving.serving_rank import serve
 from verification.serving.strategies import serving_cases
 
-OF_NUMBERS = ("unseen", "finite", "partials", "merged")
-
 
 def serving_experiment(name: str, device: str = "cpu", only: tuple[str, ...] = ()) -> Experiment:
     """Return the Experiment with the server of that name. only: titles of properties; (): all. Raises Refused."""
@@ -44,10 +42,10 @@ def serving_experiment(name: str, device: str = "cpu", only: tuple[str, ...] = (
     def validate(case: ServingCase) -> None:
         """Raise ValueError for a case that the server does not claim."""
         if claim(case) != case:
-            raise ValueError(f"{case.line()} is no case of {server.name}: {server.supported}")
+            raise ValueError(f"{case} is no case of {server.name}: {server.supported}")
 
     def explain(failure: WrongResult, backend: Backend, minimal: ServingCase, first: ServingCase) -> str | None:
-        return find_cause(server, run, claim, backend, minimal) if failure.check in OF_NUMBERS else None
+        return find_cause(server, run, claim, backend, minimal) if failure.check in ("partials", "merged") else None
 
     return Experiment(
         f"server {server.name}", draw, check_case, moved=lambda case, device: replace(case, device=device),

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from tests.support.drawing import draw_many
-from verification.report.coverage import Coverage
 from verification.serving import ServingCase
-from verification.serving.serving_coverage import SERVING_GROUPS
 from verification.serving.strategies import serving_cases
 
 CASE = ServingCase(world=2, block=2, calls=((5, 0), (1, 3), (-2, 1)))
@@ -35,17 +33,14 @@ def test_strided_inputs_have_the_same_numbers() -> None:
         assert not any(x.is_contiguous() for x in strided.tensors()[0][:1])
 
 
-def test_lines_and_json_are_read_again() -> None:
-    drawn = [*draw_many(serving_cases(3), 60), CASE]
-    for case in drawn:
-        assert (
-            ServingCase.read_line(case.line()) == case == ServingCase.from_dict(json.loads(json.dumps(case.to_dict())))
-        )
-    assert CASE.line() == "world=2 block=2 calls=5,0/1,3/-2,1"
-    coverage = Coverage(groups=SERVING_GROUPS)
-    for case in drawn:
-        coverage.add(case)
-    assert coverage.missing() == []
+def test_draws_what_engines_meet() -> None:
+    drawn = draw_many(serving_cases(3), 60)
+    assert all(case == ServingCase.from_dict(json.loads(json.dumps(case.to_dict()))) for case in drawn)
+    entries = [(new, case, call) for case in drawn for call in case.calls for new in call]
+    assert any(new == 0 for new, *_ in entries) and any(new < 0 for new, *_ in entries)
+    assert any(1 in call and max(call) > 1 for _, _, call in entries)  # decodes beside a chunk
+    assert any(0 < new <= case.block * 2 for new, case, _ in entries if not case.replicated)  # a rank without a key
+    assert {case.replicated for case in drawn} == {case.strided for case in drawn} == {False, True}
 
 
 def test_simpler_cases_are_smaller() -> None:
@@ -73,11 +68,3 @@ def test_simpler_cases_are_smaller() -> None:
 def test_refuses_wrong_fields_by_name(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         replace(CASE, **changes)
-
-
-@pytest.mark.parametrize(
-    "line", ["world=2 calls=1 world=2", "world=2 calls=1,x", "world=2 calls=1 strided=2", "calls="]
-)
-def test_refuses_a_wrong_line(line: str) -> None:
-    with pytest.raises(ValueError, match="must be name=value|cannot be read"):
-        ServingCase.read_line(line)
