@@ -45,8 +45,6 @@ def minimize(case: C, fails: Callable[[C], bool]) -> C:
 def simpler_cases(case: C) -> Iterator[C]:
     """Yield the valid Cases with one simpler feature: documents, pattern, another field, tokens or heads."""
     changed: Any = case  # a dataclass, of whatever kind
-    if hasattr(changed, "simpler"):
-        yield from changed.simpler()
     pattern: Pattern | None = getattr(case, "pattern", None)
     if pattern is not None:
         for simpler in _simpler_patterns(pattern):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,24 +20,25 @@ _GREATEST_SCALE = 100.0
 
 def _calls(name: str, value: object) -> tuple[tuple[int, ...], ...]:
     """Require calls of as many slots each, in which only slots that had a request get another one."""
-    rows = value if isinstance(value, (tuple, list)) else None
-    slots = len(rows[0]) if rows and isinstance(rows[0], (tuple, list)) else 0
-    if rows is None or not 1 <= len(rows) <= 64 or not 1 <= slots <= 64:
+    rows = (
+        [tuple(row) if isinstance(row, (tuple, list)) else () for row in value]
+        if isinstance(value, (tuple, list))
+        else []
+    )
+    if len({len(row) for row in rows}) != 1 or not all(map(validators.is_integer, sum(rows, ()))) or not rows[0]:
+        raise ValueError(f"{name} is {value!r}; it must be a tuple of calls, each a tuple of an integer for each slot")
+    if max(len(rows), len(rows[0])) > 64 or sum(map(abs, sum(rows, ()))) > MAX_TOKENS:
         raise ValueError(
-            f"{name} is {value!r}; it must be a tuple of calls, each a tuple of integers, one for each slot"
+            f"{name} is {value!r}; it must have at most 64 calls and slots, and {MAX_TOKENS} tokens in all"
         )
-    used: set[int] = set()
     for number_, row in enumerate(rows):
-        if not isinstance(row, (tuple, list)) or len(row) != slots or not all(map(validators.is_integer, row)):
-            raise ValueError(f"call {number_} of {name} is {row!r}; it must be a tuple of {slots} integers")
-        empty = [slot for slot, new in enumerate(row) if new < 0 and slot not in used]
+        empty = [
+            slot for slot, new in enumerate(row) if new < 0 and not any(earlier[slot] for earlier in rows[:number_])
+        ]
         if empty or not any(row):
             must = f"slot {empty[0]} must have had a request" if empty else "some slot must have new tokens"
             raise ValueError(f"call {number_} of {name} is {row!r}; {must}")
-        used |= {slot for slot, new in enumerate(row) if new}
-    if sum(abs(new) for row in rows for new in row) > MAX_TOKENS:
-        raise ValueError(f"{name} is {value!r}; it must have at most {MAX_TOKENS} tokens in all")
-    return tuple(map(tuple, rows))
+    return tuple(rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,19 +134,3 @@ class ServingCase(SavedFields):
                 if new:
                     yield index, slot, rows, held[slot]
             start += ends[-1]
-
-    def simpler(self) -> Iterator[ServingCase]:
-        """Yield cases with a call, a slot or some tokens less, and with smaller blocks."""
-        calls = self.calls
-        ways = [calls[:at] + calls[at + 1 :] for at in range(len(calls))]
-        ways += [tuple(row[:slot] + row[slot + 1 :] for row in calls) for slot in range(len(calls[0]))]
-        for at, row in enumerate(calls):
-            for slot, new in enumerate(row):
-                sign = -1 if new < 0 else 1
-                fewer = {0, abs(new), new // 2 * (new > 0), -(-new // 2) * (new < 0), new - sign * bool(new)} - {new}
-                ways += [(*calls[:at], (*row[:slot], n, *row[slot + 1 :]), *calls[at + 1 :]) for n in sorted(fewer)]
-        changes: list[dict[str, Any]] = [{"calls": way} for way in ways] + [{"block": n} for n in range(1, self.block)]
-        for change in ({"replicated": False}, *changes):
-            with suppress(ValueError):  # no call is left, or a slot's first request
-                if (simpler := replace(self, **change)) != self:
-                    yield simpler
