@@ -10,16 +10,22 @@ from verification.serving import Server
 FAULTS = __name__
 PAGE = Path(__file__).parents[2] / "verification/serving/README.md"
 (CODE,) = re.findall(r"```python\n(# my_server\.py\n.*?)```", PAGE.read_text(), re.DOTALL)
-SEEN = "seen = owned(call, positions), owned(call, positions + 1)"
 TURN = "    turn = call.block * call.world\n"
 END = "    return torch.einsum("
-MERGED = 'returns = ("out", "lse", "partial_out", "partial_lse")'
 RESULTS = '{**narrow, "lse": total, "partial_lse": lse}'
-ONLY_MERGED = {MERGED: 'returns = ("out",)', RESULTS: '{"out": narrow["out"]}'}
+ONLY_MERGED = {", returns)": ', ("out",))', RESULTS: '{"out": narrow["out"]}'}
 GARBAGE = {END: f"    lse = lse.masked_fill(seen[:, None] == 0, 0.4375)\n{END}"}  # as any number left in memory
 NANS = {f"{END}\"thn,nhd->thd\", weights, v), lse": "    out = torch.einsum('thn,nhd->thd', weights, v)\n"
         "    return out.masked_fill((seen == 0)[:, None, None], torch.nan), lse"}  # fmt: skip
 BELOW = "torch.arange(call.new[slot], device=q.device) + 1"
+
+
+def seeing(seen: str) -> dict[str, str]:
+    """Return the replacement of the places that queries see."""
+    own = {"own = seen > places": "own = owned(call, positions + 1) > places"}
+    return {"seen = owned(call, positions), owned(call, positions + 1)": f"seen = owned(call, positions), {seen}"} | own
+
+
 # Replacements by the name of a server.
 CHANGES = {
     "right": {},
@@ -28,24 +34,16 @@ CHANGES = {
     "stale_lengths": {
         "for x in (k, v)]\n": "for x in (k, v)] + [{}]  # calls that a graph captured\n",
         "zip(cache, new, strict=True)": "zip(cache, new)", "for memory in cache)": "for memory in cache[:2])",
-        SEEN: f"seen = owned(call, positions), owned(call, cache[2].setdefault(call.new, call).before[slot] + {BELOW})",
-        "own = seen > places": "own = owned(call, positions + 1) > places",
-    },
+    } | seeing(f"owned(call, cache[2].setdefault(call.new, call).before[slot] + {BELOW})"),
     "lse_of_garbage": GARBAGE,
     # sgl-project/sglang#23415, #32098 and #27276
-    "padded_prefix": {
-        SEEN: f"seen = owned(call, positions), owned(call, max(0, call.lengths[slot] + -call.new[slot] // call.world "
-              f"* call.world) + {BELOW})",
-        "own = seen > places": "own = owned(call, positions + 1) > places",
-    },
-    "shard_positions": {
-        SEEN: "seen = owned(call, positions), (owned(call, torch.tensor(call.lengths[slot])) - call.new[slot] + "
-              f"{BELOW}).clamp(0)",
-        "own = seen > places": "own = owned(call, positions + 1) > places",
-    },
-    "contiguous_queries": {
-        "    results = []\n": "    results, q = [], q.as_strided(q.shape, (q.shape[1] * q.shape[2], q.shape[2], 1))\n",
-    },
+    "padded_prefix": seeing(
+        f"owned(call, max(0, call.lengths[slot] + -call.new[slot] // call.world * call.world) + {BELOW})"
+    ),
+    "shard_positions": seeing(
+        f"(owned(call, torch.tensor(call.lengths[slot])) - call.new[slot] + {BELOW}).clamp(0)"
+    ),
+    "contiguous_queries": {"results = []\n": "results, q = [], q.as_strided(q.shape, (q[0].numel(), q.shape[2], 1))\n"},
     # NVIDIA/TensorRT-LLM#17795
     "negative_modulo": {
         TURN: f"{TURN}    first = (length > 0) * (call.rank == call.world - 1)\n    length = (length - 1).clamp(0)\n",
@@ -66,9 +64,8 @@ CHANGES = {
 }  # fmt: skip
 
 
-def written(name: str) -> str:
+def written(name: str, text: str = CODE) -> str:
     """Return the program of a server."""
-    text = CODE
     for old, new in CHANGES[name].items():
         assert old in text, f"{PAGE.name} has no {old!r}, which {name} replaces"
         text = text.replace(old, new)
@@ -76,8 +73,7 @@ def written(name: str) -> str:
 
 
 def _server(name: str) -> Server:
-    names: dict[str, Server] = {}
-    exec(compile(written(name), name, "exec"), names)
+    exec(written(name), names := dict[str, Server]())
     return names["server"]
 
 

@@ -85,9 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_placement(parser: argparse.ArgumentParser) -> None:
     """Add --backend and --device."""
-    parser.add_argument(
-        "--backend", choices=("gloo", "nccl"), default="gloo", help="what joins the ranks (default: gloo)"
-    )
+    joins = "what joins the ranks (default: gloo)"
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help=joins)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="of the tensors (default: cpu; on nccl cuda)")
 
 

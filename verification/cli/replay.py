@@ -15,7 +15,7 @@ from verification.peers.training.known_step_peers import ready_step_peer
 from verification.replay import replay
 from verification.report.report import Report
 from verification.run.backends import BACKENDS, Unavailable, open_backend
-from verification.serving.known_servers import ready_server
+from verification.serving.server import ready_server
 
 HELP = "run one saved counter-example again"
 ABOUT = """\

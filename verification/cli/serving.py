@@ -12,7 +12,7 @@ from verification.cli import peers
 from verification.report.coverage import Coverage
 from verification.runner import Profile, RunPlan
 from verification.search.experiment import Experiment
-from verification.serving.known_servers import load_server
+from verification.serving.server import load_server
 from verification.serving.serving_checks import SERVING_PROPERTIES
 from verification.serving.serving_experiment import rehearse_server, serving_experiment
 

@@ -87,15 +87,8 @@ class Peer:
 
 
 def check_declaration(declared: Any, function: str, arguments: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
-    """Check the fields that declarations of any kind have.
-
-    Args:
-        declared: a Peer or a Server.
-        function: field of the function under test.
-        arguments, optional: it takes.
-
-    Raises: ValueError for a field with a wrong value.
-    """
+    """Check the fields that a Peer and a Server have. function: field of the one under test, which takes `arguments`
+    and `optional` ones. Raises ValueError for a wrong value."""
     for field in ("name", "supported"):
         value = getattr(declared, field)
         if not isinstance(value, str) or not value:

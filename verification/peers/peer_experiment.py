@@ -175,14 +175,8 @@ def rehearse(name: str) -> None:
 def rehearse_claim(
     name: str, worlds: Sequence[int], draw: Callable[[int], SearchStrategy[Any]], nearest: Callable[[Any], object]
 ) -> None:
-    """Apply a claim to some Cases of each world size. Raises Refused for a claim that is at fault.
-
-    Args:
-        name: of the peer, in errors.
-        worlds: world sizes.
-        draw: Cases of a world size.
-        nearest: a Case -> the nearest one that is claimed, or None. Raises ToolError.
-    """
+    """Apply a claim to some drawn Cases of each world size. nearest: a Case -> the nearest one that is claimed, or
+    None. Raises Refused for a claim that is at fault."""
     quickly = settings(
         max_examples=REHEARSED, phases=[Phase.generate], database=None, deadline=None, derandomize=True,
         suppress_health_check=list(HealthCheck),

@@ -1,21 +1,20 @@
-"""Server: an implementation of attention with a sharded cache, as its adapter declares it."""
+"""Server: an implementation of attention with a sharded cache, as its adapter declares it, found by its name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from reference import validators
-from verification.failures import Malformed
+from verification.failures import Malformed, Refused
+from verification.peers.known_peers import import_attribute, prepare
 from verification.peers.peer import check_declaration, version_of
 from verification.serving.serving_case import ServingCase
-
-# (cache, q, k, v, call, group) -> (cache, results by name)
-Step = Callable[..., tuple[Any, Mapping[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -28,18 +27,12 @@ class Server:
             return its own results unchanged.
         step: (cache, q, k, v, call, group) -> (cache, results): one rank's part in one call. cache is None in the first
             call, then what the call before returned. q (T, H, D), k (T, Hk, D), v (T, Hk, Dv) are the new tokens of all
-            slots, of any strides, the same on every rank; the rank keeps the keys that it owns (`Call.owns`). group is
-            the process group, None if the world is 1.
+            slots, of any strides, the same on every rank, which keeps the keys that it owns (`Call.owns`).
         returns: names of the results. "out" (T, H, Dv) is the merged output, which every rank returns whole; "lse",
             (T, H), its log-sum-exp. "partial_out" and "partial_lse" are those of the rank's own keys, 0 and -inf for a
             query that sees none of them. lse are natural logarithms.
-        worlds: world sizes to run it on.
-        package: name of its distribution, for its version; None for a function of your own.
-        arithmetic: as of a `verification.peers.Peer`, for 16-bit inputs.
-        splits: partial results that a rank merges into a row at most, such as those of flash decoding, or context and
-            new tokens apart.
-        prepare: imports what `step` needs, in every process that runs it. Raises ImportError or Refused.
-        timeout: seconds for an example, after which it counts as a hang.
+        splits: partial results that a rank merges into a row at most, as in flash decoding, or context and new tokens.
+        worlds, package, arithmetic, prepare, timeout: as of a `verification.peers.Peer`.
 
     Raises: ValueError for a field with a wrong value.
     """
@@ -47,12 +40,12 @@ class Server:
     name: str
     supported: str
     claims: Callable[[ServingCase], ServingCase | None]
-    step: Step
+    step: Callable[..., tuple[Any, Mapping[str, Tensor]]]
     returns: tuple[str, ...] = ("out", "partial_out", "partial_lse")
+    splits: int = 2
     worlds: tuple[int, ...] = (1, 2, 3)
     package: str | None = None
     arithmetic: str = "math"
-    splits: int = 2
     prepare: Callable[[], object] = lambda: None
     timeout: float = 10.0
 
@@ -88,3 +81,17 @@ class Server:
                 kind = f"{x.dtype} with layout {x.layout} on {x.device}".replace("torch.", "")
                 raise Malformed(f"step returned {name} in {kind}; it must be dense floats on {case.device}")
         return cache, dict(results)
+
+
+@lru_cache(maxsize=64)
+def load_server(name: str) -> Server:
+    """Import `package.module:attribute`. Raises Refused."""
+    if ":" not in name:  # so a file that is replayed, which names no module, cannot import one
+        raise Refused(f"{name!r} is no server; it must be package.module:server")
+    return import_attribute(name, Server, "verification.serving.Server")
+
+
+def ready_server(name: str) -> Server:
+    """Return the Server, with its imports done. Raises Refused."""
+    prepare(load_server(name), name)
+    return load_server(name)

@@ -15,8 +15,7 @@ from verification.search.claim import apply_claim
 from verification.search.experiment import Experiment
 from verification.serving.causes import find_cause
 from verification.serving.expected import ServingExpectation, expect
-from verification.serving.known_servers import load_server, ready_server
-from verification.serving.server import Server
+from verification.serving.server import Server, load_server, ready_server
 from verification.serving.serving_case import ServingCase
 from verification.serving.serving_checks import SERVING_CHECKS, SERVING_PROPERTIES, Observations
 from verification.serving.serving_rank import serve
@@ -27,20 +26,16 @@ def serving_experiment(name: str, device: str = "cpu", only: tuple[str, ...] = (
     """Return the Experiment with the server of that name. only: titles of properties; (): all. Raises Refused."""
     server = load_server(name)
     run, claim = partial(observe_and_expect, name, server), partial(claimed_serving, server, device=device)
-    wanted = [check for p in SERVING_PROPERTIES if not only or p.title in only for check in p.checks]
-    checks = tuple(check for check in SERVING_CHECKS if check in wanted or check == "answers")
+    wanted = {check for p in SERVING_PROPERTIES if not only or p.title in only for check in p.checks} | {"answers"}
+    checks = {name: check for name, check in SERVING_CHECKS.items() if name in wanted}
 
     def check_case(backend: Backend, case: ServingCase) -> dict[str, float]:
-        """Return the worst error / bound of each property. Raises the first failure."""
-        expectation, observations = run(backend, case)
-        selected = {check: SERVING_CHECKS[check] for check in checks}
-        return run_checks(SERVING_PROPERTIES, selected, case, expectation, observations)
+        return run_checks(SERVING_PROPERTIES, checks, case, *run(backend, case))
 
     def draw(world: int) -> SearchStrategy[ServingCase | None]:
         return serving_cases(world).map(claim).filter(lambda case: case is not None)
 
     def validate(case: ServingCase) -> None:
-        """Raise ValueError for a case that the server does not claim."""
         if claim(case) != case:
             raise ValueError(f"{case} is no case of {server.name}: {server.supported}")
 

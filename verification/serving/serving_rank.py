@@ -10,7 +10,7 @@ from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import Transport
 from verification.peers.side_effects import left_as_they_were
 from verification.run.observation import Floats, to_numpy
-from verification.serving.known_servers import ready_server
+from verification.serving.server import ready_server
 from verification.serving.serving_case import ServingCase
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from verification.serving.call import Call
-from verification.serving.serving_case import ServingCase
+from verification.serving.serving_case import Call, ServingCase
 
 UNWRITTEN = -1
 Seen = tuple[int, ...]  # tokens, numbered through all calls, or UNWRITTEN
@@ -52,7 +51,6 @@ class Rules:
     owns      (call, position) -> True if the call's rank keeps it
     turn      the turn whose lengths are read
     prefix    (turn) -> position of the first new token, as the mask takes it
-    place     (call, position) -> place of a key; None: the next one
     read      (turn, rank's keys of the turn's request) -> number of places that are read
     masked_as (turn, place, places read) -> position that the mask takes for a place; None: the right one
     """
@@ -60,7 +58,6 @@ class Rules:
     owns: Callable[[Call, int], bool] = Call.owns
     turn: Callable[[Turn], Turn] = lambda turn: turn
     prefix: Callable[[Turn], int] = lambda turn: turn.before
-    place: Callable[[Call, int], int] | None = None
     read: Callable[[Turn, int], int] = lambda turn, owned: owned
     masked_as: Callable[[Turn, int, int], int] | None = None
 
@@ -75,8 +72,7 @@ def seen_by(case: ServingCase, rules: Rules) -> dict[tuple[int, int, int], Seen]
             turn, call = Turn(calls, number, slot), calls[number]
             for position in range(turn.before, len(tokens)):
                 if rules.owns(call, position):
-                    place = bisect_left(owned, position) if rules.place is None else rules.place(call, position)
-                    memory[slot][place] = tokens[position]
+                    memory[slot][bisect_left(owned, position)] = tokens[position]
             told = rules.turn(turn)
             places = range(rules.read(told, bisect_left(owned, told.before + told.new)))
             masked = [*owned, *(most for _ in places)]
@@ -99,7 +95,6 @@ def mistakes(case: ServingCase) -> Iterator[tuple[str, Rules]]:
     for earlier in (Turn.previous, Turn.captured):
         yield words, Rules(turn=earlier)
         yield words, Rules(read=partial(_owned_at, earlier))
-    yield "new keys were not read in their own call", Rules(read=lambda turn, owned: _owned(turn, turn.before))
     words = "the causal mask compared queries with places in the rank's shard (sgl-project/sglang#32098)"
     yield words, Rules(masked_as=lambda turn, i, read: i)
     yield words, Rules(masked_as=lambda turn, i, read: turn.before + turn.new - read + i)
@@ -119,16 +114,11 @@ def mistakes(case: ServingCase) -> Iterator[tuple[str, Rules]]:
             "rank r kept the keys of rank r + 1",
             Rules(owns=lambda call, p: call.owns(p, (call.rank + 1) % call.world)),
         )
-        yield "a key were written to place p // ranks, whatever the block", Rules(place=lambda call, p: p // call.world)
     yield "nothing were wrong", Rules()
 
 
-def _owned(turn: Turn, length: int) -> int:
-    return sum(turn.calls[turn.number].owns(position) for position in range(length))
-
-
 def _owned_at(earlier: Callable[[Turn], Turn], turn: Turn, owned: int) -> int:
-    return _owned(turn, earlier(turn).before + earlier(turn).new)
+    return sum(turn.calls[turn.number].owns(position) for position in range(earlier(turn).before + earlier(turn).new))
 
 
 def _padded(multiple: int, least: int, turn: Turn) -> int:

@@ -52,8 +52,6 @@ def test_draws_what_engines_meet() -> None:
         ({"calls": ((1, 0), (0, 0))}, r"call 1 of calls is \(0, 0\); some slot must have new tokens"),
         ({"calls": ((5000,),)}, "at most 64 calls and slots, and 4096 tokens in all"),
         ({"block": 0}, "block is 0; it must be an integer from 1 to 4096"),
-        ({"heads": 3, "kv_heads": 2}, "3"),
-        ({"dtype": "int8"}, "dtype is 'int8'"),
     ],
 )
 def test_refuses_wrong_fields_by_name(changes: dict[str, Any], said: str) -> None:
