@@ -52,6 +52,7 @@ CHANGES = {
     # ROCm/ATOM#1832
     "zero_times_nan": NANS,
     "base_2": {RESULTS: RESULTS.replace("lse}", "lse / torch.tensor(2.0).log()}")},
+    "merged_in_base_2": {"weights, v), lse": "weights, v), lse / 0.6931471805599453"},
     "only_merged_nan": NANS | ONLY_MERGED,
     "halves": {RESULTS: RESULTS.replace("}", ', "out": merged.to(q.dtype) / 2}')},
     "no_partials": {RESULTS: '{"out": merged}'},
@@ -60,7 +61,7 @@ CHANGES = {
     "of_integers": {RESULTS: RESULTS.replace("total", "total.long()")},
     "widened": {RESULTS: RESULTS.replace("}", ', "out": merged.double()}')},
     "spoils": {"    return cache,": "    q.zero_()\n    return cache,"},
-    "of_nothing": {"    return case\n": "    return None\n"},
+    "of_nothing": {"lambda case: case": "lambda case: None"},
 }  # fmt: skip
 
 

@@ -12,9 +12,9 @@ from verification.cli import peers
 from verification.report.coverage import Coverage
 from verification.runner import Profile, RunPlan
 from verification.search.experiment import Experiment
-from verification.serving.server import load_server
+from verification.serving.server import load_server, ready_server
 from verification.serving.serving_checks import SERVING_PROPERTIES
-from verification.serving.serving_experiment import rehearse_server, serving_experiment
+from verification.serving.serving_experiment import serving_experiment
 
 PROFILE = Profile("for each world size", 100, budget=20.0)
 HELP = "check attention with a cache that is sharded over ranks"
@@ -44,7 +44,7 @@ def experiments(name: str, world: int, plan: RunPlan, options: argparse.Namespac
 
 
 SERVERS = peers.Kind(
-    "serving", {}, load_server, rehearse_server, experiments, partial(Coverage, groups={}), "Server", "server"
+    "serving", {}, load_server, ready_server, experiments, partial(Coverage, groups={}), "Server", "server"
 )
 
 

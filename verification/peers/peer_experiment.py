@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -169,14 +169,6 @@ def rehearse(name: str) -> None:
     """Do the imports of a peer, and apply its claim to some Cases of each world size. Raises Refused for a peer that
     cannot be loaded, or a claim that is at fault."""
     peer = ready(name)
-    rehearse_claim(peer.name, peer.worlds, cases_of_others, partial(nearest_claimed, peer))
-
-
-def rehearse_claim(
-    name: str, worlds: Sequence[int], draw: Callable[[int], SearchStrategy[Any]], nearest: Callable[[Any], object]
-) -> None:
-    """Apply a claim to some drawn Cases of each world size. nearest: a Case -> the nearest one that is claimed, or
-    None. Raises Refused for a claim that is at fault."""
     quickly = settings(
         max_examples=REHEARSED, phases=[Phase.generate], database=None, deadline=None, derandomize=True,
         suppress_health_check=list(HealthCheck),
@@ -184,17 +176,17 @@ def rehearse_claim(
 
     claimed_some: list[bool] = []
 
-    def claim(case: Any) -> None:
-        claimed_some.append(nearest(case) is not None)
+    def claim(case: Case) -> None:
+        claimed_some.append(nearest_claimed(peer, case) is not None)
 
     try:
-        for world in worlds:
-            quickly(given(draw(world))(claim))()
+        for world in peer.worlds:
+            quickly(given(cases_of_others(world))(claim))()
     except ToolError as error:
         raise Refused(str(error)) from error
     if not any(claimed_some):
         raise Refused(
-            f"claims of {name} returned None for all {len(claimed_some)} Cases that it was given; it must return "
+            f"claims of {peer.name} returned None for all {len(claimed_some)} Cases that it was given; it must return "
             "the nearest Case that the implementation supports"
         )
 

@@ -33,39 +33,28 @@ Results = tuple[Array, Array, Array, Array]  # of one query: out (H, Dv) and lse
 
 @dataclass(frozen=True)
 class Candidate:
-    """A mistake.
-
-    words    that follow "as if"
-    rules    of the store
-    misread  those of q, k and v whose views are taken for contiguous
-    base_2   results in base 2
-    factor   of each lse in the merge
-    empty    results of a rank without a key: "right", "returned" as the server did, or "NaN" output
-    """
+    """A mistake. words: that follow "as if"."""
 
     words: str
     rules: Rules = Rules()
-    misread: tuple[int, ...] = ()
-    base_2: tuple[str, ...] = ()
-    factor: float = 1.0
-    empty: str = "right"
+    misread: tuple[int, ...] = ()  # those of q, k and v whose views are taken for contiguous
+    base_2: tuple[str, ...] = ()  # results
+    factor: float = 1.0  # of each lse in the merge; another one leaves the merged lse open
+    empty: str = "right"  # results of a rank without a key: also "returned", as the server did, and "NaN" outputs
 
 
 def candidates(case: ServingCase) -> Iterator[Candidate]:
     """Yield the mistakes that a case may show."""
     yield from (Candidate(words, rules) for words, rules in mistakes(case))
-    for inputs, names in (
-        (((0,), "queries"), ((1, 2), "keys and values"), ((0, 1, 2), "inputs")) if case.strided else ()
-    ):
-        yield Candidate(f"strided {names} were taken for contiguous (sgl-project/sglang#27276)", misread=inputs)
+    if case.strided:
+        for inputs, names in (((0,), "queries"), ((1, 2), "keys and values"), ((0, 1, 2), "inputs")):
+            yield Candidate(f"strided {names} were taken for contiguous (sgl-project/sglang#27276)", misread=inputs)
     for lses in (("partial_lse",), ("lse",), ("lse", "partial_lse")):
         yield Candidate(f"{' and '.join(lses)} were in base 2", base_2=lses)
+    yield Candidate("partial_lse were in base 2", base_2=("partial_lse",), factor=1 / math.log(2))
     if case.world > 1 and not case.replicated:
-        for factor, words in (
-            (math.log(2), "2 to the power of a natural lse"),
-            (1 / math.log(2), "e to that of base 2"),
-        ):
-            yield Candidate(f"the outputs of ranks were merged by {words}", factor=factor)
+        yield Candidate("ranks were merged by powers of 2 of natural lse", factor=math.log(2))
+        yield Candidate("ranks were merged by powers of e of lse in base 2", factor=1 / math.log(2))
         words = "a rank without a key had weight in the merge: its lse is not -inf (vllm-project/vllm#34355)"
         yield Candidate(words, empty="returned")
         words = "0 times NaN were added: a rank without a key has weight 0, and output NaN (ROCm/ATOM#1832)"
@@ -108,12 +97,12 @@ def predict(
         for row in range(len(places)):
             token += 1
             keys = [seen[number, row, rank] for rank in case.ranks]
-            returned = [{name: x[row] for name, x in one.results[number].items()} for one in observed]
+            returned = [{name: x[row] for name, x in one[number].items()} for one in observed]
             union = tuple(key for one in keys for key in one)
             parts = [_part(mistake, queries.attend(token, one), x) for one, x in zip(keys, returned, strict=True)]
             merged = queries.attend(token, union)
             if mistake.factor != 1.0 or mistake.empty != "right":
-                merged = _merged(mistake.factor, parts, merged)
+                merged = _merged(mistake.factor, parts, merged, returned[0].get("lse", merged[1]))
             if not union and np.isnan(returned[0]["out"]).all():  # no right merge meets a query without a key
                 merged = returned[0]["out"], *merged[1:]
             for rank, named in enumerate(predicted.exact[number]):
@@ -139,7 +128,7 @@ def _part(mistake: Candidate, right: Results, returned: dict[str, Array]) -> Res
     return out, lse, bounds[0], bounds[1]
 
 
-def _merged(factor: float, parts: list[Results], right: Results) -> Results:
+def _merged(factor: float, parts: list[Results], right: Results, returned: Array) -> Results:
     """Merge by weights e^(factor * lse); a rank's error of lse counts in each weight twice, also in their sum."""
     outs, lses, bounds, lse_bounds = map(np.stack, zip(*parts, strict=True))
     top = (factor * lses).max(0)
@@ -148,14 +137,14 @@ def _merged(factor: float, parts: list[Results], right: Results) -> Results:
     weights = (weights / total)[..., None]
     size, error = (weights * np.abs(outs)).sum(0), factor * lse_bounds.max(0)
     bound = (weights * bounds).sum(0) + 2 * error[:, None] * size + right[2]
-    lse = top + np.log(total) if factor == 1.0 else right[1]
+    lse = top + np.log(total) if factor == 1.0 else returned
     return (weights * outs).sum(0), lse, bound, right[3] + error
 
 
 def explains(case: ServingCase, predicted: ServingExpectation, observations: Observations) -> bool:
     """Return True if all results are within the bounds of a prediction."""
     for rank, observation in enumerate(observations):
-        for number, results in enumerate(observation.results):
+        for number, results in enumerate(observation):
             for name, actual in results.items():
                 both_nan = np.isnan(predicted.exact[number][rank][name]) & np.isnan(actual)
                 if not ((deviation(case, predicted, number, rank, name, actual) <= 1.0) | both_nan).all():

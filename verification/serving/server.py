@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from reference import validators
+from verification.case import DTYPES
 from verification.failures import Malformed, Refused
 from verification.peers.known_peers import import_attribute, prepare
 from verification.peers.peer import check_declaration, version_of
@@ -77,9 +78,12 @@ class Server:
                 kind = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
                 axes = "(tokens, heads)" if name.endswith("lse") else "(tokens, heads, head dim of v)"
                 raise Malformed(f"step returned {name} of {kind}; it must be a tensor of shape {shape}, {axes}")
-            if not (x.layout is torch.strided and x.is_floating_point() and x.device.type == case.device):
-                kind = f"{x.dtype} with layout {x.layout} on {x.device}".replace("torch.", "")
-                raise Malformed(f"step returned {name} in {kind}; it must be dense floats on {case.device}")
+            own, wide = DTYPES[case.dtype], torch.promote_types(DTYPES[case.dtype], torch.float32)
+            allowed = {wide} if name.endswith("lse") else {own, wide} if name == "partial_out" else {own}
+            if x.layout is not torch.strided or x.device.type != case.device or x.dtype not in allowed:
+                kind = f"{x.dtype} with layout {x.layout} on {x.device}"
+                must = f"dense {' or '.join(sorted(map(str, allowed)))} on {case.device}"
+                raise Malformed(f"step returned {name} in {kind}; it must be {must}".replace("torch.", ""))
         return cache, dict(results)
 
 

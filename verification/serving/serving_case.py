@@ -14,21 +14,16 @@ from verification.case import DEVICES, DTYPES
 from verification.saved_fields import FLAG, SavedFields, checked_by, choice, integer, number, optional
 
 MAX_TOKENS = 4096  # of all calls
-_GREATEST_SCALE = 100.0
 
 
 @dataclass(frozen=True)
 class Call:
     """What one rank is told of a call. Its tensors hold the new tokens of all slots, one slot after the other.
 
-    number      of the call, from 0
-    new         tokens of each slot, 0 for a slot that has none in this call
-    before      tokens of each slot's request that earlier calls brought
-    starts      for each slot, True if a new request begins in it, in place of a finished one or in an empty slot
-    rank, world  index of this rank, and number of the ranks
-    block       position p belongs to rank (p // block) % world
-    replicated  True if every rank keeps all keys instead
-    scale       factor on q . k
+    number        of the call, from 0
+    new, before   tokens of each slot in this call, and tokens of its request that earlier calls brought
+    starts        for each slot, True if a new request begins in it, in place of a finished one or in an empty slot
+    rank, others  as in a ServingCase; scale is the number
     """
 
     number: int
@@ -54,24 +49,17 @@ class Call:
 
 def _calls(name: str, value: object) -> tuple[tuple[int, ...], ...]:
     """Require calls of as many slots each, in which only slots that had a request get another one."""
-    rows = (
-        [tuple(row) if isinstance(row, (tuple, list)) else () for row in value]
-        if isinstance(value, (tuple, list))
-        else []
-    )
+    listed = value if isinstance(value, (tuple, list)) else ()
+    rows = [tuple(row) if isinstance(row, (tuple, list)) else () for row in listed]
     if len({len(row) for row in rows}) != 1 or not all(map(validators.is_integer, sum(rows, ()))) or not rows[0]:
         raise ValueError(f"{name} is {value!r}; it must be a tuple of calls, each a tuple of an integer for each slot")
     if max(len(rows), len(rows[0])) > 64 or sum(map(abs, sum(rows, ()))) > MAX_TOKENS:
-        raise ValueError(
-            f"{name} is {value!r}; it must have at most 64 calls and slots, and {MAX_TOKENS} tokens in all"
-        )
-    for number_, row in enumerate(rows):
-        empty = [
-            slot for slot, new in enumerate(row) if new < 0 and not any(earlier[slot] for earlier in rows[:number_])
-        ]
+        raise ValueError(f"{name} is {value!r}; it must have up to 64 calls and slots, and {MAX_TOKENS} tokens in all")
+    for at, row in enumerate(rows):
+        empty = [slot for slot, new in enumerate(row) if new < 0 and not any(one[slot] for one in rows[:at])]
         if empty or not any(row):
             must = f"slot {empty[0]} must have had a request" if empty else "some slot must have new tokens"
-            raise ValueError(f"call {number_} of {name} is {row!r}; {must}")
+            raise ValueError(f"call {at} of {name} is {row!r}; {must}")
     return tuple(rows)
 
 
@@ -98,7 +86,7 @@ class ServingCase(SavedFields):
     head_dim: int = field(default=4, metadata=integer(1, 576))
     value_dim: int | None = field(default=None, metadata=optional(integer(1, 576)))
     dtype: str = field(default="float32", metadata=choice(*DTYPES))
-    scale: float | None = field(default=None, metadata=optional(number(_GREATEST_SCALE)))
+    scale: float | None = field(default=None, metadata=optional(number(100.0)))
     replicated: bool = field(default=False, metadata=FLAG)
     strided: bool = field(default=False, metadata=FLAG)
     seed: int = field(default=0, metadata=integer(0, 2**31))
@@ -128,12 +116,14 @@ class ServingCase(SavedFields):
         for index, row in enumerate(self.calls):
             begins = [0 if new < 0 else length for new, length in zip(row, before, strict=True)]
             starts = tuple(bool(new) and not length for new, length in zip(row, begins, strict=True))
-            made.append(
-                Call(
-                    index, tuple(map(abs, row)), tuple(begins), starts, rank, self.world, self.block, self.replicated,
-                    self.head_dim**-0.5 if self.scale is None else self.scale,
-                )
-            )  # fmt: skip
+            told = (
+                rank,
+                self.world,
+                self.block,
+                self.replicated,
+                self.head_dim**-0.5 if self.scale is None else self.scale,
+            )
+            made.append(Call(index, tuple(map(abs, row)), tuple(begins), starts, *told))
             before = list(made[-1].lengths)
         return tuple(made)
 

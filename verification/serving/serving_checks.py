@@ -1,12 +1,8 @@
-"""Checks of serving, one small function each, and the properties that a report lists.
-
-A check takes a ServingCase, its ServingExpectation and one ServingObservation per rank. It returns the worst error as a
-fraction of its bound, by quantity, or raises WrongResult with the place of the worst error of the first call.
-"""
+"""Checks of the results of servers, and the properties that a report lists."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,37 +15,17 @@ from verification.failures import WrongResult
 from verification.run.observation import Floats
 from verification.serving.expected import ServingExpectation
 from verification.serving.serving_case import ServingCase
-from verification.serving.serving_rank import ServingObservation
+from verification.serving.serving_rank import Results
 
 Ratios = dict[str, float]
-Observations = Sequence[ServingObservation]
-Check = Callable[[ServingCase, ServingExpectation, Observations], Ratios]
-
-
-def check_answers(case: ServingCase, expectation: ServingExpectation, observations: Observations) -> Ratios:
-    """Results have the types that the inputs imply: out q's, a partial one also fp32, lse fp32 (fp64 for fp64)."""
-    wide = "float64" if case.dtype == "float64" else "float32"
-    for number, rank, name, _ in _results(observations):
-        allowed = {wide} if name.endswith("lse") else {case.dtype, wide} if name == "partial_out" else {case.dtype}
-        dtype = observations[rank].dtypes[number][name]
-        if dtype not in allowed:
-            must = " or ".join(sorted(allowed))
-            raise WrongResult(f"answers: {name} of rank {rank} in call {number} is {dtype}, not {must}")
-    return {}
-
-
-def check_inputs(case: ServingCase, expectation: ServingExpectation, observations: Observations) -> Ratios:
-    """Queries, keys and values are unchanged, bit for bit."""
-    for rank, observation in enumerate(observations):
-        if observation.spoilt:
-            raise WrongResult(f"inputs: changed on rank {rank} in call {observation.spoilt[0]}")
-    return {}
+Observations = Sequence[Results]  # by rank
 
 
 def _within_bounds(
     names: tuple[str, ...], case: ServingCase, expectation: ServingExpectation, observations: Observations
 ) -> Ratios:
-    """These results are within their bounds, in every entry; where a query sees no key exactly 0 and -inf."""
+    """Return the worst error / bound of these results; where a query sees no key, they must be exactly 0 and -inf.
+    Raise WrongResult with the place of the worst error of the first wrong one."""
     worst: Ratios = {}
     for number, rank, name, actual in _results(observations):
         if name not in names:
@@ -75,7 +51,7 @@ def _within_bounds(
 
 def _results(observations: Observations) -> Iterator[tuple[int, int, str, Floats]]:
     """Yield (call, rank, name, result), earlier calls first."""
-    for number, results in enumerate(zip(*(x.results for x in observations), strict=True)):
+    for number, results in enumerate(zip(*observations, strict=True)):
         for rank, named in enumerate(results):
             yield from ((number, rank, name, actual) for name, actual in named.items())
 
@@ -91,17 +67,12 @@ def deviation(
     return ratio
 
 
-# Checks in the order in which they are made: causes before effects.
-SERVING_CHECKS: dict[str, Check] = {
-    "answers": check_answers,
-    "inputs": check_inputs,
+SERVING_CHECKS = {  # in the order in which they are made: causes before effects
     "partials": partial(_within_bounds, ("partial_out", "partial_lse")),
     "merged": partial(_within_bounds, ("out", "lse")),
 }
 SERVING_PROPERTIES = (
     EVERY_RANK_ANSWERS,
-    Property("types of results", ("answers",)),
-    Property("inputs intact", ("inputs",)),
     Property("results of each rank's keys", ("partials",)),
     Property("merged results", ("merged",)),
 )

@@ -9,7 +9,6 @@ from hypothesis.strategies import SearchStrategy
 
 from verification.check.properties import run_checks
 from verification.failures import WrongResult
-from verification.peers.peer_experiment import rehearse_claim
 from verification.run.backends import Backend
 from verification.search.claim import apply_claim
 from verification.search.experiment import Experiment
@@ -26,7 +25,7 @@ def serving_experiment(name: str, device: str = "cpu", only: tuple[str, ...] = (
     """Return the Experiment with the server of that name. only: titles of properties; (): all. Raises Refused."""
     server = load_server(name)
     run, claim = partial(observe_and_expect, name, server), partial(claimed_serving, server, device=device)
-    wanted = {check for p in SERVING_PROPERTIES if not only or p.title in only for check in p.checks} | {"answers"}
+    wanted = {check for p in SERVING_PROPERTIES if not only or p.title in only for check in p.checks}
     checks = {name: check for name, check in SERVING_CHECKS.items() if name in wanted}
 
     def check_case(backend: Backend, case: ServingCase) -> dict[str, float]:
@@ -40,7 +39,7 @@ def serving_experiment(name: str, device: str = "cpu", only: tuple[str, ...] = (
             raise ValueError(f"{case} is no case of {server.name}: {server.supported}")
 
     def explain(failure: WrongResult, backend: Backend, minimal: ServingCase, first: ServingCase) -> str | None:
-        return find_cause(server, run, claim, backend, minimal) if failure.check in ("partials", "merged") else None
+        return find_cause(server, run, claim, backend, minimal)
 
     return Experiment(
         f"server {server.name}", draw, check_case, moved=lambda case, device: replace(case, device=device),
@@ -64,9 +63,3 @@ def claimed_serving(server: Server, case: ServingCase, device: str = "cpu") -> S
     if case.world not in server.worlds:
         return None
     return apply_claim(server.name, server.claims, replace(case, device=device))
-
-
-def rehearse_server(name: str) -> None:
-    """Load a server and apply its claim to some cases, as `peer_experiment.rehearse`. Raises Refused."""
-    server = ready_server(name)
-    rehearse_claim(server.name, server.worlds, serving_cases, partial(claimed_serving, server))

@@ -50,7 +50,7 @@ def test_draws_what_engines_meet() -> None:
         ({"calls": ((1, 0), (1,))}, "it must be a tuple of calls, each a tuple of an integer for each slot"),
         ({"calls": ((1, 0), (0, -2))}, r"call 1 of calls is \(0, -2\); slot 1 must have had a request"),
         ({"calls": ((1, 0), (0, 0))}, r"call 1 of calls is \(0, 0\); some slot must have new tokens"),
-        ({"calls": ((5000,),)}, "at most 64 calls and slots, and 4096 tokens in all"),
+        ({"calls": ((5000,),)}, "up to 64 calls and slots, and 4096 tokens in all"),
         ({"block": 0}, "block is 0; it must be an integer from 1 to 4096"),
     ],
 )

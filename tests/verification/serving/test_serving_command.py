@@ -28,10 +28,12 @@ def test_the_command(tmp_path: Path) -> None:
     assert "sgl-project/sglang#32098" in wrong["message"]
     *_, file = shlex.split(wrong["replay"])
     assert json.loads(Path(file).read_text()) == {"kind": "server", "server": "wrong:server", "case": wrong["case"]}
-    refused = verification(tmp_path, "replay", file)
-    assert refused.returncode == 2 and "if it is yours, write --server wrong:server" in unbroken(refused.stderr)
+    assert "if it is yours, write --server wrong:server" in unbroken(verification(tmp_path, "replay", file).stderr)
     again = verification(tmp_path, "replay", file, "--server", "wrong:server")
     assert again.returncode == 1 and unbroken(wrong["message"]) in unbroken(again.stdout), again.stdout + again.stderr
     assert verification(tmp_path, "replay", file, "--server", "my_server:server").returncode == 0
-    wrong_name = verification(tmp_path, "serving", "my_server.py")
-    assert wrong_name.returncode == 2 and "for a Server of your own write my_server:server" in wrong_name.stderr
+    (tmp_path / "of_nothing.py").write_text(written("of_nothing"))
+    refused = verification(tmp_path, "serving", "of_nothing:server")
+    assert refused.returncode == 2 and "of_nothing:server supports none of the Cases drawn on 1 rank" in refused.stdout
+    named = verification(tmp_path, "serving", "my_server.py").stderr
+    assert "'my_server.py' is no server; for a Server of your own write my_server:server" in named
