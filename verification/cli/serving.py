@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def experiments(name: str, world: int, plan: RunPlan, options: argparse.Namespace) -> list[tuple[Experiment, int]]:
-    """Return the Experiment of a server, with its number of examples."""
     device = options.device or ("cuda" if plan.backend == "nccl" else "cpu")
     return [(serving_experiment(name, device, plan.only), plan.examples_for(world))]
 

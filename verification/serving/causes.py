@@ -23,12 +23,13 @@ from verification.serving.serving_case import ServingCase
 from verification.serving.serving_checks import Observations, deviation
 from verification.serving.stores import Rules, Seen, mistakes, seen_by
 
-MOST = 3  # mistakes that are named together
 # Calls that tell mistakes apart: chunks, decodes, a slot without new tokens, a new request, one shorter than the ranks.
 TELLING = (((5, 3), (1, 1), (2, 0), (-4, 1), (1, 1), (1, 1)), ((13, 1), (1, 2), (1, 2), (-1, 9), (6, 1)))
 Run = Callable[[Backend, ServingCase], tuple[ServingExpectation, Observations]]
 Claim = Callable[[ServingCase], ServingCase | None]
 Results = tuple[Array, Array, Array, Array]  # of one query: out (H, Dv) and lse (H,), and their bounds
+
+Attend = Callable[[int, Seen], Results]  # (token of the query, keys that it sees)
 
 
 @dataclass(frozen=True)
@@ -61,25 +62,22 @@ def candidates(case: ServingCase) -> Iterator[Candidate]:
         yield Candidate(words, empty="NaN")
 
 
-class Queries:
-    """Results of single queries of a case, computed once for all mistakes. misread: of a Candidate."""
+def queries_of(server: Server, case: ServingCase, misread: tuple[int, ...]) -> Attend:
+    """Return a function that gives the results of a query, computed once for all mistakes. misread: of a Candidate."""
+    tensors = [[_misread(x) if i in misread else x for i, x in enumerate(xs)] for xs in case.tensors()]
+    q, *kv = (np.asarray(torch.cat(xs).double()) for xs in zip(*tensors, strict=True))
+    k, v = (np.concatenate([x, np.zeros((1, *x.shape[1:]))]) for x in kv)  # the last one is `stores.UNWRITTEN`
+    zeros, lse, scale = np.zeros((case.heads, case.dim_of_values)), np.zeros(case.heads), case.calls_of(0)[0].scale
 
-    def __init__(self, server: Server, case: ServingCase, misread: tuple[int, ...] = ()) -> None:
-        tensors = [[_misread(x) if i in misread else x for i, x in enumerate(xs)] for xs in case.tensors()]
-        q, *kv = (np.asarray(torch.cat(xs).double()) for xs in zip(*tensors, strict=True))
-        k, v = (np.concatenate([x, np.zeros((1, *x.shape[1:]))]) for x in kv)  # the last one is `stores.UNWRITTEN`
-        zeros, lse = np.zeros((case.heads, case.dim_of_values)), np.zeros(case.heads)
+    @cache
+    def attend(token: int, seen: Seen) -> Results:
+        if not seen:
+            return zeros, lse - np.inf, zeros, lse
+        inputs = q[None, [token]], k[None, list(seen)], v[None, list(seen)], zeros[None, None], None, Pattern.dense()
+        x = evaluate(Inputs(*inputs, scale, np.array([0])), arithmetic_of(server, case, len(seen)))
+        return x.exact["out"][0, 0], x.exact["lse"][0, :, 0], x.bound["out"][0, 0], x.bound["lse"][0, :, 0]
 
-        @cache
-        def attend(token: int, seen: Seen) -> Results:
-            if not seen:
-                return zeros, lse - np.inf, zeros, lse
-            one, keys, scale = [token], list(seen), case.calls_of(0)[0].scale
-            inputs = q[None, one], k[None, keys], v[None, keys], zeros[None, None], None, Pattern.dense(), scale
-            x = evaluate(Inputs(*inputs, np.array([0])), arithmetic_of(server, case, len(keys)))
-            return x.exact["out"][0, 0], x.exact["lse"][0, :, 0], x.bound["out"][0, 0], x.bound["lse"][0, :, 0]
-
-        self.attend = attend
+    return attend
 
 
 def _misread(x: Tensor) -> Tensor:
@@ -88,7 +86,7 @@ def _misread(x: Tensor) -> Tensor:
 
 
 def predict(
-    case: ServingCase, queries: Queries, mistake: Candidate, expectation: ServingExpectation, observed: Observations
+    case: ServingCase, attend: Attend, mistake: Candidate, expectation: ServingExpectation, observed: Observations
 ) -> ServingExpectation:
     """Return the results of a server with a mistake, in the form of an expectation."""
     seen, token = seen_by(case, mistake.rules), -1
@@ -99,8 +97,8 @@ def predict(
             keys = [seen[number, row, rank] for rank in case.ranks]
             returned = [{name: x[row] for name, x in one[number].items()} for one in observed]
             union = tuple(key for one in keys for key in one)
-            parts = [_part(mistake, queries.attend(token, one), x) for one, x in zip(keys, returned, strict=True)]
-            merged = queries.attend(token, union)
+            parts = [_part(mistake, attend(token, one), x) for one, x in zip(keys, returned, strict=True)]
+            merged = attend(token, union)
             if mistake.factor != 1.0 or mistake.empty != "right":
                 merged = _merged(mistake.factor, parts, merged, returned[0].get("lse", merged[1]))
             if not union and np.isnan(returned[0]["out"]).all():  # no right merge meets a query without a key
@@ -119,12 +117,11 @@ def predict(
 def _part(mistake: Candidate, right: Results, returned: dict[str, Array]) -> Results:
     """Return the results of a rank's keys, with what the mistake makes of those of a rank without a key."""
     out, lse, *bounds = right
-    if np.isneginf(lse).all() and mistake.empty != "right":
-        its_out, its_lse = returned.get("partial_out", out), returned.get("partial_lse", 0 * bounds[1])
-        if mistake.empty == "NaN":
-            out = np.full_like(out, np.nan)
-        elif np.isfinite(its_lse).all():
-            out, lse = its_out, its_lse
+    if np.isneginf(lse).all() and mistake.empty == "NaN":
+        out = np.full_like(out, np.nan)
+    its_lse = returned.get("partial_lse", 0 * bounds[1])
+    if np.isneginf(lse).all() and mistake.empty == "returned" and np.isfinite(its_lse).all():
+        out, lse = returned.get("partial_out", out), its_lse
     return out, lse, bounds[0], bounds[1]
 
 
@@ -153,7 +150,7 @@ def explains(case: ServingCase, predicted: ServingExpectation, observations: Obs
 
 
 def find_cause(server: Server, run: Run, claim: Claim, backend: Backend, minimal: ServingCase) -> str | None:
-    """Return a sentence: the mistake that explains a minimal case and telling ones; else None. Up to MOST mistakes
+    """Return a sentence: the mistake that explains a minimal case and telling ones; else None. Up to three mistakes
     between which no case decides are named together."""
     left: list[Candidate] | None = None
     for case in (*telling_cases(minimal, claim), minimal):
@@ -161,12 +158,12 @@ def find_cause(server: Server, run: Run, claim: Claim, backend: Backend, minimal
             expectation, observed = run(backend, case)
         except (WrongResult, RankFailure):  # a malformed result
             return None
-        queries, possible = cache(partial(Queries, server, case)), candidates(case) if left is None else left
+        queries, possible = cache(partial(queries_of, server, case)), candidates(case) if left is None else left
         left = [
             x for x in possible if explains(case, predict(case, queries(x.misread), x, expectation, observed), observed)
         ]
     sentences = list(dict.fromkeys(candidate.words for candidate in left or ()))
-    if not 0 < len(sentences) <= MOST or "nothing were wrong" in sentences:
+    if not 0 < len(sentences) <= 3 or "nothing were wrong" in sentences:
         return None
     return f"cause: results are, to rounding, as if {'; or as if '.join(sentences)}"
 

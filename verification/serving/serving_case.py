@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -127,23 +128,20 @@ class ServingCase(SavedFields):
             before = list(made[-1].lengths)
         return tuple(made)
 
-    def tensors(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def tensors(self) -> list[list[Tensor]]:
         """Return q (T, H, D), k (T, Hk, D) and v (T, Hk, Dv) of the new tokens of each call, on the CPU."""
         counts = [sum(map(abs, row)) for row in self.calls]
         generator, wide = torch.Generator().manual_seed(self.seed), DTYPES[self.dtype]
         shapes = (self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.dim_of_values)
         numbers = [torch.randn(sum(counts), *shape, generator=generator, dtype=torch.float64) for shape in shapes]
-        return [self._strided(*parts) for parts in zip(*(x.to(wide).split(counts) for x in numbers), strict=True)]
-
-    def _strided(self, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if not self.strided:
-            q, k, v = (x.contiguous() for x in parts)
-        elif self.seed % 2:
-            q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in parts)
-        else:
-            packed = torch.cat([x.flatten(1) for x in parts], 1).split([x[0].numel() for x in parts], 1)
-            q, k, v = (x.unflatten(1, part.shape[1:]) for x, part in zip(packed, parts, strict=True))
-        return q, k, v
+        calls = [list(parts) for parts in zip(*(x.to(wide).split(counts) for x in numbers), strict=True)]
+        if self.strided and self.seed % 2:
+            return [[x.transpose(0, 1).contiguous().transpose(0, 1) for x in parts] for parts in calls]
+        if self.strided:
+            packed = [torch.cat([x.flatten(1) for x in parts], 1) for parts in calls]
+            views = [x.split([math.prod(shape) for shape in shapes], 1) for x in packed]
+            return [[x.unflatten(1, shape) for x, shape in zip(xs, shapes, strict=True)] for xs in views]
+        return calls
 
     def requests(self) -> Iterator[tuple[int, int, slice, list[int]]]:
         """Yield (call, slot, rows, tokens) wherever a slot has new tokens: their rows in the call's tensors, and the

@@ -24,9 +24,14 @@ from verification.serving.strategies import serving_cases
 def serving_experiment(name: str, device: str = "cpu", only: tuple[str, ...] = ()) -> Experiment:
     """Return the Experiment with the server of that name. only: titles of properties; (): all. Raises Refused."""
     server = load_server(name)
-    run, claim = partial(observe_and_expect, name, server), partial(claimed_serving, server, device=device)
+    claim = partial(claimed_serving, server, device=device)
     wanted = {check for p in SERVING_PROPERTIES if not only or p.title in only for check in p.checks}
     checks = {name: check for name, check in SERVING_CHECKS.items() if name in wanted}
+
+    def run(backend: Backend, case: ServingCase) -> tuple[ServingExpectation, Observations]:
+        backend.submit(serve, case, name)
+        expectation = expect(server, case)  # computed while the ranks work
+        return expectation, backend.collect()
 
     def check_case(backend: Backend, case: ServingCase) -> dict[str, float]:
         return run_checks(SERVING_PROPERTIES, checks, case, *run(backend, case))
@@ -46,15 +51,6 @@ def serving_experiment(name: str, device: str = "cpu", only: tuple[str, ...] = (
         kind="server", names={"server": name}, validate=validate, explain=explain, timeout=server.timeout,
         prepare_rank=partial(ready_server, name), calls=f"step of {name}", on_fewer=True,
     )  # fmt: skip
-
-
-def observe_and_expect(
-    name: str, server: Server, backend: Backend, case: ServingCase
-) -> tuple[ServingExpectation, Observations]:
-    """Return what ranks return, and what they must, computed while they work."""
-    backend.submit(serve, case, name)
-    expectation = expect(server, case)
-    return expectation, backend.collect()
 
 
 def claimed_serving(server: Server, case: ServingCase, device: str = "cpu") -> ServingCase | None:

@@ -99,7 +99,6 @@ def mistakes(case: ServingCase) -> Iterator[tuple[str, Rules]]:
     yield words, Rules(masked_as=lambda turn, i, read: i)
     yield words, Rules(masked_as=lambda turn, i, read: turn.before + turn.new - read + i)
     yield "a query did not see its own position", Rules(prefix=lambda turn: turn.before - 1)
-    yield "a query saw the position after its own", Rules(prefix=lambda turn: turn.before + 1)
     yield "there were no causal mask", Rules(masked_as=lambda turn, i, read: 0)
     words = "the prefix were the length less new tokens that are padded{} (sgl-project/sglang#23415)"
     for multiple in (case.world, 2 * case.world):
