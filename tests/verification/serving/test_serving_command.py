@@ -34,6 +34,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert verification(tmp_path, "replay", file, "--server", "my_server:server").returncode == 0
     (tmp_path / "of_nothing.py").write_text(written("of_nothing"))
     refused = verification(tmp_path, "serving", "of_nothing:server")
-    assert refused.returncode == 2 and "of_nothing:server supports none of the Cases drawn on 1 rank" in refused.stdout
+    said = "of_nothing:server supports none of the Cases drawn on 1 rank"
+    assert refused.returncode == 2 and said in unbroken(refused.stdout)
     named = verification(tmp_path, "serving", "my_server.py").stderr
     assert "'my_server.py' is no server; for a Server of your own write my_server:server" in named
