@@ -12,8 +12,8 @@ PAGE = Path(__file__).parents[2] / "verification/serving/README.md"
 (CODE,) = re.findall(r"```python\n(# my_server\.py\n.*?)```", PAGE.read_text(), re.DOTALL)
 TURN = "    turn = call.block * call.world\n"
 END = "    return torch.einsum("
-RESULTS = '{**narrow, "lse": total, "partial_lse": lse}'
-ONLY_MERGED = {", returns)": ', ("out",))', RESULTS: '{"out": narrow["out"]}'}
+RESULTS = '{"out": merged.to(q.dtype), "lse": total, "partial_out": out.to(q.dtype), "partial_lse": lse}'
+ONLY_MERGED = {", results)": ', ("out",))', RESULTS: '{"out": merged.to(q.dtype)}'}
 GARBAGE = {END: f"    lse = lse.masked_fill(seen[:, None] == 0, 0.4375)\n{END}"}  # as any number left in memory
 NANS = {f"{END}\"thn,nhd->thd\", weights, v), lse": "    out = torch.einsum('thn,nhd->thd', weights, v)\n"
         "    return out.masked_fill((seen == 0)[:, None, None], torch.nan), lse"}  # fmt: skip

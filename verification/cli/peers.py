@@ -152,7 +152,7 @@ class Kind:
     command      of `python -m verification`
     load, ready  find a peer by its name; `ready` does its imports and looks for faults of the adapter
     experiments  of a peer on a world size, each with its number of examples
-    kind, called what peers are in errors, and how an example's attribute is called
+    words        for peers in errors, as for `selected`
     """
 
     command: str
@@ -161,8 +161,7 @@ class Kind:
     ready: Callable[[str], object]
     experiments: Callable[[str, int, RunPlan, argparse.Namespace], list[tuple[Experiment, int]]]
     coverage: Callable[[], Coverage]
-    kind: str = "Peer"
-    called: str = "adapter"
+    words: tuple[str, str] = ("Peer", "adapter")
 
 
 def attention_experiments(
@@ -220,8 +219,8 @@ def run_peers(kind: Kind, names: Sequence[str], plan: RunPlan, console: Console,
     name, before any output.
     """
     expected, started = expected_failures(options), time.perf_counter()
-    named = peer_names(names, kind.known, kind.kind, kind.called)
-    outcomes = [PeerOutcome(name, reason=reason) for name, reason in named.items()]
+    named = peer_names(names, kind.known, *kind.words).items()
+    outcomes = [PeerOutcome(name, reason=reason) for name, reason in named]
     for outcome in outcomes:
         titles = expected.get(None, set()) | expected.get(outcome.name, set())
         outcome.expected = {title: 0 for title in sorted(titles) if not plan.only or title in plan.only}
@@ -322,7 +321,7 @@ def _worlds(peer: Any, plan: RunPlan, options: argparse.Namespace) -> list[int]:
 
 def _summary(kind: Kind, outcomes: Sequence[PeerOutcome], seconds: float, console: Console, verbose: bool) -> None:
     """Print a row per peer, the first counter-example of each, and the verdict."""
-    noun = kind.kind.lower()
+    noun = kind.words[0].lower()
     say(console, f"{noun:<31} {'version':<12}{'verdict':<16}{'examples':>8}{'seconds':>8}")
     for o in outcomes:
         say(console, f"{o.name:<31} {o.version or '-':<12}{o.verdict:<16}{o.examples:>8}{o.seconds:>8.1f}")

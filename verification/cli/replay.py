@@ -22,9 +22,9 @@ ABOUT = """\
 Runs a saved counter-example again, on as many ranks as it names, and checks it.
 The file may hold a Case, a law with its Case, the problem of real size, a peer
 with its Case, calls of a server, a training run (also of a peer or of your own
-model), a fault with its Case, or a fault of a training or of a file. Examples in `before` run
-first. Where it is null, and the example holds, the status is 2: it failed after
-calls that are not known."""
+model), a fault with its Case, or a fault of a training or of a file. Examples
+in `before` run first. Where it is null, and the example holds, the status is 2:
+it failed after calls that are not known."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,11 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """Return 0 if the example holds, 1 if it fails again. Raises Unavailable if it cannot run."""
     must_exist(options.device)
-    for name, ready in (
-        (options.attention, ready_step_peer),
-        (options.model, models.load),
-        (options.server, ready_server),
-    ):
+    named = (options.attention, ready_step_peer), (options.model, models.load), (options.server, ready_server)
+    for name, ready in named:
         if name is not None:  # imported in a process of its own first: an import may hang, exit or abort
             try:
                 probe(name, ready=ready)

@@ -19,11 +19,9 @@ from verification.serving.serving_experiment import serving_experiment
 PROFILE = Profile("for each world size", 100, budget=20.0)
 HELP = "check attention with a cache that is sharded over ranks"
 ABOUT = """\
-Draws requests that are served call after call (chunked prefill, decode, slots
-that new requests take over) with keys interleaved over ranks by blocks. Each
-rank's result for its own keys, and the merged one, are compared with the fp64
-oracle, within derived rounding bounds. NAME is `package.module:server`, in the
-working directory or installed: verification/serving/README.md has an example."""
+Draws requests that are served call after call, with keys interleaved over ranks
+by blocks, and compares each rank's and the merged results with the fp64 oracle,
+within derived rounding bounds: verification/serving/README.md has an example."""
 STATUS = peers.STATUS
 
 
@@ -43,7 +41,7 @@ def experiments(name: str, world: int, plan: RunPlan, options: argparse.Namespac
 
 
 SERVERS = peers.Kind(
-    "serving", {}, load_server, ready_server, experiments, partial(Coverage, groups={}), "Server", "server"
+    "serving", {}, load_server, ready_server, experiments, partial(Coverage, groups={}), ("Server", "server")
 )
 
 

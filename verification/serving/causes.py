@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -17,10 +18,10 @@ from reference.fast_oracle import Inputs, evaluate
 from reference.pattern import Pattern
 from verification.failures import RankFailure, WrongResult
 from verification.run.backends import Backend
-from verification.serving.expected import ServingExpectation, arithmetic_of, empty_like
+from verification.serving.expected import ServingExpectation, arithmetic_of
 from verification.serving.server import Server
 from verification.serving.serving_case import ServingCase
-from verification.serving.serving_checks import Observations, deviation
+from verification.serving.serving_checks import Observations, deviation, in_order
 from verification.serving.stores import Rules, Seen, mistakes, seen_by
 
 # Calls that tell mistakes apart: chunks, decodes, a slot without new tokens, a new request, one shorter than the ranks.
@@ -67,7 +68,7 @@ def queries_of(server: Server, case: ServingCase, misread: tuple[int, ...]) -> A
     tensors = [[_misread(x) if i in misread else x for i, x in enumerate(xs)] for xs in case.tensors()]
     q, *kv = (np.asarray(torch.cat(xs).double()) for xs in zip(*tensors, strict=True))
     k, v = (np.concatenate([x, np.zeros((1, *x.shape[1:]))]) for x in kv)  # the last one is `stores.UNWRITTEN`
-    zeros, lse, scale = np.zeros((case.heads, case.dim_of_values)), np.zeros(case.heads), case.calls_of(0)[0].scale
+    zeros, lse, scale = np.zeros((case.heads, case.value_dim)), np.zeros(case.heads), case.scale
 
     @cache
     def attend(token: int, seen: Seen) -> Results:
@@ -90,7 +91,7 @@ def predict(
 ) -> ServingExpectation:
     """Return the results of a server with a mistake, in the form of an expectation."""
     seen, token = seen_by(case, mistake.rules), -1
-    predicted = empty_like(expectation)
+    predicted = ServingExpectation(deepcopy(expectation.exact), deepcopy(expectation.bound), expectation.places)
     for number, places in enumerate(expectation.places):
         for row in range(len(places)):
             token += 1
@@ -140,12 +141,10 @@ def _merged(factor: float, parts: list[Results], right: Results, returned: Array
 
 def explains(case: ServingCase, predicted: ServingExpectation, observations: Observations) -> bool:
     """Return True if all results are within the bounds of a prediction."""
-    for rank, observation in enumerate(observations):
-        for number, results in enumerate(observation):
-            for name, actual in results.items():
-                both_nan = np.isnan(predicted.exact[number][rank][name]) & np.isnan(actual)
-                if not ((deviation(case, predicted, number, rank, name, actual) <= 1.0) | both_nan).all():
-                    return False
+    for number, rank, name, actual in in_order(observations):
+        both_nan = np.isnan(predicted.exact[number][rank][name]) & np.isnan(actual)
+        if not ((deviation(case, predicted, number, rank, name, actual) <= 1.0) | both_nan).all():
+            return False
     return True
 
 
@@ -173,5 +172,5 @@ def telling_cases(case: ServingCase, claim: Claim) -> Iterator[ServingCase]:
     for number, calls in enumerate(TELLING):
         larger = replace(case, calls=calls, block=max(case.block, number + 1), heads=2, kv_heads=1, head_dim=4)
         with suppress(ValueError):
-            if nearest := claim(replace(larger, value_dim=3, seed=number, scale=None, dtype="float32")):
+            if nearest := claim(replace(larger, value_dim=3, seed=number, scale=0.5, dtype="float32")):
                 yield nearest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,34 +29,24 @@ class ServingExpectation:
     places: list[list[tuple[int, int]]]
 
 
-def empty_like(expectation: ServingExpectation) -> ServingExpectation:
-    """Return an expectation of the same shapes, to be filled."""
-    exact, bound = (
-        [[{name: np.zeros_like(x) for name, x in named.items()} for named in ranks] for ranks in expectation.exact]
-        for _ in range(2)
-    )
-    return ServingExpectation(exact, bound, expectation.places)
-
-
 def arithmetic_of(server: Server, case: ServingCase, keys: int) -> Arithmetic:
-    """Return the arithmetic of a right server of that class, for rows of so many keys. A row merges at most the partial
-    results that each rank makes."""
+    """Return the arithmetic of a right server of that class, for rows of so many keys."""
     narrow = case.dtype in ("bfloat16", "float16")
     kernel = "math" if server.arithmetic in ("half", "gpu") and not narrow else server.arithmetic
     blocks = (1, 2) if kernel == "gpu" else roundoff.max_call_blocks(keys)
     merges = min(keys, server.splits * case.world)
     counts = Counts(keys, keys * (case.heads // case.kv_heads), merges, 1, *blocks)
-    return Arithmetic.of(case.dtype, kernel, case.head_dim, case.calls_of(0)[0].scale, counts)
+    return Arithmetic.of(case.dtype, kernel, case.head_dim, case.scale, counts)
 
 
 def expect(server: Server, case: ServingCase) -> ServingExpectation:
     """Return the exact results of all that the server returns."""
     q, k, v = (np.asarray(torch.cat(xs).double()) for xs in zip(*case.tensors(), strict=True))
-    calls, wide = case.calls_of(0), (case.heads, case.dim_of_values)
+    calls, wide = case.calls_of(0), (case.heads, case.value_dim)
     rows_of = [sum(call.new) for call in calls]
     shapes = [{n: (rows, *(wide[:1] if n.endswith("lse") else wide)) for n in server.returns} for rows in rows_of]
     exact = [[{n: np.zeros(shape) for n, shape in named.items()} for _ in case.ranks] for named in shapes]
-    result = empty_like(ServingExpectation(exact, [], [[(0, 0)] * rows for rows in rows_of]))
+    result = ServingExpectation(exact, deepcopy(exact), [[(0, 0)] * rows for rows in rows_of])
     for number, slot, rows, tokens in case.requests():
         call, positions = calls[number], np.arange(calls[number].before[slot], len(tokens))
         result.places[number][rows] = [(slot, int(position)) for position in positions]

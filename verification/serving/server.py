@@ -73,7 +73,7 @@ class Server:
             names = ", ".join(map(str, results)) or "none"
             raise Malformed(f"step returned the results {names}; `returns` promises {', '.join(self.returns)}")
         for name, x in results.items():
-            shape = (tokens, case.heads, *(() if name.endswith("lse") else (case.dim_of_values,)))
+            shape = (tokens, case.heads, *(() if name.endswith("lse") else (case.value_dim,)))
             if not isinstance(x, Tensor) or tuple(x.shape) != shape:
                 kind = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
                 axes = "(tokens, heads)" if name.endswith("lse") else "(tokens, heads, head dim of v)"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from reference import validators
 from verification.case import DEVICES, DTYPES
-from verification.saved_fields import FLAG, SavedFields, checked_by, choice, integer, number, optional
+from verification.saved_fields import FLAG, SavedFields, checked_by, choice, integer, number
 
 MAX_TOKENS = 4096  # of all calls
 
@@ -24,7 +24,7 @@ class Call:
     number        of the call, from 0
     new, before   tokens of each slot in this call, and tokens of its request that earlier calls brought
     starts        for each slot, True if a new request begins in it, in place of a finished one or in an empty slot
-    rank, others  as in a ServingCase; scale is the number
+    rank          of this rank; the others are as in a ServingCase
     """
 
     number: int
@@ -44,8 +44,8 @@ class Call:
 
     def owns(self, position: int, rank: int | None = None) -> bool:
         """Return True if a rank keeps the key at that position. rank: None for this one."""
-        rank = self.rank if rank is None else rank
-        return self.replicated or position // self.block % self.world == rank
+        owner = position // self.block % self.world
+        return self.replicated or owner == (self.rank if rank is None else rank)
 
 
 def _calls(name: str, value: object) -> tuple[tuple[int, ...], ...]:
@@ -73,8 +73,8 @@ class ServingCase(SavedFields):
     block       position p belongs to rank (p // block) % world
     calls       for each call, new tokens of each slot. 0: its request has none in this call. -n: its request is
                 finished, and a new one takes over the slot with n tokens
-    value_dim   head dim of v and out; None: head_dim
-    scale       factor on q . k; None: head_dim ** -0.5
+    value_dim   head dim of v and out
+    scale       factor on q . k
     replicated  every rank keeps all keys, as engines do for some layers beside sharded ones
     strided     q, k and v are views: of one packed tensor, or with heads first in memory
     """
@@ -85,9 +85,9 @@ class ServingCase(SavedFields):
     heads: int = field(default=1, metadata=integer(1, 128))
     kv_heads: int = field(default=1, metadata=integer(1, 128))
     head_dim: int = field(default=4, metadata=integer(1, 576))
-    value_dim: int | None = field(default=None, metadata=optional(integer(1, 576)))
+    value_dim: int = field(default=4, metadata=integer(1, 576))
     dtype: str = field(default="float32", metadata=choice(*DTYPES))
-    scale: float | None = field(default=None, metadata=optional(number(100.0)))
+    scale: float = field(default=0.5, metadata=number(100.0))
     replicated: bool = field(default=False, metadata=FLAG)
     strided: bool = field(default=False, metadata=FLAG)
     seed: int = field(default=0, metadata=integer(0, 2**31))
@@ -107,23 +107,13 @@ class ServingCase(SavedFields):
         """Tokens of the longest request."""
         return max(max(call.lengths) for call in self.calls_of(0))
 
-    @property
-    def dim_of_values(self) -> int:
-        return self.value_dim or self.head_dim
-
     def calls_of(self, rank: int) -> tuple[Call, ...]:
         """Return what the server is told of each call on that rank."""
         before, made = [0] * len(self.calls[0]), []
         for index, row in enumerate(self.calls):
             begins = [0 if new < 0 else length for new, length in zip(row, before, strict=True)]
             starts = tuple(bool(new) and not length for new, length in zip(row, begins, strict=True))
-            told = (
-                rank,
-                self.world,
-                self.block,
-                self.replicated,
-                self.head_dim**-0.5 if self.scale is None else self.scale,
-            )
+            told = rank, self.world, self.block, self.replicated, self.scale
             made.append(Call(index, tuple(map(abs, row)), tuple(begins), starts, *told))
             before = list(made[-1].lengths)
         return tuple(made)
@@ -132,7 +122,7 @@ class ServingCase(SavedFields):
         """Return q (T, H, D), k (T, Hk, D) and v (T, Hk, Dv) of the new tokens of each call, on the CPU."""
         counts = [sum(map(abs, row)) for row in self.calls]
         generator, wide = torch.Generator().manual_seed(self.seed), DTYPES[self.dtype]
-        shapes = (self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.dim_of_values)
+        shapes = (self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim)
         numbers = [torch.randn(sum(counts), *shape, generator=generator, dtype=torch.float64) for shape in shapes]
         calls = [list(parts) for parts in zip(*(x.to(wide).split(counts) for x in numbers), strict=True)]
         if self.strided and self.seed % 2:

@@ -27,7 +27,7 @@ def _within_bounds(
     """Return the worst error / bound of these results; where a query sees no key, they must be exactly 0 and -inf.
     Raise WrongResult with the place of the worst error of the first wrong one."""
     worst: Ratios = {}
-    for number, rank, name, actual in _results(observations):
+    for number, rank, name, actual in in_order(observations):
         if name not in names:
             continue
         ratio = deviation(case, expectation, number, rank, name, actual)
@@ -49,7 +49,7 @@ def _within_bounds(
     return worst
 
 
-def _results(observations: Observations) -> Iterator[tuple[int, int, str, Floats]]:
+def in_order(observations: Observations) -> Iterator[tuple[int, int, str, Floats]]:
     """Yield (call, rank, name, result), earlier calls first."""
     for number, results in enumerate(zip(*observations, strict=True)):
         for rank, named in enumerate(results):

@@ -8,14 +8,14 @@ from verification.case import DTYPES
 from verification.serving.serving_case import ServingCase
 
 _moves = st.sampled_from(("decode", "chunk", "idle", "to the end of a block", "new request"))
-_few, _beside, _turns = st.integers(1, 9), st.integers(-1, 1), st.integers(0, 3)
 _rarely = st.sampled_from((False, False, True))
 
 
 @st.composite
 def serving_cases(draw: st.DrawFn, world: int) -> ServingCase:
     """Draw ServingCases on so many ranks."""
-    block, kv_heads = draw(st.sampled_from((1, 2, 3, 4, 8, 16))), draw(st.integers(1, 2))
+    head_dim, block = draw(st.sampled_from((1, 4, 5, 16))), draw(st.sampled_from((1, 2, 3, 4, 8, 16)))
+    kv_heads = draw(st.integers(1, 2))
     lengths, calls = [0] * draw(st.integers(1, 4)), list[tuple[int, ...]]()
     for _ in range(draw(st.integers(1, 5))):
         row = [_new_tokens(draw, length, block, world) for length in lengths]
@@ -24,10 +24,10 @@ def serving_cases(draw: st.DrawFn, world: int) -> ServingCase:
         calls.append(tuple(row))
     return ServingCase(
         world=world, block=block, calls=tuple(calls), kv_heads=kv_heads, heads=kv_heads * draw(st.integers(1, 3)),
-        head_dim=draw(st.sampled_from((1, 4, 5, 16))), value_dim=draw(st.sampled_from((None, None, 3, 24))),
-        scale=draw(st.sampled_from((None, None, 0.3, 2.0))), replicated=draw(_rarely), strided=draw(_rarely),
+        head_dim=head_dim, value_dim=draw(st.sampled_from((head_dim, head_dim, 3, 24))), seed=draw(st.integers(0, 2**16)),
+        scale=draw(st.sampled_from((head_dim**-0.5, head_dim**-0.5, 0.3, 2.0))), strided=draw(_rarely),
         dtype=draw(st.sampled_from(("float32", "float32", "float32", *DTYPES))),  # in 16 bits small faults hide
-        seed=draw(st.integers(0, 2**16)),
+        replicated=draw(_rarely),
     )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def _new_tokens(draw: st.DrawFn, length: int, block: int, world: int) -> int:
     if move in ("idle", "decode"):
         return int(move == "decode")
     if move == "chunk":
-        return draw(_few)
+        return draw(st.integers(1, 9))
     begin = 0 if move == "new request" else length
-    new = max(1, (begin // block + 1 + draw(_turns) * world) * block + draw(_beside) - begin)
+    new = max(1, (begin // block + 1 + draw(st.integers(0, 3)) * world) * block + draw(st.integers(-1, 1)) - begin)
     return -new if move == "new request" and length else new
