@@ -8,16 +8,15 @@ from pathlib import Path
 from verification.serving import Server
 
 FAULTS = __name__
-PAGE = Path(__file__).parents[2] / "verification/serving/README.md"
-(CODE,) = re.findall(r"```python\n(# my_server\.py\n.*?)```", PAGE.read_text(), re.DOTALL)
-TURN = "    turn = call.block * call.world\n"
+PAGE = (Path(__file__).parents[2] / "verification/serving/README.md").read_text()
+(CODE,) = re.findall(r"```python\n(# my_server\.py\n.*?)```", PAGE, re.DOTALL)
 END = "    return torch.einsum("
 RESULTS = '{"out": merged.to(q.dtype), "lse": total, "partial_out": out.to(q.dtype), "partial_lse": lse}'
 ONLY_MERGED = {", results)": ', ("out",))', RESULTS: '{"out": merged.to(q.dtype)}'}
 GARBAGE = {END: f"    lse = lse.masked_fill(seen[:, None] == 0, 0.4375)\n{END}"}  # as any number left in memory
 NANS = {f"{END}\"thn,nhd->thd\", weights, v), lse": "    out = torch.einsum('thn,nhd->thd', weights, v)\n"
         "    return out.masked_fill((seen == 0)[:, None, None], torch.nan), lse"}  # fmt: skip
-BELOW = "torch.arange(call.new[slot], device=q.device) + 1"
+BELOW = "positions - call.before[slot] + 1"
 
 
 def seeing(seen: str) -> dict[str, str]:
@@ -46,7 +45,7 @@ CHANGES = {
     "contiguous_queries": {"results = []\n": "results, q = [], q.as_strided(q.shape, (q[0].numel(), q.shape[2], 1))\n"},
     # NVIDIA/TensorRT-LLM#17795
     "negative_modulo": {
-        TURN: f"{TURN}    first = (length > 0) * (call.rank == call.world - 1)\n    length = (length - 1).clamp(0)\n",
+        "turn =": "length, first = (length - 1).clamp(0), (length > 0) * (call.rank == call.world - 1)\n    turn =",
         "clamp(0, call.block)": "clamp(0, call.block) + first",
     },
     # ROCm/ATOM#1832
@@ -68,14 +67,11 @@ CHANGES = {
 def written(name: str, text: str = CODE) -> str:
     """Return the program of a server."""
     for old, new in CHANGES[name].items():
-        assert old in text, f"{PAGE.name} has no {old!r}, which {name} replaces"
+        assert old in text, f"the page has no {old!r}, which {name} replaces"
         text = text.replace(old, new)
     return text
 
 
-def _server(name: str) -> Server:
+for name in CHANGES:
     exec(written(name), names := dict[str, Server]())
-    return names["server"]
-
-
-globals().update({name: _server(name) for name in CHANGES})
+    globals()[name] = names["server"]

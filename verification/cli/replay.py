@@ -32,11 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own = parser.add_mutually_exclusive_group()
     own.add_argument(
         "--attention",
-        metavar="NAME",
+        metavar="ID",
         help="run it with this peer, or package.module:adapter: needed for a counter-example of your own module",
     )
-    own.add_argument("--model", metavar="NAME", help="likewise for a model: module:attribute")
-    own.add_argument("--server", metavar="NAME", help="likewise for a server: module:attribute")
+    own.add_argument("--model", metavar="ID", help="likewise for a model: module:attribute")
+    own.add_argument("--server", metavar="ID", help="likewise for a server: module:attribute")
     add_backend(parser, BACKENDS)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="of the tensors (default: cpu; on nccl cuda)")
     add_json(parser)

@@ -93,28 +93,23 @@ def check_declaration(declared: Any, function: str, arguments: tuple[str, ...], 
         value = getattr(declared, field)
         if not isinstance(value, str) or not value:
             raise ValueError(f"{field} is {value!r}; it must be a string that is not empty")
-    for field in ("claims", function, "prepare"):
-        if not callable(getattr(declared, field)):
-            raise ValueError(f"{field} is {getattr(declared, field)!r}; it must be a function")
     for field, names in {"claims": ("case",), function: arguments, "prepare": ()}.items():
-        _must_take(declared, field, names, optional if field == function else ())
+        value, others = getattr(declared, field), optional if field == function else ()
+        if not callable(value):
+            raise ValueError(f"{field} is {value!r}; it must be a function")
+        try:
+            inspect.signature(value).bind(*names, **dict.fromkeys(others))
+        except TypeError as error:
+            call = f"{field}({', '.join((*names, *(f'{name}=None' for name in others)))})"
+            raise ValueError(f"{field} is {value!r}; it must be called as {call}: {error}") from None
+        except ValueError:  # a function in C, whose signature is not known
+            continue
     sizes = declared.worlds
     if not isinstance(sizes, tuple) or not sizes or not all(type(w) is int and 0 < w <= MAX_RANKS for w in sizes):
         raise ValueError(f"worlds is {sizes!r}; it must be a tuple of integers from 1 to {MAX_RANKS}")
     validators.choice("arithmetic", declared.arithmetic, ("math", "flash", "half", "gpu"))
     if not isinstance(declared.timeout, (int, float)) or not 0 < declared.timeout < 86_400:
         raise ValueError(f"timeout is {declared.timeout!r}; it must be seconds, more than 0 and less than a day")
-
-
-def _must_take(declared: Any, field: str, names: tuple[str, ...], optional: tuple[str, ...]) -> None:
-    function = getattr(declared, field)
-    try:
-        inspect.signature(function).bind(*names, **dict.fromkeys(optional))
-    except TypeError as error:
-        call = f"{field}({', '.join((*names, *(f'{name}=None' for name in optional)))})"
-        raise ValueError(f"{field} is {function!r}; it must be called as {call}: {error}") from None
-    except ValueError:  # a function in C, whose signature is not known
-        return
 
 
 def outputs_of(

@@ -29,7 +29,6 @@ TELLING = (((5, 3), (1, 1), (2, 0), (-4, 1), (1, 1), (1, 1)), ((13, 1), (1, 2), 
 Run = Callable[[Backend, ServingCase], tuple[ServingExpectation, Observations]]
 Claim = Callable[[ServingCase], ServingCase | None]
 Results = tuple[Array, Array, Array, Array]  # of one query: out (H, Dv) and lse (H,), and their bounds
-
 Attend = Callable[[int, Seen], Results]  # (token of the query, keys that it sees)
 
 

@@ -19,18 +19,12 @@ MAX_TOKENS = 4096  # of all calls
 
 @dataclass(frozen=True)
 class Call:
-    """What one rank is told of a call. Its tensors hold the new tokens of all slots, one slot after the other.
+    """What one rank is told of a call. Its tensors hold the new tokens of all slots, one slot after the other."""
 
-    number        of the call, from 0
-    new, before   tokens of each slot in this call, and tokens of its request that earlier calls brought
-    starts        for each slot, True if a new request begins in it, in place of a finished one or in an empty slot
-    rank          of this rank; the others are as in a ServingCase
-    """
-
-    number: int
-    new: tuple[int, ...]
-    before: tuple[int, ...]
-    starts: tuple[bool, ...]
+    number: int  # of the call, from 0
+    new: tuple[int, ...]  # tokens of each slot in this call
+    before: tuple[int, ...]  # tokens of each slot's request that earlier calls brought
+    starts: tuple[bool, ...]  # True for a slot in which a new request begins, perhaps in place of a finished one
     rank: int
     world: int
     block: int
@@ -67,20 +61,12 @@ def _calls(name: str, value: object) -> tuple[tuple[int, ...], ...]:
 @dataclass(frozen=True, kw_only=True)
 class ServingCase(SavedFields):
     """Requests in slots, served call after call: chunked prefills and decodes, in any mixture. Causal: the queries of a
-    call are the last positions of their request. Raises ValueError, naming the field, its value and what is allowed.
+    call are the last positions of their request. Raises ValueError, naming the field, its value and what is allowed."""
 
-    world       ranks; every rank is given all queries, and the keys and values of all new tokens
-    block       position p belongs to rank (p // block) % world
-    calls       for each call, new tokens of each slot. 0: its request has none in this call. -n: its request is
-                finished, and a new one takes over the slot with n tokens
-    value_dim   head dim of v and out
-    scale       factor on q . k
-    replicated  every rank keeps all keys, as engines do for some layers beside sharded ones
-    strided     q, k and v are views: of one packed tensor, or with heads first in memory
-    """
-
-    world: int = field(metadata=integer(1, 8))
+    world: int = field(metadata=integer(1, 8))  # every rank is given all queries, and keys and values of new tokens
+    # Position p belongs to rank (p // block) % world.
     block: int = field(default=1, metadata=integer(1, MAX_TOKENS))
+    # For each call, new tokens of each slot; -n: its request is finished, and a new one takes it over with n tokens.
     calls: tuple[tuple[int, ...], ...] = field(metadata=checked_by(_calls))
     heads: int = field(default=1, metadata=integer(1, 128))
     kv_heads: int = field(default=1, metadata=integer(1, 128))
@@ -88,8 +74,10 @@ class ServingCase(SavedFields):
     value_dim: int = field(default=4, metadata=integer(1, 576))
     dtype: str = field(default="float32", metadata=choice(*DTYPES))
     scale: float = field(default=0.5, metadata=number(100.0))
-    replicated: bool = field(default=False, metadata=FLAG)
-    strided: bool = field(default=False, metadata=FLAG)
+    replicated: bool = field(default=False, metadata=FLAG)  # every rank keeps all keys, as for some layers of engines
+    strided: bool = field(
+        default=False, metadata=FLAG
+    )  # inputs are views: of one tensor, or with heads first in memory
     seed: int = field(default=0, metadata=integer(0, 2**31))
     device: str = field(default="cpu", metadata=choice(*DEVICES))
 

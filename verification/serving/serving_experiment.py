@@ -54,8 +54,7 @@ def serving_experiment(name: str, device: str = "cpu", only: tuple[str, ...] = (
 
 
 def claimed_serving(server: Server, case: ServingCase, device: str = "cpu") -> ServingCase | None:
-    """Return the nearest case on that device that the server claims; None on ranks that it does not take. Raises
-    ToolError, as `apply_claim`."""
+    """Return the nearest case on that device that the server claims, or None. Raises ToolError, as `apply_claim`."""
     if case.world not in server.worlds:
         return None
     return apply_claim(server.name, server.claims, replace(case, device=device))

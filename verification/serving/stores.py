@@ -46,19 +46,14 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of a server; by default the right ones.
+    """Rules of a server; by default the right ones."""
 
-    owns      (call, position) -> True if the call's rank keeps it
-    turn      the turn whose lengths are read
-    prefix    (turn) -> position of the first new token, as the mask takes it
-    read      (turn, rank's keys of the turn's request) -> number of places that are read
-    masked_as (turn, place, places read) -> position that the mask takes for a place; None: the right one
-    """
-
-    owns: Callable[[Call, int], bool] = Call.owns
-    turn: Callable[[Turn], Turn] = lambda turn: turn
-    prefix: Callable[[Turn], int] = lambda turn: turn.before
+    owns: Callable[[Call, int], bool] = Call.owns  # (call, position): True if the call's rank keeps it
+    turn: Callable[[Turn], Turn] = lambda turn: turn  # whose lengths are read
+    prefix: Callable[[Turn], int] = lambda turn: turn.before  # position of the first new token, as the mask takes it
+    # (turn, keys of its request on the rank) -> number of places that are read
     read: Callable[[Turn, int], int] = lambda turn, owned: owned
+    # (turn, place, places read) -> position that the mask takes for a place; None: the right one
     masked_as: Callable[[Turn, int, int], int] | None = None
 
 

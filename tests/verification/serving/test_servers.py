@@ -19,7 +19,6 @@ from verification.serving.strategies import serving_cases
 pytestmark = pytest.mark.ranks
 
 SMALL = ServingCase(world=2, block=2, calls=((1, 5), (4, 1)), heads=2)
-DRAWN = 20
 FOUND = {  # the end of each fault's cause
     "replicated_slots": "the owners and slots of sharded ones (vllm-project/vllm#57260)",
     "stale_lengths": "a call read the lengths of an earlier call (vllm-project/vllm#36070)",
@@ -47,7 +46,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[GlooBackend]:
 def first_cause(backend: GlooBackend, name: str) -> str | None:
     """Return the cause of the first drawn case that fails, "" if none is found; None if all hold."""
     experiment = serving_experiment(f"{FAULTS}:{name}")
-    for case in draw_many(serving_cases(backend.prepared().world_size), DRAWN):
+    for case in draw_many(serving_cases(backend.prepared().world_size), 20):
         try:
             assert set(experiment.check(backend, case)) >= {"merged results"}
         except VerificationFailure as failure:
