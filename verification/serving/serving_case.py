@@ -19,7 +19,7 @@ MAX_TOKENS = 4096  # of all calls
 
 @dataclass(frozen=True)
 class Call:
-    """What one rank is told of a call. Its tensors hold the new tokens of all slots, one slot after the other."""
+    """One call, as a rank is told it. Its tensors hold the new tokens of all slots, one slot after the other."""
 
     number: int  # of the call, from 0
     new: tuple[int, ...]  # tokens of each slot in this call
