@@ -55,10 +55,8 @@ CHANGES = {
     "only_merged_nan": NANS | ONLY_MERGED,
     "halves": {RESULTS: RESULTS.replace("}", ', "out": merged.to(q.dtype) / 2}')},
     "no_partials": {RESULTS: '{"out": merged}'},
-    "alone": {f"cache, {RESULTS}": "merged"},
     "heads_first": {RESULTS: RESULTS.replace("}", ', "out": merged.transpose(0, 1)}')},
     "of_integers": {RESULTS: RESULTS.replace("total", "total.long()")},
-    "widened": {RESULTS: RESULTS.replace("}", ', "out": merged.double()}')},
     "spoils": {"    return cache,": "    q.zero_()\n    return cache,"},
     "of_nothing": {"lambda case: case": "lambda case: None"},
 }  # fmt: skip

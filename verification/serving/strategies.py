@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from verification.case import DTYPES
 from verification.serving.serving_case import ServingCase
 
-_moves = st.sampled_from(("decode", "chunk", "idle", "to the end of a block", "new request"))
+_kinds = st.sampled_from(("decode", "chunk", "idle", "to the end of a block", "new request"))
+# Of fixed width, so that a call or a slot less leaves the other draws as they are.
+_moves = st.tuples(*[st.tuples(_kinds, st.integers(1, 9), st.integers(0, 3), st.integers(-1, 1))] * 4)
 _rarely = st.sampled_from((False, False, True))
 
 
@@ -17,8 +19,8 @@ def serving_cases(draw: st.DrawFn, world: int) -> ServingCase:
     head_dim, block = draw(st.sampled_from((1, 4, 5, 16))), draw(st.sampled_from((1, 2, 3, 4, 8, 16)))
     kv_heads = draw(st.integers(1, 2))
     lengths, calls = [0] * draw(st.integers(1, 4)), list[tuple[int, ...]]()
-    for _ in range(draw(st.integers(1, 5))):
-        row = [_new_tokens(draw, length, block, world) for length in lengths]
+    for moves in draw(st.lists(_moves, min_size=1, max_size=5)):
+        row = [_new_tokens(*move, length, block * world, block) for move, length in zip(moves, lengths, strict=False)]
         row[0] = row[0] or int(not any(row))
         lengths = [-new if new < 0 else length + new for new, length in zip(row, lengths, strict=True)]
         calls.append(tuple(row))
@@ -31,13 +33,10 @@ def serving_cases(draw: st.DrawFn, world: int) -> ServingCase:
     )  # fmt: skip
 
 
-def _new_tokens(draw: st.DrawFn, length: int, block: int, world: int) -> int:
+def _new_tokens(kind: str, few: int, turns: int, beside: int, length: int, turn: int, block: int) -> int:
     """Return a slot's entry of a call. length: of its request so far."""
-    move = draw(_moves)
-    if move in ("idle", "decode"):
-        return int(move == "decode")
-    if move == "chunk":
-        return draw(st.integers(1, 9))
-    begin = 0 if move == "new request" else length
-    new = max(1, (begin // block + 1 + draw(st.integers(0, 3)) * world) * block + draw(st.integers(-1, 1)) - begin)
-    return -new if move == "new request" and length else new
+    if kind in ("idle", "decode", "chunk"):
+        return {"idle": 0, "decode": 1, "chunk": few}[kind]
+    begin = 0 if kind == "new request" else length
+    new = max(1, (begin // block + 1) * block + turns * turn + beside - begin)
+    return -new if kind == "new request" and length else new
