@@ -20,7 +20,7 @@ def serving_cases(draw: st.DrawFn, world: int) -> ServingCase:
     kv_heads = draw(st.integers(1, 2))
     lengths, calls = [0] * draw(st.integers(1, 4)), list[tuple[int, ...]]()
     for moves in draw(st.lists(_moves, min_size=1, max_size=5)):
-        row = [_new_tokens(*move, length, block * world, block) for move, length in zip(moves, lengths, strict=False)]
+        row = [_new_tokens(length, block * world, block, *move) for move, length in zip(moves, lengths, strict=False)]
         row[0] = row[0] or int(not any(row))
         lengths = [-new if new < 0 else length + new for new, length in zip(row, lengths, strict=True)]
         calls.append(tuple(row))
@@ -33,7 +33,7 @@ def serving_cases(draw: st.DrawFn, world: int) -> ServingCase:
     )  # fmt: skip
 
 
-def _new_tokens(kind: str, few: int, turns: int, beside: int, length: int, turn: int, block: int) -> int:
+def _new_tokens(length: int, turn: int, block: int, kind: str, few: int, turns: int, beside: int) -> int:
     """Return a slot's entry of a call. length: of its request so far."""
     if kind in ("idle", "decode", "chunk"):
         return {"idle": 0, "decode": 1, "chunk": few}[kind]
