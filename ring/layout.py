@@ -217,7 +217,9 @@ class Layout:
         seen = np.zeros(n, dtype=bool)
         seen[listed[(listed >= 0) & (listed < n)]] = True
         if not seen.all():
-            raise ValueError(f"order must be a permutation of range({n}); position {int(seen.argmin())} is missing")
+            hint = "; a token is on one rank: of queries that all ranks hold, pass layout.shard(q, rank)"
+            missing = f"position {int(seen.argmin())} is missing{hint * (len(np.unique(listed)) < n)}"
+            raise ValueError(f"order must be a permutation of range({n}); {missing}")
         cuts = _checked_cuts(cuts, n)
         runs = _runs_of(listed, limit=_RUNS_PER_RANK * (len(cuts) - 1))
         return cls(n, cuts, runs, None if runs is not None else listed)

@@ -56,7 +56,7 @@ def output_of(folder: Path, name: str, ranks: int) -> str:
 @pytest.mark.ranks
 @pytest.mark.parametrize("name, ranks", [
     ("one_process", 1), ("example", 2), ("pictures", 1), ("llama", 2),
-    ("mask_pictures", 1), ("converted", 1), ("tree", 2), ("joint", 2), ("mask", 1),
+    ("mask_pictures", 1), ("converted", 1), ("tree", 2), ("joint", 2), ("prefill", 2), ("mask", 1),
 ])  # fmt: skip
 def test_the_examples_run(tmp_path: Path, name: str, ranks: int) -> None:
     if name == "llama":

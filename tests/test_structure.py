@@ -33,7 +33,7 @@ ROAD = (
     "verification.causes", "verification.search",
     "verification.experiments", "verification.report", "verification.problems", "verification.runner",
     "verification.whole_run", "verification.faults", "verification.models", "verification.training",
-    "verification.mutants", "verification.peers", "verification.replay", "verification.testing",
+    "verification.mutants", "verification.peers", "verification.serving", "verification.replay", "verification.testing",
     "verification.pytest_plugin", "verification.cli", "verification.__main__",
 )  # fmt: skip
 NO_BEGINNINGS = (

@@ -49,6 +49,7 @@ KINDS = {
     "step peer": RecordKind(
         "a counter-example of a peer in a training step", ("step_peer",), "training_case", attention="step peer"
     ),
+    "server": RecordKind("a counter-example of a server", ("server",), attention="server"),
     "model": RecordKind("a counter-example of a model", ("model",), attention="model"),
     "law": RecordKind("a counter-example of a law", ("law",), how="how", simulated=True, attention="peer law"),
     "fault": RecordKind("a mishandled fault", how="fault"),
@@ -59,7 +60,7 @@ KINDS = {
     "case": RecordKind("a Case", case="", simulated=True, attention="peer"),
 }
 # Fields that may name a user's own module, and the option that names it again: a file alone imports nothing.
-OPTIONS = {"peer": "--attention", "step_peer": "--attention", "model": "--model"}
+OPTIONS = {"peer": "--attention", "step_peer": "--attention", "model": "--model", "server": "--server"}
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,19 @@ def test_scores_and_values(options: dict[str, Any], exchange: str) -> None:
 
 
 @pytest.mark.parametrize("exchange", ("ring", "direct", "gather", "all-to-all"))
+@pytest.mark.parametrize("lengths", [(9, 21), (1, 21), (2, 3)], ids=str)
+def test_queries_at_the_end_of_a_cache(lengths: tuple[int, int], exchange: str) -> None:
+    queries, keys = lengths
+    pattern, turns = (
+        Pattern.slices([((0, queries), (0, keys), "causal")]),
+        sorted(range(keys), key=lambda p: p // 4 % 3),
+    )
+    cuts = [0, *(sum(p // 4 % 3 <= rank for p in turns) for rank in range(3))]
+    for order in ("contiguous", "first", "last", "listed"):
+        check(pattern, layout_of(order, queries, 3), Layout.from_cuts(turns, cuts), exchange, bucket=5)
+
+
+@pytest.mark.parametrize("exchange", ("ring", "direct", "gather", "all-to-all"))
 def test_documents_of_both_sequences(exchange: str) -> None:
     pattern = Pattern.longnet((4, None), (1, 3), 4, causal=True, documents=DOCUMENTS)
     check(pattern, Layout.zigzag(21, 3, documents=DOCUMENTS), Layout.striped(21, 3), exchange, bucket=3)

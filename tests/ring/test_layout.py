@@ -209,6 +209,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         (), (0,), (0, 2), (1, 3), (0, 2, 1, 3), (0, 4), (0, -1, 3), (0, 1.5, 3), (0, "1", 3), (0, None, 3),
     )),
     (lambda: Layout.from_cuts([], (0,)), CUTS.format(0, (0,))),
+    (lambda: Layout.from_cuts([0, 1, 0, 1], (0, 2, 4)), f"{MISSING.format(4, 2)}; a token is on one rank: of queries"),
     (partial(MAKE, "zigzag", 16, 1), "cuts and an order must be given, got ['zigzag', 16, 1]; write Layout.zigzag("),
     (partial(MAKE, "zigzag"), "cuts and an order must be given, got ['zigzag']; write Layout.zigzag(tokens, ranks)"),
     (partial(MAKE, "ring", 16, 1), "cuts and an order must be given, got ['ring', 16, 1]; write Layout.contiguous("),

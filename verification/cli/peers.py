@@ -78,13 +78,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="expected failures, one in a line: the title of a property or law, after `NAME: ` for one peer alone",
     )
     cli.add_world(parser, "those that the adapter names")
-    parser.add_argument(
-        "--backend", choices=("gloo", "nccl"), default="gloo", help="what joins the ranks (default: gloo)"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="of the tensors (default: cpu; on nccl cuda)")
+    add_placement(parser)
     cli.add_seed(parser)
     parser.add_argument("--list", action="store_true", help="list the peers with the Cases that they support, and exit")
     cli.add_outputs(parser, "every counter-example in full, progress and coverage")
+
+
+def add_placement(parser: argparse.ArgumentParser) -> None:
+    """Add --backend and --device."""
+    joins = "what joins the ranks (default: gloo)"
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help=joins)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="of the tensors (default: cpu; on nccl cuda)")
+
+
+def check_placement(options: argparse.Namespace) -> None:
+    """Raise Unavailable for a device that does not fit the backend, or does not exist."""
+    if options.backend == "nccl" and options.device == "cpu":
+        raise Unavailable("argument --device: nccl joins GPUs; got cpu")
+    cli.must_exist(options.device)
 
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
@@ -104,9 +115,7 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
             sizes = ", ".join(map(str, peer.worlds))
             say(console, f"{name} ({peer.version or 'not installed'}; ranks {sizes}): {peer.supported}")
         return 0
-    if options.backend == "nccl" and options.device == "cpu":
-        raise Unavailable("argument --device: nccl joins GPUs; got cpu")
-    cli.must_exist(options.device)
+    check_placement(options)
     only = cli.only_of(options, TITLES_OF_ANY)
     if options.case is not None:
         if only or options.world or options.examples != PROFILE.examples:
@@ -123,13 +132,13 @@ def case_line(text: str) -> Case:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def peer_names(names: Sequence[str], known: Mapping[str, Any]) -> dict[str, str]:
+def peer_names(names: Sequence[str], known: Mapping[str, Any], *words: str) -> dict[str, str]:
     """Return the peers of these names or packages, each once, all without a name; and names that are no peer's, with
-    the reason. Raises Unavailable if there are only such names."""
+    the reason. Raises Unavailable if there are only such names. words: as for `selected`."""
     reasons: dict[str, str] = {}
     for name in names:
         try:
-            reasons |= dict.fromkeys(selected(name, known), "")
+            reasons |= dict.fromkeys(selected(name, known, *words), "")
         except Refused as error:
             reasons[name] = str(error)
     if reasons and all(reasons.values()):
@@ -144,6 +153,7 @@ class Kind:
     command      of `python -m verification`
     load, ready  find a peer by its name; `ready` does its imports and looks for faults of the adapter
     experiments  of a peer on a world size, each with its number of examples
+    words        for peers in errors, as for `selected`
     """
 
     command: str
@@ -152,6 +162,7 @@ class Kind:
     ready: Callable[[str], object]
     experiments: Callable[[str, int, RunPlan, argparse.Namespace], list[tuple[Experiment, int]]]
     coverage: Callable[[], Coverage]
+    words: tuple[str, str] = ("Peer", "adapter")
 
 
 def attention_experiments(
@@ -209,7 +220,8 @@ def run_peers(kind: Kind, names: Sequence[str], plan: RunPlan, console: Console,
     name, before any output.
     """
     expected, started = expected_failures(options), time.perf_counter()
-    outcomes = [PeerOutcome(name, reason=reason) for name, reason in peer_names(names, kind.known).items()]
+    named = peer_names(names, kind.known, *kind.words).items()
+    outcomes = [PeerOutcome(name, reason=reason) for name, reason in named]
     for outcome in outcomes:
         titles = expected.get(None, set()) | expected.get(outcome.name, set())
         outcome.expected = {title: 0 for title in sorted(titles) if not plan.only or title in plan.only}
@@ -309,7 +321,8 @@ def _worlds(peer: Any, plan: RunPlan, options: argparse.Namespace) -> list[int]:
 
 def _summary(kind: Kind, outcomes: Sequence[PeerOutcome], seconds: float, console: Console, verbose: bool) -> None:
     """Print a row per peer, the first counter-example of each, and the verdict."""
-    say(console, f"{'peer':<31} {'version':<12}{'verdict':<16}{'examples':>8}{'seconds':>8}")
+    noun = kind.words[0].lower()
+    say(console, f"{noun:<31} {'version':<12}{'verdict':<16}{'examples':>8}{'seconds':>8}")
     for o in outcomes:
         say(console, f"{o.name:<31} {o.version or '-':<12}{o.verdict:<16}{o.examples:>8}{o.seconds:>8.1f}")
     for o in outcomes:
@@ -328,8 +341,8 @@ def _summary(kind: Kind, outcomes: Sequence[PeerOutcome], seconds: float, consol
             say(console, f"{o.name}: held, though --xfails names it: {', '.join(unneeded)}")
     counts = {verdict: sum(o.verdict == verdict for o in outcomes) for verdict in (HELD, FAILED, INAPPLICABLE, NOT_RUN)}
     words = ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number)
-    say(console, f"{counted(len(outcomes), 'peer')} in {seconds:.1f} s: {words}")
+    say(console, f"{counted(len(outcomes), noun)} in {seconds:.1f} s: {words}")
     if counts[NOT_RUN]:
         program = prog_name(f"{MODULE} {kind.command}")
         packaged = any(o.verdict == NOT_RUN and o.name in kind.known for o in outcomes)
-        print(f"{program}: some peers could not run, see above{'; ' + INSTALL if packaged else ''}", file=sys.stderr)
+        print(f"{program}: some {noun}s could not run, see above{'; ' + INSTALL if packaged else ''}", file=sys.stderr)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ from verification.peers.adapters import (
 )
 from verification.peers.peer import Peer
 
+Declared = TypeVar("Declared")
 # The part of a name before the first "/" selects all peers that begin with it.
 ADAPTERS = (
     ring_attention_pytorch, ring_flash_attn, ring_flash_attn_varlen, yunchang, torchscale, dilated_attention_pytorch,
@@ -37,9 +38,9 @@ KNOWN = {peer.name: peer for module in ADAPTERS for peer in vars(module).values(
 FORM = f"package.module:adapter, or one of {', '.join(KNOWN)}"
 
 
-def selected(name: str, among: Mapping[str, Any] = KNOWN) -> list[str]:
+def selected(name: str, among: Mapping[str, Any] = KNOWN, kind: str = "Peer", called: str = "adapter") -> list[str]:
     """Return the known peers that a name selects, or the name of a user's own. Raises Refused for a name that is
-    neither known nor of the form `package.module:attribute`."""
+    neither known nor of the form `package.module:attribute`. kind: of `among`; called: such an attribute."""
     names = [known for known in among if name in (known, known.partition("/")[0])]
     if names:
         return names
@@ -49,12 +50,13 @@ def selected(name: str, among: Mapping[str, Any] = KNOWN) -> list[str]:
     module = module.removesuffix(".py").removeprefix("./").replace("/", ".")
     parent, _, last = module.rpartition(".")
     dotted = f"{parent}:{last} or " if parent and not colon and name == module else ""
-    is_module = all(part.isidentifier() for part in (*module.split("."), attribute or "adapter"))
+    is_module = all(part.isidentifier() for part in (*module.split("."), attribute or called))
     close = get_close_matches(name, among, n=3)
-    hint = f"; for a Peer of your own write {dotted}{module}:{attribute or 'adapter'}" if is_module else ""
+    hint = f"; for a {kind} of your own write {dotted}{module}:{attribute or called}" if is_module else ""
     hint = f", close to it: {' or '.join(close)}" if close else hint
     raise Refused(
-        f"argument NAME: {name!r} is no peer{hint}; it must be package.module:adapter, or one of {', '.join(among)}"
+        f"argument NAME: {name!r} is no {kind.lower()}{hint}; it must be package.module:{called}"
+        f"{', or one of ' * bool(among)}{', '.join(among)}"
     )
 
 
@@ -66,6 +68,12 @@ def load(name: str) -> Peer:
         return KNOWN[name]
     if ":" not in name:  # so a file that is replayed, which names no module, cannot import one
         raise Refused(f"{name!r} is no peer; it must be {FORM}")
+    return import_attribute(name, Peer, "verification.peers.Peer")
+
+
+def import_attribute(name: str, kind: type[Declared], title: str) -> Declared:
+    """Import `package.module:attribute`, of that kind. Raises Refused for a module that cannot be imported or has no
+    such attribute. title: of the kind, in errors."""
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:  # scripts run Python with -P, which omits it
         sys.path.append(os.getcwd())
@@ -83,10 +91,10 @@ def load(name: str) -> Peer:
             "set it within attend alone, as `with torch.device(q.device):`"
         )
     peer = names.get(attribute)
-    if not isinstance(peer, Peer):
+    if not isinstance(peer, kind):
         got = f"is {peer!r}" if attribute in names else "does not exist"
-        peers = ", ".join(other for other, value in names.items() if isinstance(value, Peer)) or "none"
-        raise Refused(f"{name} {got}; it must be a verification.peers.Peer; {module} has {peers}")
+        peers = ", ".join(other for other, value in names.items() if isinstance(value, kind)) or "none"
+        raise Refused(f"{name} {got}; it must be a {title}; {module} has {peers}")
     return peer
 
 
@@ -98,7 +106,7 @@ def ready(name: str) -> Peer:
 
 
 def prepare(peer: Any, name: str) -> None:
-    """Do the imports of the Peer or StepPeer of that name. Raises Refused."""
+    """Do the imports of the Peer, StepPeer or Server of that name. Raises Refused."""
     try:
         peer.prepare()
     except Refused:

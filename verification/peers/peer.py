@@ -72,42 +72,44 @@ class Peer:
     same_bits: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("name", "supported"):
-            value = getattr(self, field)
-            if not isinstance(value, str) or not value:
-                raise ValueError(f"{field} is {value!r}; it must be a string that is not empty")
-        for field in ("claims", "attend", "prepare"):
-            if not callable(getattr(self, field)):
-                raise ValueError(f"{field} is {getattr(self, field)!r}; it must be a function")
         sinks = ("sinks",) if "sinks" in getattr(self.claims, "takes", ()) else ()
-        for field, names in {"claims": ("case",), "attend": ("q", "k", "v", "case", "group"), "prepare": ()}.items():
-            self._must_take(field, names, sinks if field == "attend" else ())
-        sizes = self.worlds
-        if not isinstance(sizes, tuple) or not sizes or not all(type(w) is int and 0 < w <= MAX_RANKS for w in sizes):
-            raise ValueError(f"worlds is {sizes!r}; it must be a tuple of integers from 1 to {MAX_RANKS}")
-        validators.choice("arithmetic", self.arithmetic, ("math", "flash", "half", "gpu"))
+        check_declaration(self, "attend", ("q", "k", "v", "case", "group"), sinks)
         validators.choice("merge", self.merge, ("weighted", "interpolated"))
         validators.choice("arrays", self.arrays, ARRAYS)
-        if not isinstance(self.timeout, (int, float)) or not 0 < self.timeout < 86_400:
-            raise ValueError(f"timeout is {self.timeout!r}; it must be seconds, more than 0 and less than a day")
         validators.flag("heads_first", self.heads_first)
         if not isinstance(self.same_bits, tuple) or not set(self.same_bits) <= set(QUANTITIES):
             raise ValueError(f"same_bits is {self.same_bits!r}; it must be a tuple of some of {', '.join(QUANTITIES)}")
-
-    def _must_take(self, field: str, names: tuple[str, ...], optional: tuple[str, ...]) -> None:
-        function = getattr(self, field)
-        try:
-            inspect.signature(function).bind(*names, **dict.fromkeys(optional))
-        except TypeError as error:
-            call = f"{field}({', '.join((*names, *(f'{name}=None' for name in optional)))})"
-            raise ValueError(f"{field} is {function!r}; it must be called as {call}: {error}") from None
-        except ValueError:  # a function in C, whose signature is not known
-            return
 
     @property
     def version(self) -> str | None:
         """Version of the installed distribution; None if there is none."""
         return version_of(self.package)
+
+
+def check_declaration(declared: Any, function: str, arguments: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
+    """Check the fields that a Peer and a Server have. function: field of the one under test, which takes `arguments`
+    and `optional` ones. Raises ValueError for a wrong value."""
+    for field in ("name", "supported"):
+        value = getattr(declared, field)
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{field} is {value!r}; it must be a string that is not empty")
+    for field, names in {"claims": ("case",), function: arguments, "prepare": ()}.items():
+        value, others = getattr(declared, field), optional if field == function else ()
+        if not callable(value):
+            raise ValueError(f"{field} is {value!r}; it must be a function")
+        try:
+            inspect.signature(value).bind(*names, **dict.fromkeys(others))
+        except TypeError as error:
+            call = f"{field}({', '.join((*names, *(f'{name}=None' for name in others)))})"
+            raise ValueError(f"{field} is {value!r}; it must be called as {call}: {error}") from None
+        except ValueError:  # a function in C, whose signature is not known
+            continue
+    sizes = declared.worlds
+    if not isinstance(sizes, tuple) or not sizes or not all(type(w) is int and 0 < w <= MAX_RANKS for w in sizes):
+        raise ValueError(f"worlds is {sizes!r}; it must be a tuple of integers from 1 to {MAX_RANKS}")
+    validators.choice("arithmetic", declared.arithmetic, ("math", "flash", "half", "gpu"))
+    if not isinstance(declared.timeout, (int, float)) or not 0 < declared.timeout < 86_400:
+        raise ValueError(f"timeout is {declared.timeout!r}; it must be seconds, more than 0 and less than a day")
 
 
 def outputs_of(

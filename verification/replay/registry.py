@@ -25,6 +25,8 @@ from verification.problems.real_size import RealSizeProblem
 from verification.record_kinds import KINDS, OPTIONS, Record
 from verification.replay.limits import read_case, read_long, read_own_case
 from verification.replay.saved import Replayer, Saved, run_real_size
+from verification.serving.serving_case import ServingCase
+from verification.serving.serving_experiment import serving_experiment
 from verification.training.training_case import TrainingCase
 from verification.training.training_run import TRAINING
 
@@ -50,6 +52,7 @@ REPLAYERS = {
     "step peer": Replayer(TrainingCase.from_dict, step_experiment),
     "training": Replayer(TrainingCase.from_dict, lambda: TRAINING),
     "model": Replayer(ModelCase.from_dict, lambda model: ModelExperiment(model).experiment()),
+    "server": Replayer(ServingCase.from_dict, serving_experiment),
     "fault": Replayer(read_case, lambda: FAULTS, validate_fault),
     "real size": Replayer(RealSizeProblem.from_dict, run=run_real_size),
     "links": Replayer(Links.from_dict, run=None),

@@ -73,8 +73,12 @@ def simpler_cases(case: C) -> Iterator[C]:
 
 
 def _simpler_settings(case: Any) -> Iterator[Any]:
-    """Yield the Case with a numbered exchange, without chunks, and with longer ones."""
+    """Yield the Case with a numbered exchange, without chunks, and with longer ones; with a call or a slot less."""
     if not isinstance(case, Case):
+        calls = getattr(case, "calls", ((),))
+        slots = (tuple(row[:at] + row[at + 1 :] for row in calls) for at in range(len(calls[0])))
+        for fewer in (*slots, *(calls[:at] + calls[at + 1 :] for at in range(len(calls) if calls[0] else 0))):
+            yield from _if_valid(case, calls=fewer)
         return
     if (numbered := with_number(case)) is not case:
         yield from _if_valid(case, exchange=numbered.exchange)

@@ -23,6 +23,7 @@ from verification.peers.peer_experiment import LAWS_OF_ANY, experiment, peer_law
 from verification.peers.training.step_peer_experiment import step_experiment
 from verification.record_kinds import KINDS, Record, kind_of
 from verification.run.backends import GlooBackend
+from verification.serving.strategies import serving_cases
 from verification.training.training_run import TRAINING
 
 MARK = '"a mark that stands for raw text"'
@@ -42,6 +43,7 @@ def stock() -> list[dict[str, Any]]:
     return [
         *(x.record_of(next(filter(None, draw_many(x.draw(2), 10)))) for x in experiments),
         Record("model", draw_many(model_cases(2), 1)[0].to_dict(), names={"model": "trap:adapter"}).to_dict(),
+        Record("server", draw_many(serving_cases(2), 1)[0].to_dict(), names={"server": "trap:adapter"}).to_dict(),
         Record("real size", {"world": 2, "tokens": 512, "seed": 0}).to_dict(),
         {"links": {"world": 2}},  # as an older record
         Record("links", {"world": 2}).to_dict(),
