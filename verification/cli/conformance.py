@@ -1,0 +1,78 @@
+"""`python -m verification conformance`: a dated table of implementations and what of each holds, as a page and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verification.cli import arguments as cli
+from verification.cli.arguments import STATUS, say
+from verification.cli.peers import peer_names
+from verification.peers.conformance.page import cell_text, page
+from verification.peers.conformance.row import ADAPTERS, FAILED, NAMES, NOT_RUN, WORLDS, Row, run_row
+from verification.report.provenance import command_run
+from verification.runner import Profile
+from verification.whole_file import write
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PROFILE = Profile("for each cell and world size", 20, budget=10.0)
+HELP = "a table of implementations and what of each holds"
+ABOUT = f"""\
+Judges each implementation column by column: {", ".join(NAMES[:4])} and others.
+A cell has the examples that held, the smallest failing Case, "not claimed" or
+why it was not run. NAME is `ring`, this project's attention, a peer or package
+as in `python -m verification peers`, or an adapter of your own,
+`package.module:adapter`. Without a NAME, all are run."""
+STATUS = f"""\
+{STATUS}
+If a cell cannot be run, the status is 2; the others are still run."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="NAME", help="ring, a peer, its package, or package.module:adapter")
+    cli.add_examples(parser, "number of examples per cell and world size (default: %(default)s)", PROFILE.examples)
+    cli.add_only(parser, "column")
+    cli.add_world(parser, f"{', '.join(map(str, WORLDS))} for examples, all of the adapter for memory")
+    cli.add_seed(parser)
+    parser.add_argument("--page", type=Path, metavar="FILE", help="also write the table as Markdown")
+    cli.add_outputs(parser, "every counter-example in full")
+    parser.set_defaults(backend="gloo")
+
+
+def carry_out(options: argparse.Namespace, console: Console) -> int:
+    """Return the exit status (see STATUS). Raises Unavailable for unknown names alone, before any output."""
+    names = peer_names(options.names, ADAPTERS)
+    # Ranks that are profiled write of each start, and of memory that they had before, to stderr.
+    os.environ.update({"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"} | os.environ)
+    plan = cli.make_run_plan(options, (), {"": PROFILE}, cli.only_of(options, NAMES))
+    date = datetime.now(UTC).date().isoformat()
+    say(console, f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
+    record = command_run("conformance") | {
+        "date": date, "seed": plan.seed, "examples": plan.examples, "worlds": list(plan.worlds or WORLDS),
+        "columns": [name for name in NAMES if not plan.only or name in plan.only], "rows": [],
+    }  # fmt: skip
+    rows = []
+    for name, reason in names.items():
+        rows.append(run_row(name, plan, reason))
+        _report(rows[-1], console, options.verbose)
+        record["rows"].append(rows[-1].to_dict())
+        cli.write_json(options.json, record)  # after each row: a run of all takes an hour
+        if options.page is not None:
+            write(options.page, page(record))
+    verdicts = {cell.verdict for row in rows for cell in row.cells.values()}
+    return 2 if NOT_RUN in verdicts else 1 if FAILED in verdicts else 0
+
+
+def _report(row: Row, console: Console, verbose: bool) -> None:
+    say(console, f"{row.name} {row.version or ''} ({row.seconds:.0f} s)")
+    for cell in row.cells.values():
+        message = (cell.message or "").splitlines()
+        why = "\n".join(message if verbose else message[:1]) or cell.reason
+        say(console, f"  {cell.column}: {cell_text(vars(cell))}{why and f': {why}'}")
+        if cell.replay:
+            say(console, f"    replay: {cell.replay}")
