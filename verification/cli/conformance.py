@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verification.cli import arguments as cli
 from verification.cli.arguments import STATUS, say
@@ -27,14 +27,12 @@ if TYPE_CHECKING:
 PROFILE = Profile("for each cell and world size", 20, budget=10.0)
 HELP = "a table of implementations and what of each holds"
 ABOUT = f"""\
-Judges each implementation column by column: {", ".join(NAMES[:4])} and others.
+Judges each implementation feature by feature: {", ".join(NAMES[:4])} and others.
 A cell has the examples that held, the smallest failing Case, "not claimed" or
 why it was not run. NAME is `ring`, this project's attention, a peer or package
 as in `python -m verification peers`, or an adapter of your own,
 `package.module:adapter`. Without a NAME, all are run."""
-STATUS = f"""\
-{STATUS}
-If a cell cannot be run, the status is 2; the others are still run."""
+STATUS = f"{STATUS}\nIf a cell cannot be run, the status is 2; the others are still run."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,21 +53,25 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     # Ranks that are profiled write of each start, and of memory that they had before, to stderr.
     os.environ.update({"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"} | os.environ)
     plan = cli.make_run_plan(options, (), {"": PROFILE}, cli.only_of(options, NAMES))
-    date = datetime.now(UTC).date().isoformat()
-    say(console, f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
-    record = command_run("conformance") | {
-        "date": date, "seed": plan.seed, "examples": plan.examples, "worlds": list(plan.worlds or WORLDS),
-        "columns": [name for name in NAMES if not plan.only or name in plan.only], "rows": [],
+    record: dict[str, Any] = command_run("conformance") | {
+        "date": datetime.now(UTC).date().isoformat(), "seed": plan.seed, "examples": plan.examples,
+        "worlds": list(plan.worlds or WORLDS), "rows": [],
+        "columns": [name for name in NAMES if not plan.only or name in plan.only],
     }  # fmt: skip
-    rows = []
+    say(console, f"seed {plan.seed}; repeat this run with --seed {plan.seed}")
+    verdicts = set()
     for row in _rows(names, plan, options.jobs):
-        rows.append(row)
-        _report(row, console, options.verbose)
+        say(console, f"{row.name} {row.version or ''} ({row.seconds:.0f} s)")
+        for cell in row.cells.values():
+            message = (cell.message or cell.reason).splitlines()[: None if options.verbose else 1]
+            say(console, "\n".join((f"  {cell.column}: {cell_text(vars(cell))}", *(f"    {line}" for line in message))))
+            if cell.replay:
+                say(console, f"    replay: {cell.replay}")
+            verdicts.add(cell.verdict)
         record["rows"].append(row.to_dict())
         cli.write_json(options.json, record)  # after each row: a run of all takes an hour
         if options.page is not None:
             write(options.page, page(record))
-    verdicts = {cell.verdict for row in rows for cell in row.cells.values()}
     return 2 if NOT_RUN in verdicts else 1 if FAILED in verdicts else 0
 
 
@@ -81,13 +83,3 @@ def _rows(names: Mapping[str, str], plan: RunPlan, jobs: int) -> Iterator[Row]:
         return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as processes:
         yield from processes.map(run_row, *arguments)
-
-
-def _report(row: Row, console: Console, verbose: bool) -> None:
-    say(console, f"{row.name} {row.version or ''} ({row.seconds:.0f} s)")
-    for cell in row.cells.values():
-        message = (cell.message or "").splitlines()
-        why = "\n".join(message if verbose else message[:1]) or cell.reason
-        say(console, f"  {cell.column}: {cell_text(vars(cell))}{why and f': {why}'}")
-        if cell.replay:
-            say(console, f"    replay: {cell.replay}")

@@ -1,4 +1,4 @@
-"""This project's `ring_attention` as a peer, in plain matrix products. `conformance` runs it by the name ring."""
+"""This project's `ring_attention` as a peer, in plain matrix products."""
 
 from __future__ import annotations
 
@@ -30,7 +30,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: Any, sinks: Tenso
     )  # fmt: skip
 
 
-adapter = Peer(
-    "ring", "any mask, layout, dtype and exchange, sinks, softcap, keys of another sequence; math kernel",
-    claimed, attend, worlds=(1, 2, 3, 4), same_bits=QUANTITIES,
-)  # fmt: skip
+supported = "any mask, layout, dtype, exchange, sinks, softcap and keys of another sequence, by the kernel math"
+adapter = Peer("ring", supported, claimed, attend, (1, 2, 3, 4), same_bits=QUANTITIES)

@@ -6,7 +6,7 @@ of O(n/p) grows by less than one head of the further keys, without values or gra
 that, such as a position for each token, is let pass.
 
 Both have 3 ranks or more: on two ranks a ring has no message under way while it computes with another. There are few
-tokens and many dimensions: scores of m or m p' keys stay below one head of keys for either side.
+tokens and many dimensions, so that scores of m or m p' keys stay below one head of keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,70 +27,36 @@ from verification.check.attention_on_ranks import Implementation
 from verification.failures import Refused
 from verification.peers.known_peers import ready
 from verification.peers.peer_rank import run_peer
-from verification.run.backends import Backend
 from verification.run.rank import shards, whole_tensors
 
 FEWEST = 3  # ranks of a comparison
 SHARDS = (2, 4, 8, 16)  # tokens of a rank: the first that the claim leaves as it is
-SAME = 24  # tokens, whatever the ranks, for the ratio that a reader expects
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A call's Case, and its largest peak on a rank beyond its inputs, in bytes."""
-
-    case: Case
-    peak: int
-
-
-def problem(attention: Implementation, world: int, tokens: int) -> Case:
-    """Return the claimed Case with that many tokens. Raises Refused if the claim has other numbers."""
-    line = f"world={world} tokens={tokens} heads=12 head_dim=256 causal=true"
-    case = attention.claims(read_case_line(line))
-    if case is None or case.tokens != tokens or len(case.ranks) != world or case.head_dim < 32:
-        raise Refused(f"the claim leaves no Case of {line!r} with its tokens, ranks, and 32 dims or more")
-    return case
+SAME = 12  # as many shards on any ranks, for the ratio that a reader expects
 
 
 def problems(attention: Implementation, worlds: Sequence[int]) -> dict[int, list[Case]]:
-    """Return the Cases to measure by their ranks: those of one shard first. Raises Refused."""
+    """Return the Cases to measure by their ranks: of a shard for each rank, and last of SAME. Raises Refused."""
     worlds = [world for world in worlds if world > 1]  # a rank alone has no buffers
     compared = [world for world in worlds if world >= FEWEST]
-    if len(compared) < 2:
-        raise Refused(
-            f"two numbers of ranks from {FEWEST} on are compared; of the adapter's and --world's there "
-            f"{'is' if compared else 'are'} {compared[0] if compared else 'none'}"
-        )
-    pair, reason = (compared[0], compared[-1]), Refused()
+    pair = sorted({*compared[:1], *compared[-1:]})
+    if len(pair) < 2:
+        raise Refused(f"two numbers of ranks from {FEWEST} on are compared; the adapter and --world have {worlds}")
     for length in SHARDS:
-        try:
-            cases = {world: [problem(attention, world, world * length)] for world in pair}
-        except Refused as error:
-            reason = error
-            continue
-        first, second = (replace(case, world=1, group=None, tokens=1) for (case,) in cases.values())
-        if first == second:
-            break
-        reason = Refused(f"the claim has other sizes on {pair[0]} than on {pair[1]} ranks")
-    else:
-        raise reason
-    for world in {min(worlds), *pair}:
-        case = problem(attention, world, SAME * max(1, length // 2))
-        cases.setdefault(world, []).append(case)
-    return cases
+        alone = {world: _claimed(attention, world, world * length) for world in pair}
+        same = {world: _claimed(attention, world, SAME * length) for world in (worlds[0], *pair)}
+        sizes = {case and replace(case, world=1, group=None, tokens=1) for case in alone.values()}
+        if len(sizes) == 1 and None not in {*sizes, *same.values()}:
+            return {world: [x for x in (alone.get(world), case) if x] for world, case in same.items()}
+    raise Refused(
+        f"the claim leaves no causal Cases on {pair} ranks, {SHARDS} tokens each, 12 heads of 256 dims, alike"
+    )
 
 
-def measure(backend: Backend, name: str, case: Case) -> Measured:
-    """Return the peak of the Case on its ranks, which the backend has. Raises VerificationFailure."""
-    backend.submit(peak_on_rank, case, name)
-    return Measured(case, max(backend.collect()))
-
-
-def growth(measured: Sequence[Measured]) -> tuple[int, int]:
-    """Return the bytes by which the peak grew from the fewest to the most ranks, and one head of the further keys."""
-    first, second = measured
-    case, further = second.case, second.case.tokens - first.case.tokens
-    return second.peak - first.peak, case.batch * further * case.head_dim * case.torch_dtype.itemsize
+def _claimed(attention: Implementation, world: int, tokens: int) -> Case | None:
+    line = f"world={world} tokens={tokens} heads=12 head_dim=256 causal=true"
+    case = attention.claims(read_case_line(line))
+    fits = case is not None and (case.tokens, len(case.ranks)) == (tokens, world) and case.head_dim >= 32
+    return case if fits else None
 
 
 def peak_on_rank(transport: Transport, case: Case, name: str) -> int:
@@ -106,8 +72,8 @@ def peak_of_arrays(call: Callable[[], Any]) -> int:
     """Return the peak of memory that Python and NumPy allocate in the call."""
     tracemalloc.start()
     try:
-        results = call()
-        return tracemalloc.get_traced_memory()[1] * (results is not None)
+        call()
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 
@@ -115,11 +81,10 @@ def peak_of_arrays(call: Callable[[], Any]) -> int:
 def peak_of_tensors(call: Callable[[], Any]) -> int:
     """Return the peak of torch's allocations on CPUs in the call, scratch memory of its kernels included."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        results = call()
-    del results
-    events = profiled.profiler.kineto_results.events()
+        call()
+    events: Any = [x for x in profiled.profiler.kineto_results.events() if x.name() == "[memory]"]
     live = peak = 0
-    for event in sorted((x for x in events if x.name() == "[memory]"), key=lambda x: x.start_ns()):
+    for event in sorted(events, key=lambda x: x.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
     return peak

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verification.peers.conformance.row import FAILED, HELD, NOT_CLAIMED, NOT_RUN
+from verification.peers.conformance.row import FAILED, HELD, NOT_CLAIMED
 from verification.wording import counted
 
 HEAD = """\
@@ -31,34 +31,29 @@ than one head of the further keys ([how it is measured](peers/conformance/memory
 def page(record: Mapping[str, Any]) -> str:
     """Return the page of a record, as `python -m verification conformance --json` writes it."""
     notes: dict[str, int] = {}
-    lines = [HEAD.format(**{**record, "worlds": " and ".join(map(str, record["worlds"]))})]
-    lines += [
-        f"| implementation | version | {' | '.join(record['columns'])} |",
-        "|---" * (len(record["columns"]) + 2) + "|",
-    ]
+    columns, worlds = record["columns"], " and ".join(map(str, record["worlds"]))
+    lines = [HEAD.format(**{**record, "worlds": worlds})]
+    lines += [f"| implementation | version | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
     for row in record["rows"]:
         cells = [f"{cell_text(cell)}{_reference(row, cell, notes)}" for cell in row["cells"]]
         lines.append(f"| {row['name']} | {row['version'] or '-'} | {' | '.join(cells)} |")
     lines += ["", "## Notes", "", *(f"{number}. {text}" for text, number in notes.items()), "", "## Claims", ""]
-    lines += [f"- {row['name']}: {row['supported']}" for row in record["rows"] if row["supported"]]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + [f"- {row['name']}: {row['supported'] or 'not known'}" for row in record["rows"]]) + "\n"
 
 
 def cell_text(cell: Mapping[str, Any]) -> str:
     """Return the verdict of a cell in a few words."""
-    if cell["verdict"] == HELD:
-        return f"held {cell['examples']}"
-    if cell["verdict"] == FAILED:
-        case = cell["case"]
+    verdict, case = cell["verdict"], cell["case"]
+    if verdict == FAILED:
         return f"fails: {counted(case['world'], 'rank')}, {counted(case['tokens'], 'token')}"
-    return {NOT_CLAIMED: "-", NOT_RUN: "not run"}[cell["verdict"]]
+    return f"held {cell['examples']}" if verdict == HELD else "-" if verdict == NOT_CLAIMED else str(verdict)
 
 
 def _reference(row: Mapping[str, Any], cell: Mapping[str, Any], notes: dict[str, int]) -> str:
     """Return the number of a cell's note, which is added; nothing for a cell that has none."""
     if cell["verdict"] == NOT_CLAIMED or not (cell["message"] or cell["reason"]):
         return ""
-    text = f"{row['name']}: {cell['reason']}"
+    text = f"{row['name']}: {cell['reason'].splitlines()[0]}" if cell["reason"] else ""
     if cell["verdict"] == FAILED:
         first, *others = cell["message"].splitlines()
         cause = next((f" ({line})" for line in others if line.startswith("cause: ")), "")
