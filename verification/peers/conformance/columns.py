@@ -76,7 +76,7 @@ def _subjects(draw: Draw, column: Column, world: int, claims: Claims) -> Case:
 def _plain(case: Case) -> Case:
     """Return the Case without the features of columns, in shards of one length: a fault in one column shows in others
     only if it does not need the feature."""
-    pattern, unit = case.pattern, 2 * len(case.ranks)
+    pattern, unit = case.pattern, 6 * len(case.ranks)  # zigzag has two parts a rank, dealt three
     branches = tuple(replace(branch, window=None) for branch in pattern.branches)
     return replace(
         case, tokens=-(-max(case.tokens, _FEWEST) // unit) * unit, cuts=None, keys=None, kv_heads=case.heads,
