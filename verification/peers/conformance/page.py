@@ -12,7 +12,7 @@ HEAD = """\
 # Conformance, {date}
 
 `{command}` wrote this page and [its record](../notebooks/data/conformance.json): torch {torch}, Python {python},
-{device}, commit {commit}, seed {seed}. Nothing here is written by hand.
+{device}, commit {commit}, seed {seed}. No cell is written by hand; names of the command without a row had not ended.
 
 A row is an implementation, a column a feature. Each cell is a search of its own: {examples} examples on each of
 {worlds} ranks, Cases that have the feature and that the implementation claims, compared with the fp64 oracle.
