@@ -46,6 +46,32 @@ def read_case_line(text: str) -> Case:
     return Case(**DEFAULTS | given, pattern=pattern)
 
 
+def write_case_line(case: Case) -> str | None:
+    """Return the line that `read_case_line` reads as this Case; None for one that no line has, as of several branches.
+
+    Args:
+        case: any Case.
+    """
+    written, usual = (_flat(x) for x in (case, read_case_line(f"world={case.world} heads={case.heads}")))
+    usual |= {"world": None, "heads": DEFAULTS["heads"]}
+    line = " ".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
+        for name, value in written.items() if value != usual[name]
+    )  # fmt: skip
+    try:
+        return line if read_case_line(line) == case else None
+    except ValueError:
+        return None
+
+
+def _flat(case: Case) -> dict[str, Any]:
+    """Return the fields of the Case that a line has, with those of its pattern and its first branch."""
+    fields = case.to_dict()
+    pattern = fields.pop("pattern")
+    of_branch = {name: pattern["branches"][0].get(name) for name in _BRANCH}
+    return of_branch | {name: pattern[name] for name in ("causal", "documents")} | fields
+
+
 def _value(name: str, text: str) -> Any:
     if _TYPES[name].endswith("None") and text.lower() in ("none", "null"):
         return None

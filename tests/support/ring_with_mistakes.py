@@ -116,3 +116,11 @@ MISTAKES = ("local_mask", "neighbours_gradients", "partial_lse", "bf16_gradients
 right, shared_buffer = ring(), ring("shared_buffer")
 bf16_sum = replace(ring("bf16_sum"), claims=lambda case: claims.in_dtypes(claimed(case), "bfloat16"))
 globals().update({mistake: ring(mistake) for mistake in MISTAKES})
+
+
+def halved(*given: Any) -> tuple[Tensor, Tensor]:
+    out, lse = right.attend(*given)
+    return out, lse / 2
+
+
+halved_lse = replace(right, claims=lambda case: claims.lse_returned(claimed(case)), attend=halved)

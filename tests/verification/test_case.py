@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import given as drawing
 
 from reference import Branch, Pattern
 from tests.support.plain_case import plain
 from verification.case import DTYPES, ORDERS, ORDERS_BY_DOCUMENT, SINKS, VALUES, Case, Keys
-from verification.case_line import read_case_line
+from verification.case_line import read_case_line, write_case_line
 from verification.run.layouts import key_layout_of, layout_of, strided_copy
 from verification.search.experiment import on_device
+from verification.strategies.cases import cases_and_chunks, cases_of_others
 
 case = partial(
     plain, 4, group=(0, 1, 3), tokens=13, order="zigzag", cuts=(0, 5, 5, 13), batch=2, heads=4, kv_heads=2, head_dim=3,
@@ -231,3 +234,12 @@ def test_a_strided_copy_is_equal_and_strided(shape: tuple[int, ...], dtype: torc
         assert not y.is_contiguous() and not y.transpose(1, 2).is_contiguous()
     stored = torch.as_strided(y, (y.untyped_storage().nbytes() // y.element_size(),), (1,), 0)
     assert stored.isnan().sum() == len(stored) - x.numel()
+
+
+@settings(
+    max_examples=60, phases=[Phase.generate], database=None, deadline=None, suppress_health_check=list(HealthCheck)
+)
+@drawing(cases_of_others(2) | cases_and_chunks(3))
+def test_written_lines_read_as_the_same_case(drawn: Case) -> None:
+    line, (branch, *others) = write_case_line(drawn), drawn.pattern.branches
+    assert read_case_line(line) == drawn if line else others or branch.heads is not None

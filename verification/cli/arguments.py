@@ -198,6 +198,8 @@ def check_outputs(options: argparse.Namespace) -> None:
         check_file("--json", options.json)
     if getattr(options, "jsonl", None) is not None:
         check_file("--jsonl", options.jsonl)
+    if getattr(options, "page", None) is not None:
+        check_file("--page", options.page)
     if getattr(options, "failures", None) is not None and not getattr(options, "list", False):
         check_folder("--failures", options.failures)
 

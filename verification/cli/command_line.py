@@ -17,7 +17,7 @@ from verification.wording import printable
 
 # Modules of this package. Each has HELP, ABOUT, add_arguments(parser) and carry_out(options, console), which returns
 # the exit status. A module whose exit statuses differ from the default has its own STATUS.
-COMMANDS = ("run", "training", "model", "replay", "mutants", "peers", "serving", "faults", "doctor")
+COMMANDS = ("run", "training", "model", "replay", "mutants", "peers", "conformance", "serving", "faults", "doctor")
 DESCRIPTION = """\
 Property-based tests of ring_attention. Hypothesis draws Cases (pattern, layout,
 world size, dtype, exchange, ...) and real processes compute them. Results are

@@ -12,14 +12,11 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Unsatisfiable
-from torch import Tensor
 
 from reference.fast_oracle import QUANTITIES
-from ring import ring_attention
 from verification.case import Case
 from verification.check.attention_on_ranks import AttentionOnRanks
 from verification.check.checks import compared
@@ -27,21 +24,14 @@ from verification.check.laws.law import How
 from verification.check.laws.same_bits import SAME_BITS, differences, observe_both, other_of
 from verification.failures import Refused, VerificationFailure
 from verification.peers import claims
+from verification.peers.adapters.own_ring import attend
 from verification.peers.known_peers import KNOWN, load, ready, selected
-from verification.peers.peer import Peer, Result
+from verification.peers.peer import Peer
 from verification.peers.peer_experiment import experiment, implementation
 from verification.run.backends import GlooBackend
-from verification.run.layouts import layout_of
 
 EXAMPLES, TOKENS = 10, 96  # for each number of ranks; fewest tokens
 CHANGES = ("other ranks", "alone")
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, case: Case, group: Any) -> Result:
-    return ring_attention(
-        q, k, v, case.pattern, layout_of(case), group=group, exchange=case.exchange, kernel="math", scale=case.scale,
-        return_lse=case.lse != "unused",
-    )  # fmt: skip
 
 
 def own(exchange: str, same_bits: tuple[str, ...] = ()) -> Peer:

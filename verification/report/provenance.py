@@ -36,8 +36,9 @@ def commit() -> str | None:
 
 
 def typed_words(words: Sequence[str]) -> str:
-    """Quote a command line for a shell. --json keeps only the file's name: folders differ between machines."""
-    return shlex.join(Path(word).name if before == "--json" else word for before, word in pairwise(["", *words]))
+    """Quote a command line for a shell. Of a file to write only the name is left: folders differ between machines."""
+    files = ("--json", "--page")
+    return shlex.join(Path(word).name if before in files else word for before, word in pairwise(["", *words]))
 
 
 def processor_run(command: str) -> dict[str, Any]:
