@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PROFILE = Profile("for each cell and world size", 20, budget=10.0)
 HELP = "a table of implementations and what of each holds"
 ABOUT = f"""\
-Judges each implementation feature by feature: {", ".join(NAMES[:3])} and others.
+Judges each implementation by feature: {", ".join(NAMES[:3])} and others.
 A cell has the examples that held, the smallest failing Case, "not claimed" or
 why it was not run. NAME is `ring`, this project's attention, a peer or package
 as in `python -m verification peers`, or an adapter of your own,

@@ -140,7 +140,7 @@ def test_the_command_writes_its_record_and_page(tmp_path: Path, capsys: pytest.C
     assert "returned no lse" in no_lse[GRADIENTS]["message"], "a cell that cannot be run leaves the others"
     assert all("never in this life" in raises[name]["message"] for name in (OUTPUT, GRADIENTS, REPEATABLE))
     assert "'zz.adapter' is no peer" in unknown[OUTPUT]["reason"]
-    assert "sinks: -: the claim leaves no Case with a sink" in unbroken(capsys.readouterr().out)
+    assert "sinks: - the claim leaves no Case with a sink" in unbroken(capsys.readouterr().out)
 
 
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
