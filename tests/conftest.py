@@ -6,5 +6,6 @@ from tests.support.installed import environment, wheel
 from tests.support.ranks import ranks
 
 __all__ = ["environment", "ranks", "wheel"]
+collect_ignore = ["support/outside"]  # a project of its own, whose tests are run by test_outside.py
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")

@@ -52,8 +52,8 @@ def test_the_page_shows_the_workflow() -> None:
 
 def commands() -> list[str]:
     """Commands of the page, without comments."""
-    blocks = re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)
-    return [line.partition("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    return [line.partition("  #")[0] for kind, block in blocks if not kind for line in block.splitlines()]
 
 
 SAID = (
@@ -65,7 +65,7 @@ SAID = (
 )
 
 
-@pytest.mark.parametrize("line, said", zip(CHECKS, SAID, strict=True), ids=("command", "pytest"))
+@pytest.mark.parametrize("line, said", [*zip(CHECKS, SAID, strict=True)], ids=("command", "pytest"))
 def test_a_right_ring_passes_with_expected_failures(project: Path, line: str, said: tuple[str, ...]) -> None:
     done = shell(project, line)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -19,12 +19,12 @@ class Pass(torch.autograd.Function):
     """Pass a block to the next rank; its gradient goes back."""
 
     @staticmethod
-    def forward(ctx, block: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, block: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return exchanged(block, 1, group)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         return exchanged(grad, -1, ctx.group), None
 
 
