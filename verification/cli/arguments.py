@@ -200,7 +200,8 @@ def check_outputs(options: argparse.Namespace) -> None:
         check_file("--jsonl", options.jsonl)
     if getattr(options, "page", None) is not None:
         check_file("--page", options.page)
-    if getattr(options, "failures", None) is not None and not getattr(options, "list", False):
+    runs = not any(getattr(options, name, False) for name in ("list", "example"))
+    if getattr(options, "failures", None) is not None and runs:
         check_folder("--failures", options.failures)
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ Runs other implementations of attention on the Cases that they claim to support
 and compares them with the fp64 oracle, within derived rounding bounds. NAME is
 one of --list, or a package of several of them. It may also be an adapter of
 your own, `package.module:adapter`, in the working directory or installed:
-verification/README.md has an example. Without a NAME, all peers are run."""
+--example prints one to copy. Without a NAME, all peers are run."""
 STATUS = f"""\
 {STATUS}
 If a peer cannot run (not installed, import error, no adapter), the status is 2;
@@ -81,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_placement(parser)
     cli.add_seed(parser)
     parser.add_argument("--list", action="store_true", help="list the peers with the Cases that they support, and exit")
+    parser.add_argument("--example", action="store_true", help="print an adapter to copy and change, and exit")
     cli.add_outputs(parser, "every counter-example in full, progress and coverage")
 
 
@@ -103,6 +105,11 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
 
     Raises Unavailable for an unknown name, or a peer to be listed that cannot be loaded, before any output.
     """
+    if options.example:
+        if options.names or options.list:
+            raise Unavailable("argument --example: it prints an adapter and runs nothing; leave out NAME and --list")
+        print(resources.files("verification.peers").joinpath("example.py").read_text(), end="")
+        return 0
     if options.list:
         names = peer_names(options.names, KNOWN)
         if wrong := next(filter(None, names.values()), None):

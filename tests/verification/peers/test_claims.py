@@ -14,7 +14,7 @@ from tests.support import peer_examples
 from tests.support.plain_case import plain
 from verification.case import Case, Keys
 from verification.peers import Peer, claims
-from verification.peers.adapters import with_windows
+from verification.peers.adapters import transformer_engine, with_windows
 from verification.peers.adapters.over_flash_attn import window_size
 from verification.peers.adapters.ring_flash_attn_varlen import lengths
 from verification.peers.claims import Claim
@@ -25,11 +25,12 @@ from verification.search.experiment import ToolError
 from verification.strategies.cases import cases
 
 WINDOWED = {name: peer for name, peer in vars(with_windows).items() if isinstance(peer, Peer)}
+ENGINE = [peer for peer in vars(transformer_engine).values() if isinstance(peer, Peer)]
 LLAMA3 = "ring-flash-attn/llama3-varlen"
 WITH_WINDOWS = {"ringmaster/ring-varlen", "ringmaster/ulysses-varlen", "ringmaster/usp-varlen", LLAMA3}  # if causal
 
 
-@pytest.mark.parametrize("peer", [*KNOWN.values(), *WINDOWED.values()], ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", [*KNOWN.values(), *WINDOWED.values(), *ENGINE], ids=lambda peer: peer.name)
 @given(data=st.data())
 @settings(max_examples=60, derandomize=True, deadline=None, database=None)
 def test_claims_keep_supported_settings(peer: Peer, data: st.DataObject) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 from dataclasses import replace
@@ -31,16 +30,16 @@ NOT_RUN = {
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
-    """The adapter that verification/README.md shows holds, and with another mask is found, shrunk and replayed."""
-    page = (ROOT / "verification/README.md").read_text()
-    (code,) = re.findall(r"```python\n# my_attention\.py\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "my_attention.py").write_text(code)
-    (tmp_path / "wrong.py").write_text(code.replace(".tril(start)", ".tril()"))  # as if it were alone
+    """The adapter that --example prints holds, and with another mask is found, shrunk and replayed."""
+    (tmp_path / "my_attention.py").write_text(verification(tmp_path, "peers", "--example").stdout)
     shutil.copy(ROOT / "tests/support/peer_examples.py", tmp_path / "mine.py")
     (tmp_path / "dies.py").write_text("import os; os._exit(3)")
     (tmp_path / "shadows").mkdir()
     (tmp_path / "shadows/torchscale.py").write_text("raise ModuleNotFoundError('as if not there', name='torchscale')")
-    names, where = ("my_attention:adapter", "wrong:adapter", *NOT_RUN), ("--failures", "kept", "--json", "report.json")
+    names, where = (
+        ("my_attention:adapter", "my_attention:wrong", *NOT_RUN),
+        ("--failures", "kept", "--json", "report.json"),
+    )
     done = verification(tmp_path, "peers", *names, "--examples", "10", "--seed", "5", *where, path=tmp_path / "shadows")
     assert done.returncode == 2, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
@@ -48,7 +47,11 @@ def test_the_command(tmp_path: Path) -> None:
     held, found, *others = report["peers"]
     assert (held["verdict"], held["examples"], held["case"], held["others"]) == ("held", 45, None, [])  # 15 of laws
     assert held["supported"] == "dense causal, fp32, even contiguous shards"
-    assert (found["name"], found["verdict"], found["check"]) == ("wrong:adapter", "counter-example", "output and lse")
+    assert (found["name"], found["verdict"], found["check"]) == (
+        "my_attention:wrong",
+        "counter-example",
+        "output and lse",
+    )
     case = Case.from_json(json.dumps(found["case"]))
     assert case == replace(case, world=2, tokens=2, batch=1, heads=1, head_dim=1, values="normal", strided=False)
     for peer in others:
@@ -60,9 +63,9 @@ def test_the_command(tmp_path: Path) -> None:
     message = unbroken(found["message"])
     assert f"replay: {replay}" in unbroken(done.stdout) and message in unbroken(done.stdout)
     assert "the mask compared positions of queries within their shard, of keys global ones" in message
-    assert json.loads(Path(file).read_text()) == {"kind": "peer", "peer": "wrong:adapter", "case": found["case"]}
+    assert json.loads(Path(file).read_text()) == {"kind": "peer", "peer": "my_attention:wrong", "case": found["case"]}
     assert verification(tmp_path, "replay", file).returncode == 2, "a file imports nothing by itself"
-    again = verification(tmp_path, "replay", file, "--attention", "wrong:adapter")
+    again = verification(tmp_path, "replay", file, "--attention", "my_attention:wrong")
     assert again.returncode == 1 and message in unbroken(again.stdout), again.stdout + again.stderr
 
 
@@ -71,6 +74,17 @@ def test_a_ring_in_jax_holds(tmp_path: Path) -> None:
     pytest.importorskip("jax")
     done = verification(tmp_path, "peers", "jax_ring:adapter", "--examples", "8", "--seed", "1", path=ROOT / "scripts")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_example_is_printed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(("peers", "--example")) == 0 and not list(tmp_path.iterdir())
+    assert capsys.readouterr().out == (ROOT / "verification/peers/example.py").read_text()
+    for more in ("mine:sane", "--list"):
+        assert main(("peers", "--example", more)) == 2
+        assert "argument --example: it prints an adapter and runs nothing" in capsys.readouterr().err
 
 
 def test_expected_failures_leave_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

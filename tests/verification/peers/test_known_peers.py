@@ -23,6 +23,7 @@ from verification.training.training_case import TrainingCase
 pytestmark = pytest.mark.ranks
 
 FINDINGS = Path(__file__).parents[3] / "verification/peers/findings"
+ENGINE = [f"verification.peers.adapters.transformer_engine:{x}" for x in ("p2p", "all_gather", "a2a", "a2a_p2p")]
 IMPORTED_AS = {"axolotl-ringmaster": "ringmaster"}
 
 
@@ -56,7 +57,7 @@ def test_malformed_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
         probe.probe(f"{EXAMPLES}:endless", timeout=0.5)
 
 
-@pytest.mark.parametrize("name", [name for name in KNOWN if not name.startswith("torch")])
+@pytest.mark.parametrize("name", [*(name for name in KNOWN if not name.startswith("torch")), *ENGINE])
 def test_missing_packages_are_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     package = str(load(name).package)
     module = IMPORTED_AS.get(package, package.replace("-", "_"))

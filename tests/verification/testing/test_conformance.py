@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -50,14 +51,14 @@ QUICK = ("--examples", "3", "-p", "no:cacheprovider", "-p", "no:randomly")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder: adapters, a test of their own, and the ring that verification/README.md shows."""
+    """A user's folder: adapters, a test of their own, the adapter to copy, and the test that the page shows."""
     made = tmp_path_factory.mktemp("user")
     (made / "mine.py").write_text(ADAPTERS)
     (made / "test_own.py").write_text("def test_own():\n    pass\n")
+    shutil.copy(ROOT / "verification/peers/example.py", made / "my_attention.py")
     page = (ROOT / "verification/README.md").read_text()
-    for name in ("my_attention", "test_my_kernel"):
-        (code,) = re.findall(rf"```python\n# {name}\.py\n(.*?)```", page, re.DOTALL)
-        (made / f"{name}.py").write_text(code)
+    (code,) = re.findall(r"```python\n# test_my_kernel\.py\n(.*?)```", page, re.DOTALL)
+    (made / "test_my_kernel.py").write_text(code)
     return made
 
 
@@ -220,7 +221,7 @@ def test_no_law_is_run_after_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_the_ring_of_the_page_holds_by_default(folder: Path) -> None:
+def test_the_adapter_to_copy_holds_by_default(folder: Path) -> None:
     status, output = run_pytest(folder, "--attention", "my_attention:adapter", "-rs", "--examples", "20")
     assert status == 0 and "11 passed, 5 skipped" in output, output
     assert "does not apply: the claim has no bfloat16 on all ranks" in output
