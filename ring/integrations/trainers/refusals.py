@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForMaskedLMLoss, ForTokenClassification
 
-from ring.integrations.trainers.rollouts import GENERATES, check_rollouts
+from ring.integrations.trainers.rollouts import check_rollouts, generates
 from ring.integrations.transformers.call import is_given
 from ring.settings import Settings
 
@@ -27,7 +27,7 @@ LEFT_OUT = {
     "eval_use_gather_object": "it gathers the results of every rank of a context group",
     "predict_with_generate": "generate on one rank, within transformers.restored(model)",
 }
-GENERATING = (GENERATES, "_generate_vllm", "generate_on_policy_outputs", "_generate_student_completions")  # of TRL
+GENERATING = ("_generate_vllm", "generate_on_policy_outputs", "_generate_student_completions")  # of TRL
 LEFT_OUT_OF_SAME_BITS = {
     "fsdp": "SameWeights holds whole parameters on each rank",
     "fp16": "its scale follows overflows; write bf16=True",
@@ -92,15 +92,15 @@ def check_trainer(trainer: Any) -> None:
     Raises:
         NotImplementedError: the trainer or its setting, by name.
     """
-    if any(hasattr(trainer, method) for method in GENERATING):
+    if generates(trainer) or any(hasattr(trainer, method) for method in GENERATING):
         check_rollouts(trainer)
     if getattr(trainer, "aux_loss_enabled", False):
         raise NotImplementedError(
             "router_aux_loss_coef must be 0.0 in the trainer's arguments: its auxiliary loss would be over the tokens "
             f"of a rank, got {trainer.router_aux_loss_coef}"
         )
-    generates = hasattr(trainer, GENERATES)  # then adapters are switched off within a sharded call
-    if is_peft_model(trainer.model) and not generates and getattr(trainer, "ref_model", trainer) is None:
+    unused = generates(trainer)  # then adapters are switched off within a sharded call
+    if is_peft_model(trainer.model) and not unused and getattr(trainer, "ref_model", trainer) is None:
         raise NotImplementedError(
             "ref_model must be given with adapters, as a model of its own with the weights of the base model: the "
             "trainer would call the sharded model without its adapters, on whole sequences"

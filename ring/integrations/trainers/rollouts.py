@@ -6,14 +6,16 @@ the policy are values of sharded sequences. A reference model is called with who
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from accelerate.utils import set_seed
 from torch import Tensor
 
 from ring.integrations.transformers import restored
-from ring.integrations.transformers.call import is_given
+from ring.integrations.transformers.call import NAME, is_given
 
 GENERATES = "_generate_and_score_completions"
 # Methods of which the trainer must have TRL's, between those of this module.
@@ -24,12 +26,20 @@ KNOWN = ("ring.integrations.", "transformers.trainer", "trl.trainer.grpo_trainer
 LEFT_OUT = {
     "use_vllm": "its servers take weights from every rank; let transformers generate, or a rollout_func",
     "use_transformers_continuous_batching": "let the model's generate do it",
-    "log_completions": "its table would have the prompts of every rank of a context group",
     "fsdp": "generation needs whole parameters",
     "tools": "every rank of a context group would call them; write a rollout_func",
     "environment_factory": "every rank of a context group would act in its environment; write a rollout_func",
 }
 OF_TRAINER = {"tools": "tools", "environment_factory": "environment_factories"}  # attributes for arguments
+
+
+def generates(trainer: object) -> bool:
+    """True for a trainer that generates as those of TRL do.
+
+    Args:
+        trainer: of any class.
+    """
+    return any(GENERATES in vars(x) for x in type(trainer).__mro__ if x is not Rollouts)
 
 
 class Rollouts:
@@ -44,7 +54,7 @@ class Rollouts:
     def _set_generation_batch(self) -> None:
         """Count the completions of a generation over data ranks, where TRL's configuration counts processes."""
         args = self.args
-        if not hasattr(self, GENERATES) or not hasattr(args, "generation_batch_size"):
+        if not hasattr(args, "generation_batch_size"):
             return
         each = {"train": args.per_device_train_batch_size * args.steps_per_generation}
         args.generation_batch_size = each["train"] * self.accelerator.num_processes
@@ -54,19 +64,19 @@ class Rollouts:
             group = (args.num_generations_eval if mode == "eval" else None) or args.num_generations
             if completions * self.accelerator.num_processes % group:
                 raise ValueError(
-                    f"per_device_{mode}_batch_size must give whole groups of {group} completions, num_generations, over "
-                    f"{self.accelerator.num_processes} data ranks with {completions} each"
+                    f"per_device_{mode}_batch_size must give whole groups of {group} completions, num_generations, "
+                    f"over {self.accelerator.num_processes} data ranks with {completions} each"
                 )
 
     def _begin_rollouts(self) -> None:
         """Draw the same numbers on the ranks of a context group: TRL's seed is another for each process."""
-        if hasattr(self, GENERATES):
+        if generates(self):
             set_seed(self.args.seed + self.accelerator.process_index)
 
     def _get_eval_sampler(self, dataset: Any) -> Any:
         sampler: Any = super()._get_eval_sampler(dataset)  # type: ignore[misc]
         ranks, size = self.accelerator.num_processes, self.args.eval_batch_size
-        if hasattr(self, GENERATES) and ranks > 1 and len(sampler) % (ranks * size):
+        if generates(self) and ranks > 1 and len(sampler) % (ranks * size):
             raise ValueError(
                 f"eval_dataset must have {ranks * size} completions or a multiple, for {ranks} data ranks with batches "
                 f"of {size}, so that none is repeated, got {len(sampler)}"
@@ -85,10 +95,18 @@ class Rollouts:
         return rollouts[0]
 
     def _calculate_rewards(self, *args: Any, **options: Any) -> Tensor:
-        """Return rewards of all data ranks. TRL gathers those of all processes, each data rank's context_size times."""
-        rewards: Tensor = super()._calculate_rewards(*args, **options)  # type: ignore[misc]
-        by_rank = rewards.view(self.accelerator.num_processes, self.context_size, -1, rewards.shape[-1])
-        return by_rank[:, 0].flatten(0, 1)
+        """Return rewards, of the context group's first rank: functions may judge the same completion differently."""
+        rewards: Tensor = super()._calculate_rewards(*args, **options).contiguous()  # type: ignore[misc]
+        group = self.mesh.get_group("context")
+        dist.broadcast(rewards, src=dist.get_global_rank(group, 0), group=group)
+        return rewards
+
+    def _generate_and_score_completions(self, *args: Any, **options: Any) -> Any:
+        """Return completions and advantages. TRL gathers some values from all processes, here from data ranks."""
+        over_data = {"gather": self.accelerator.gather, "gather_object": self.accelerator.gather_objects}
+        owner = next(x for x in type(self).__mro__ if GENERATES in vars(x) and x is not Rollouts)
+        with patch.multiple(sys.modules[owner.__module__], **over_data):
+            return super()._generate_and_score_completions(*args, **options)  # type: ignore[misc]
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> Any:
         call = self._sharded(model, False) if model is self.model else model  # type: ignore[attr-defined]
@@ -107,11 +125,17 @@ def check_rollouts(trainer: Any) -> None:
     others = [
         x.__name__ for x in type(trainer).__mro__ if {*STEPS} & vars(x).keys() and not x.__module__.startswith(KNOWN)
     ]
-    if not hasattr(trainer, GENERATES) or others:
+    if not generates(trainer) or others:
         raise NotImplementedError(
             "trainer that generates must be TRL's GRPOTrainer or RLOOTrainer, got "
             f"{', '.join(others) or type(trainer).__name__}: generate within transformers.restored(model), and train "
             "in a loop of your own, with sequence_logprobs"
+        )
+    reference = getattr(trainer, "ref_model", None)
+    if reference is not None and reference.config._attn_implementation == NAME:
+        raise ValueError(
+            "model must be given to a trainer that generates before prepare, which the trainer calls, got a prepared "
+            "one, whose attention the reference model would have"
         )
     for name, reason in LEFT_OUT.items():
         value = getattr(trainer, OF_TRAINER.get(name, name), None) or getattr(trainer.args, name, None)

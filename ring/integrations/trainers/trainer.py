@@ -265,7 +265,8 @@ class ContextParallelTrainer(Rollouts, Trainer):  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Count labels over the data ranks; in evaluation as if all had as many, since each batch has its own mean."""
-        if not self._evaluates or not self.args.average_tokens_across_devices:
+        counted = self._evaluates and {"labels", "shift_labels"} & set(batch_samples[0])
+        if not counted or not self.args.average_tokens_across_devices:
             return super()._get_num_items_in_batch(batch_samples, device)
         first = int(self._loss_shifts_labels)
         (labels,) = (batch.get("shift_labels", batch["labels"][:, first:]) for batch in batch_samples)
