@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 from datasets import Dataset
@@ -52,7 +53,9 @@ class Llama(transformers_trainer.Llama):
     """A Llama that answers."""
 
     evaluates = False
-    reference: LlamaForCausalLM | None = None
+
+    def __init__(self) -> None:
+        self.references: WeakKeyDictionary[nn.Module, LlamaForCausalLM] = WeakKeyDictionary()  # by the model
 
     def build(self, context: ContextParallel | None) -> Any:
         """Return the model, which the trainer prepares."""
@@ -66,11 +69,12 @@ class Llama(transformers_trainer.Llama):
     def loss(self, model: Any, part: Part, run: Run) -> Tensor:
         """Return the loss of the step, in one process."""
         tokens, lengths, case = part.tokens, lengths_of(part.tokens, 2)[:, None], run.case
-        self.reference = self.reference or sharper(deepcopy(model))
+        if model not in self.references:  # before its first step
+            self.references[model] = sharper(deepcopy(model))
         logits = model(tokens).logits
         run.see(logits * (part.positions < lengths)[..., None])
         with torch.no_grad():
-            before = logprobs(self.reference(tokens).logits, tokens)
+            before = logprobs(self.references[model](tokens).logits, tokens)
         now, mask = (
             logprobs(logits, tokens),
             (part.positions < lengths)[:, 1:] & (part.positions >= lengths // 3)[:, 1:],
@@ -84,7 +88,7 @@ class Llama(transformers_trainer.Llama):
         rewards = torch.tensor([reward(x[m].tolist()) for x, m in zip(tokens[:, 1:], mask, strict=True)])
         better = (rewards.view(-1, GROUP) - rewards.view(-1, GROUP).mean(1, keepdim=True)).view(-1, 1)
         each = -torch.min(ratio * better, ratio.clamp(1 - CLIPPED, 1 + CLIPPED) * better)
-        each = each + PENALTY * ((before - now).exp() - (before - now) - 1)
+        each = each + PENALTY * ratio * ((before - now).exp() - (before - now) - 1)
         sums, counts = (each * mask).sum(1), mask.sum(1)
         if kind == "grpo":
             return (sums / counts).mean()
