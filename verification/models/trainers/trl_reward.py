@@ -62,10 +62,11 @@ class Llama(transformers_trainer.Llama):
         """See the scores of chosen answers, which precede the others in a batch."""
 
         @torch.no_grad()
-        def see(_: nn.Module, __: Any, kwargs: Row, output: Any) -> None:
+        def see(_: nn.Module, args: Any, kwargs: Row, output: Any) -> None:
             context, rows = kwargs.get("context"), run.case.batch
+            tokens = kwargs["input_ids"] if context is not None else args[0]
             held = torch.arange(run.case.tokens) if context is None else context.layout.positions(context.rank)
-            real = kwargs["input_ids"][:rows, : len(held)] != PADDING
+            real = tokens[:rows, : len(held)] != PADDING
             run.see(model.score(output.last_hidden_state)[:rows, : len(held)] * real[..., None], held)
 
         model.model.register_forward_hook(see, with_kwargs=True)
