@@ -2,10 +2,14 @@
 
     pip install --no-deps -r requirements-torchtitan.txt
     torchrun --nproc-per-node=4 scripts/torchtitan_llama.py 2               # ranks that share sequences
+    torchrun --nproc-per-node=4 scripts/torchtitan_llama.py 2 packed        # rows are packed from documents
     python -m verification model scripts.torchtitan_llama:Llama
 
-The first prints the loss and the norm of the gradient of each step: the same with any number of ranks, to rounding. The
-second compares drawn steps with torchtitan's own attention in one process.
+The first two print the loss and the norm of the gradient of each step: the same with any number of ranks, to rounding.
+The third compares drawn steps, packed too, with torchtitan's own attention in one process.
+
+Rows that are packed from different documents are one long row: positions restart in each document, which sees itself
+alone, and its last token has no label.
 
 torchtitan builds a model from its configuration, so the attention is replaced there. Each block hands its
 `attention_masks` to the attention as they are: here the `ContextParallel` handle of the batch.
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -87,17 +92,27 @@ class Llama(Setup):
         return run.see(model(part.tokens, positions=positions, attention_masks=part.context))
 
 
-def main(context_size: int) -> None:
+def documents_of(draw: torch.Generator) -> list[tuple[int, ...]]:
+    """Draw lengths of the documents that each sequence is packed from."""
+    cuts = [int(torch.randint(1, TOKENS, (), generator=draw)) for _ in range(SEQUENCES)]
+    return [(cut, TOKENS - cut) for cut in cuts]
+
+
+def main(context_size: int, packed: bool) -> None:
     dist.init_process_group("gloo")
     data_size = dist.get_world_size() // context_size
     mesh = init_device_mesh("cpu", (data_size, context_size), mesh_dim_names=("data", "context"))
-    context = ContextParallel(Layout.zigzag(TOKENS, context_size), mesh["context"])
+    mine = range(SEQUENCES)[mesh.get_local_rank("data") :: data_size]
+    length = TOKENS * len(mine) if packed else TOKENS
+    context = ContextParallel(Layout.zigzag(length, context_size), mesh["context"])
     model = fsdp.shard(build(RingInnerAttention.Config()), mesh, Llama3TransformerBlock)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
     draw = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
-        tokens = torch.randint(2048, (SEQUENCES, TOKENS), generator=draw).chunk(data_size)[mesh.get_local_rank("data")]
-        batch = shard_batch(context, tokens, next_tokens(tokens))
+        tokens = torch.randint(2048, (SEQUENCES, TOKENS), generator=draw)[list(mine)].reshape(-1, length)
+        lengths = documents_of(draw)
+        documents = tuple(chain.from_iterable(lengths[row] for row in mine)) if packed else None
+        batch = shard_batch(context, tokens, next_tokens(tokens, documents=documents), documents=documents)
         positions = batch.positions.expand(len(tokens), -1)
         logits = model(batch.tokens, positions=positions, attention_masks=batch.context)
         loss = cross_entropy(logits, batch.labels, mesh, labelled=count_labels(batch.labels, mesh))
@@ -111,4 +126,4 @@ def main(context_size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), "packed" in sys.argv[2:])

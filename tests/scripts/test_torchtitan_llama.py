@@ -22,17 +22,25 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def numbers(folder: Path, ranks: int, context: int) -> list[float]:
+def numbers(folder: Path, ranks: int, *arguments: str) -> list[float]:
     start = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = python(folder, *start, str(ROOT / "scripts/torchtitan_llama.py"), str(context))
+    done = python(folder, *start, str(ROOT / "scripts/torchtitan_llama.py"), *arguments)
     assert done.returncode == 0, done.stderr
     return [float(x) for x in re.findall(r"\d+\.\d{12}", done.stdout)]
 
 
 @pytest.mark.ranks
-def test_losses_and_norms_are_those_of_one_rank(tmp_path: Path) -> None:
-    alone, sharded = numbers(tmp_path, 1, 1), numbers(tmp_path, 4, 2)
-    assert len(alone) == 6 and sharded == pytest.approx(alone, rel=1e-11)
+@pytest.mark.parametrize("packed", [(), pytest.param(("packed",), marks=pytest.mark.slow)])
+def test_losses_and_norms_are_those_of_one_rank(packed: tuple[str, ...], tmp_path: Path) -> None:
+    alone = numbers(tmp_path, 1, "1", *packed)
+    assert len(alone) == 6
+    for ranks in (2, 4) if packed else (4,):
+        assert numbers(tmp_path, ranks, "2", *packed) == pytest.approx(alone, rel=1e-11)
+
+
+@pytest.mark.ranks
+def test_packed_documents_change_the_loss(tmp_path: Path) -> None:
+    assert numbers(tmp_path, 2, "2", "packed")[0] != pytest.approx(numbers(tmp_path, 2, "2")[0], rel=1e-6)
 
 
 @pytest.mark.ranks

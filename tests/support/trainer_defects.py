@@ -14,7 +14,15 @@ from ring.integrations.trainers import call as trainer_call
 from ring.integrations.trainers.accelerator import DataAccelerator
 from ring.integrations.trainers.lightning import ReplicatedStrategy
 from verification.models import Part, Run, WholeBatch
-from verification.models.trainers import accelerate_loop, lightning_trainer, peft_lora, transformers_trainer, trl_sft
+from verification.models.trainers import (
+    accelerate_loop,
+    lightning_trainer,
+    peft_lora,
+    transformers_trainer,
+    trl_grpo,
+    trl_reward,
+    trl_sft,
+)
 
 
 class DividedTwice(transformers_trainer.Llama):
@@ -115,3 +123,58 @@ class WithoutMomenta(transformers_trainer.Llama):
 
     def trainer(self, model: Any, settings: Any, *arguments: Any, **options: Any) -> Any:
         return super().trainer(model, settings | {"save_only_model": True}, *arguments, **options)
+
+
+class LastOfShard(trl_reward.Llama):
+    """Takes the score of the last token of each shard, and their mean."""
+
+    def train(self, model: Any, optimizer: Any, steps: Any, run: Run) -> Any:
+        of_last_tokens = trainer_call.of_last_tokens
+
+        def of_shards(scores: Tensor, *arguments: Any) -> Tensor:
+            parts = scores.chunk(run.case.context, 1)
+            return of_last_tokens(scores, *arguments) if len(parts) == 1 else sum(x[:, -1] for x in parts) / len(parts)
+
+        with patch.object(trainer_call, "of_last_tokens", of_shards):
+            return super().train(model, optimizer, steps, run)
+
+
+class PaddingScored(trl_reward.Llama):
+    """Takes the score of the last token of a row, also if it is padding."""
+
+    def train(self, model: Any, optimizer: Any, steps: Any, run: Run) -> Any:
+        with patch.object(trainer_call, "of_last_tokens", lambda scores, *_: scores[:, -1]):
+            return super().train(model, optimizer, steps, run)
+
+
+class NotRolledBack(trl_grpo.Llama):
+    """Leaves log-probs where rows that begin with their prompts have them."""
+
+    def train(self, model: Any, optimizer: Any, steps: Any, run: Run) -> Any:
+        rolled = trainer_call._rolled
+
+        def there_alone(x: Tensor, places: Any) -> Tensor:
+            return x if x.is_floating_point() else rolled(x, places)
+
+        with patch.object(trainer_call, "_rolled", there_alone):
+            return super().train(model, optimizer, steps, run)
+
+
+class RewardsOfFirst(trl_grpo.Llama):
+    """Gives every data rank the advantages of the first."""
+
+    def trainer(self, model: Any, settings: Any, rows: Any, run: Run, **options: Any) -> Any:
+        trainer = super().trainer(model, settings, rows, run, **options)
+        gather = trainer.accelerator.gather
+        trainer.accelerator.gather = lambda x: gather(x).roll(len(x), 0) if x.dim() == 2 else gather(x)
+        return trainer
+
+
+class TokensOfRank(trl_grpo.Llama):
+    """Divides by the completion tokens of this data rank alone."""
+
+    def trainer(self, model: Any, settings: Any, rows: Any, run: Run, **options: Any) -> Any:
+        trainer = super().trainer(model, settings, rows, run, **options)
+        gather, ranks = trainer.accelerator.gather, run.case.data
+        trainer.accelerator.gather = lambda x: x.expand(ranks) if x.dim() == 0 else gather(x)
+        return trainer

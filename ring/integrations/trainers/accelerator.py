@@ -114,6 +114,16 @@ class DataAccelerator(Accelerator):  # type: ignore[misc]
         """
         return tensor if self.num_processes == 1 else recursively_apply(self._joined, tensor, error_on_other_type=True)
 
+    def gather_objects(self, objects: list[Any]) -> list[Any]:
+        """Return the objects of all data ranks.
+
+        Args:
+            objects: the same on the ranks of a context group.
+        """
+        parts: list[Any] = [None] * self.num_processes
+        dist.all_gather_object(parts, objects, self._mesh.get_group("data"))
+        return [x for part in parts for x in part]
+
     def _joined(self, x: Tensor) -> Tensor:
         x = torch.atleast_1d(x).contiguous()
         parts = [torch.empty_like(x) for _ in range(self.num_processes)]

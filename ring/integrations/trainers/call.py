@@ -3,6 +3,7 @@
 The batch is that of Hugging Face: labels that are not shifted, or `shift_labels`; an attention mask that marks padding;
 position_ids that restart in each packed document. Rows that are packed from different documents become one long row. So
 do rows with different padding where labels are those of the tokens themselves: that attention may see later tokens.
+Rows with padding before their tokens are rolled to their start, and results back: rotary positions are relative.
 With `same_bits` rows are filled up to whole chunks, so that a sequence has the same chunks whatever it is padded to.
 """
 
@@ -24,7 +25,8 @@ from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
 
 from reference.documents import Documents, documents_from_positions
-from ring.integrations.transformers.call import is_given
+from ring.integrations.trainers.scores import of_last_tokens, scores_sequences
+from ring.integrations.transformers.call import is_given, prepared_call
 from ring.integrations.transformers.padding import check_values, separated
 from ring.nn.batch import IGNORED, Batch, next_tokens, shard_batch
 from ring.nn.batch_group import BatchRanks
@@ -57,6 +59,7 @@ class Whole:
 
     tokens, targets: (B, n), or (1, B n) for rows of different documents; targets are what the model predicts at each
     token. mask: alike, 1 for tokens and 0 for padding; None without padding. types: alike, of BERT; None without.
+    before: (B,), places by which each row is rolled to its start, since it had so much padding before; None: none.
     """
 
     tokens: Tensor
@@ -64,6 +67,7 @@ class Whole:
     mask: Tensor | None
     documents: Documents | None
     types: Tensor | None
+    before: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,11 @@ class ShardedCall:
             raise AttributeError(name)
         return getattr(self.model if hasattr(self.model, name) else self.inner, name)
 
+    @property
+    def scores(self) -> bool:
+        """True for a model that scores whole sequences."""
+        return scores_sequences(self.inner.get_base_model() if hasattr(self.inner, "peft_config") else self.inner)
+
     def train(self, mode: bool = True) -> ShardedCall:
         """Set the model's mode, and return this call, as modules do."""
         self.model.train(mode)
@@ -110,6 +119,8 @@ class ShardedCall:
         """
         named = signature(type(self.inner).forward).bind_partial(self.inner, *args).arguments
         inputs = dict(**dict(list(named.items())[1:]), **options)
+        if self.scores:
+            inputs.pop("margin", None)  # of a pair, which TRL hands to the model as well
         ranks = BatchRanks(None)
         given = ranks.agree("the Trainer's batch", lambda: ({}, self._whole_batch(inputs)))
         batch = ranks.agree("the Trainer's batch", lambda: ({}, self._shard(given)))
@@ -118,10 +129,15 @@ class ShardedCall:
         call = partial(
             self._called, input_ids=batch.tokens, position_ids=batch.positions[None], context=batch.context, **others
         )
-        shape = inputs["input_ids"].shape
+        shape, before = inputs["input_ids"].shape, given.before
+        if self.scores:
+            scores = _rolled(gather(batch.context, call().logits), before)
+            padding = self.inner.config.get_text_config().pad_token_id
+            return CausalLMOutput(logits=of_last_tokens(scores, inputs["input_ids"], padding))
         if inputs.get("fused_lm_head") and self.chunk is None:
             fused = call(shift_labels=labels, fused_lm_head=True)
-            return replace(fused, **{k: _whole(x, batch.context, shape) for k, x in fused.items() if x.dim() == 2})
+            values = {k: _whole(x, batch.context, shape) for k, x in fused.items() if x.dim() == 2}
+            return replace(fused, **{k: _rolled(x, before) for k, x in values.items()})
         logits, loss = call().logits, None
         if labels is not None:
             loss = self._loss(logits, labels, batch.context, inputs.get("num_items_in_batch"))
@@ -132,11 +148,17 @@ class ShardedCall:
             return SimpleNamespace(**{k: _whole(x, batch.context, shape) for k, x in values.items()})
         filled = gather(batch.context, logits) if self.whole or loss is None else None
         gathered = None if filled is None else filled[:, : shape.numel() // len(filled)].reshape(*shape, -1)
-        output = CausalLMOutput(loss=loss, logits=gathered)
+        output = CausalLMOutput(loss=loss, logits=None if gathered is None else _rolled(gathered, before))
         return output.to_tuple() if inputs.get("return_dict") is False else output
 
     def _whole_batch(self, inputs: Mapping[str, Any]) -> Whole:
-        batch = whole_batch(inputs, self.shifts)
+        rolls = self.shifts and self.chunk is None and _is_relative(self.inner)
+        batch = whole_batch(inputs, self.shifts, rolls)
+        if self.scores and (batch.documents is not None or batch.targets is not None):
+            raise NotImplementedError(
+                "batch must have whole sequences, padded, without labels or position_ids, for a model that scores the "
+                "last token of a sequence"
+            )
         if self.chunk is None:
             return batch
         config = self.config.get_text_config()
@@ -177,6 +199,24 @@ def _whole(x: Tensor, context: ContextParallel, shape: torch.Size) -> Tensor:
     return gather(context, x[:, : context.tokens])[:, : shape.numel() // len(x)].reshape(shape)[:, :-1]
 
 
+def _rolled(x: Tensor, places: Tensor | None) -> Tensor:
+    """Return x (B, n, ...) with each row moved by so many places along dimension 1; what leaves it comes in again."""
+    if places is None:
+        return x
+    index = (torch.arange(x.shape[1], device=x.device) - places[:, None]) % x.shape[1]
+    return x[torch.arange(len(x), device=x.device)[:, None], index]
+
+
+def _is_relative(model: Any) -> bool:
+    """True if a whole row may begin at any position: positions are rotary, or the model counts them from its mask."""
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    call, config = prepared_call(inner.base_model) or prepared_call(inner), inner.config.get_text_config()
+    if call is not None and call.counts_mask:
+        return True
+    absolute = any(getattr(config, name, None) for name in ("attention_chunk_size", "attn_temperature_tuning"))
+    return bool(getattr(config, "rope_parameters", None)) and not absolute
+
+
 @torch.no_grad()
 def _of_labels(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Return the values (B, N) that TRL logs of each label, by TRL's names, 0 without label."""
@@ -213,12 +253,13 @@ def _filled_up(batch: Whole, chunk: int, ranks: int, limit: int | None) -> Whole
     return Whole(tokens, targets, None, after if before else None, None)
 
 
-def whole_batch(inputs: Mapping[str, Any], shifts: bool) -> Whole:
+def whole_batch(inputs: Mapping[str, Any], shifts: bool, rolls: bool = False) -> Whole:
     """Return the batch of a collator.
 
     Args:
         inputs: by the names of the model's arguments.
         shifts: True if a token's label is for the one before it.
+        rolls: True to roll rows with padding before their tokens to their start.
 
     Raises:
         ValueError, NotImplementedError: tensors that are not understood, or labels that cross the ends of documents.
@@ -252,12 +293,32 @@ def whole_batch(inputs: Mapping[str, Any], shifts: bool) -> Whole:
         whole = Whole(tokens, targets, mask, None, types)
     if whole.mask is not None and whole.mask.shape == whole.tokens.shape:  # otherwise shard_batch refuses it
         check_values(whole.mask)
+        if rolls and documents is None:
+            whole = _rolled_to_start(whole)
+            assert whole.mask is not None
         real = whole.mask != 0
         if separated(real, documents, is_own=True) is None and not shifts:
             lengths = real.sum(1)
             apart = torch.stack((lengths, real.shape[1] - lengths), 1).flatten().tolist()
             return _joined(replace(whole, mask=None, documents=Documents(apart)))
     return whole
+
+
+def _rolled_to_start(whole: Whole) -> Whole:
+    """Return the batch without padding before tokens, where that differs between rows."""
+    tokens, targets, mask = whole.tokens, whole.targets, whole.mask
+    assert mask is not None
+    before = mask.argmax(1)
+    if bool((mask == mask[:1]).all()) or not bool(before.any()):
+        return whole
+    rows = torch.arange(len(mask), device=mask.device)
+    if targets is not None and bool(((targets[rows, before - 1] != IGNORED) & (before > 0)).any()):
+        raise ValueError(
+            f"labels must be {IGNORED} for the first token behind padding on the left, since padding would predict it, "
+            "got others: let the tokenizer pad on the right"
+        )
+    moved = (None if x is None else _rolled(x, -before) for x in (tokens, targets, mask))
+    return Whole(*moved, None, whole.types, before)  # type: ignore[arg-type]
 
 
 def _joined(whole: Whole) -> Whole:

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForMaskedLMLoss, ForTokenClassification
 
+from ring.integrations.trainers.rollouts import check_rollouts, generates
 from ring.integrations.transformers.call import is_given
 from ring.settings import Settings
 
@@ -26,9 +27,7 @@ LEFT_OUT = {
     "eval_use_gather_object": "it gathers the results of every rank of a context group",
     "predict_with_generate": "generate on one rank, within transformers.restored(model)",
 }
-GENERATING = (  # methods of TRL's trainers
-    "_generate_and_score_completions", "_generate_vllm", "generate_on_policy_outputs", "_generate_student_completions"
-)  # fmt: skip
+GENERATING = ("_generate_vllm", "generate_on_policy_outputs", "_generate_student_completions")  # of TRL
 LEFT_OUT_OF_SAME_BITS = {
     "fsdp": "SameWeights holds whole parameters on each rank",
     "fp16": "its scale follows overflows; write bf16=True",
@@ -93,17 +92,15 @@ def check_trainer(trainer: Any) -> None:
     Raises:
         NotImplementedError: the trainer or its setting, by name.
     """
-    if any(hasattr(trainer, method) for method in GENERATING):
-        raise NotImplementedError(
-            f"trainer must not generate with the model that it trains, got {type(trainer).__name__}: generate within "
-            "transformers.restored(model), and train in a loop of your own, with sequence_logprobs"
-        )
+    if generates(trainer) or any(hasattr(trainer, method) for method in GENERATING):
+        check_rollouts(trainer)
     if getattr(trainer, "aux_loss_enabled", False):
         raise NotImplementedError(
             "router_aux_loss_coef must be 0.0 in the trainer's arguments: its auxiliary loss would be over the tokens "
             f"of a rank, got {trainer.router_aux_loss_coef}"
         )
-    if is_peft_model(trainer.model) and getattr(trainer, "ref_model", trainer) is None:
+    unused = generates(trainer)  # then adapters are switched off within a sharded call
+    if is_peft_model(trainer.model) and not unused and getattr(trainer, "ref_model", trainer) is None:
         raise NotImplementedError(
             "ref_model must be given with adapters, as a model of its own with the weights of the base model: the "
             "trainer would call the sharded model without its adapters, on whole sequences"
@@ -134,6 +131,16 @@ def _check_same_steps(trainer: Any) -> None:
             f"train_dataset must have a length that is a multiple of {batch}, per_device_train_batch_size times data "
             f"ranks, with same_bits, so that no sequence is repeated or left out, got {number or type(data).__name__}"
         )
+
+
+def has_own_loss(trainer: Any) -> bool:
+    """True if `compute_loss` is another one than transformers' Trainer has.
+
+    Args:
+        trainer: of any class.
+    """
+    plain = ("ring.integrations.", "transformers.trainer")
+    return any("compute_loss" in vars(x) and not x.__module__.startswith(plain) for x in type(trainer).__mro__)
 
 
 def check_head(model: PreTrainedModel, shifts: bool) -> None:

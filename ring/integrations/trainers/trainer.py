@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -35,7 +35,16 @@ with optional_imports(__name__):
 from reference.documents import Documents
 from ring.integrations.trainers.accelerator import DataAccelerator, check_dataset, check_loader
 from ring.integrations.trainers.call import ShardedCall
-from ring.integrations.trainers.refusals import check_adapters, check_head, check_settings, check_trainer, check_world
+from ring.integrations.trainers.refusals import (
+    check_adapters,
+    check_head,
+    check_settings,
+    check_trainer,
+    check_world,
+    has_own_loss,
+)
+from ring.integrations.trainers.rollouts import Rollouts
+from ring.integrations.trainers.scores import score_tokens, scores_sequences
 from ring.integrations.transformers import prepare
 from ring.integrations.transformers.call import prepared_call
 from ring.layout import Layout
@@ -45,7 +54,7 @@ from ring.nn.context import ContextParallel
 from ring.nn.same_weights.wrapper import SameWeights
 
 
-class ContextParallelTrainer(Trainer):  # type: ignore[misc]
+class ContextParallelTrainer(Rollouts, Trainer):  # type: ignore[misc]
     """A Trainer of a language model, causal or masked, or of a token classifier, whose sequences are sharded.
 
     Args:
@@ -79,11 +88,19 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*args, **options)
         self._check()
         self._handle: Callable[[int, Documents | None], ContextParallel] = lru_cache(64)(self._context)
-        if prepared_call(self._inner()) is None:
-            prepare(self._inner(), self.mesh["context"])
+        if prepared_call(self._attending()) is None:
+            prepare(self._attending(), self.mesh["context"])
+        if scores_sequences(self._inner()):
+            score_tokens(self._inner())
+        self._begin_rollouts()
 
     def _inner(self) -> PreTrainedModel:
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
+
+    def _attending(self) -> PreTrainedModel:
+        """Return the model that is prepared: the one below a head that scores whole sequences."""
+        inner = self._inner()
+        return inner.base_model if scores_sequences(inner) else inner
 
     def _context(self, tokens: int, documents: Documents | None) -> ContextParallel:
         group, ranks = self.mesh["context"], self.context_size
@@ -99,7 +116,8 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
             got = "model_init" if self.model_init is not None else f"a {type(self.model).__name__}"
             raise NotImplementedError(f"model must be given as a PreTrainedModel, got {got}")
         check_trainer(self)
-        check_head(self._inner(), self._loss_shifts_labels)
+        if not (scores_sequences(self._inner()) and has_own_loss(self)):
+            check_head(self._inner(), self._loss_shifts_labels)
         if self.model.config.output_hidden_states:
             raise NotImplementedError("config.output_hidden_states must be False: predictions are logits alone")
         dispatch = self.args.accelerator_config.dispatch_batches
@@ -124,6 +142,7 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
         self.mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=("data", "context"))
         self.accelerator = DataAccelerator(self.mesh, self.same_bits is not None, **self._accelerator_options)
         self.gather_function = self.accelerator.gather_for_metrics
+        self._set_generation_batch()
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         self._accelerator_options: dict[str, Any] = super()._build_accelerator_args(**options)
@@ -219,7 +238,7 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
         if self._draws is None:
             self._draws = torch.Generator().manual_seed((torch.initial_seed() + self.state.global_step) % 2**63)
         model = self.accelerator.same_weights(self.model) or model
-        shifts, chunk = self._loss_shifts_labels, self.same_bits
+        shifts, chunk = self._loss_shifts_labels or scores_sequences(self._inner()), self.same_bits
         return ShardedCall(model, self.mesh, self._handle, shifts, whole, self.model, self._draws, chunk)
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **options: Any) -> None:
@@ -246,7 +265,8 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Count labels over the data ranks; in evaluation as if all had as many, since each batch has its own mean."""
-        if not self._evaluates or not self.args.average_tokens_across_devices:
+        counted = self._evaluates and {"labels", "shift_labels"} & set(batch_samples[0])
+        if not counted or not self.args.average_tokens_across_devices:
             return super()._get_num_items_in_batch(batch_samples, device)
         first = int(self._loss_shifts_labels)
         (labels,) = (batch.get("shift_labels", batch["labels"][:, first:]) for batch in batch_samples)
@@ -255,15 +275,16 @@ class ContextParallelTrainer(Trainer):  # type: ignore[misc]
     def _without_repeated(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Ignore the labels of sequences that fill the last batches of data ranks: the gathered results end before."""
         state, ranks = self.accelerator.gradient_state, self.accelerator.num_processes
-        if ranks == 1 or not state.end_of_dataloader or state.remainder == 0 or "labels" not in inputs:
+        if ranks == 1 or not state.end_of_dataloader or state.remainder == 0 or not isinstance(inputs, Mapping):
             return inputs
-        if getattr(state.active_dataloader, "_drop_last", False):
+        if getattr(state.active_dataloader, "_drop_last", False) or not ("labels" in inputs or has_own_loss(self)):
             return inputs
         size = self.args.eval_batch_size
-        if state.remainder < 0 or len(inputs["labels"]) != size:
+        if state.remainder < 0 or len(inputs.get("labels", ())) != size:
             raise ValueError(
                 f"eval_dataset must have a length that is a multiple of {ranks * size}, for {ranks} data ranks with "
-                "batches of that size, where it has no length or its batches are packed into one row"
+                "batches of that size, where it has no length, its batches are packed into one row, or a loss is of "
+                "whole sequences"
             )
         real = max(0, state.remainder - size * self.accelerator.process_index)
         rows = torch.arange(size, device=inputs["labels"].device)[:, None]

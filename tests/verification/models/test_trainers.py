@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
-    "trainer", ["transformers_trainer", "trl_sft", "lightning_trainer", "peft_lora", "accelerate_loop"]
+    "trainer",
+    ["transformers_trainer", "trl_sft", "trl_reward", "trl_grpo", "lightning_trainer", "peft_lora", "accelerate_loop"],
 )
 def test_sound_trainers_hold(trainer: str, tmp_path: Path) -> None:
     name = f"verification.models.trainers.{trainer}:Llama"
@@ -31,6 +32,11 @@ def test_sound_trainers_hold(trainer: str, tmp_path: Path) -> None:
         (trainer_defects.MeanOfMeans, "gradients at the optimizer"),
         (trainer_defects.MeanOfRanks, "evaluation"),
         (trainer_defects.EvaluatedByBatches, "evaluation"),
+        (trainer_defects.LastOfShard, "loss of step one"),
+        (trainer_defects.PaddingScored, "loss of step one"),
+        (trainer_defects.NotRolledBack, "loss of step one"),
+        (trainer_defects.RewardsOfFirst, "loss of step one|gradients at the optimizer"),
+        (trainer_defects.TokensOfRank, "loss of step one|gradients at the optimizer"),
         (trainer_defects.WithoutMomenta, "losses, norms of later steps|parameters after the last"),
     ],
 )

@@ -8,7 +8,7 @@ masks of padding, and the positions of packed documents. Losses and norms are th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -62,9 +62,7 @@ class Llama(Setup):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: Steps, run: Run
     ) -> list[tuple[float, float | None]]:
         """Take all steps."""
-        # accelerate deals batches to data ranks in turn.
-        batches = chain.from_iterable(chain.from_iterable(zip(*ranks, strict=True)) for ranks in steps)
-        case, rows = run.case, [row for batch in batches for row in self.rows(batch)]
+        case, rows = run.case, [row for batch in self.dealt(steps) for row in self.rows(batch)]
         settings = {
             "output_dir": run.folder, "use_cpu": case.device == "cpu", "report_to": "none", "disable_tqdm": True,
             "save_strategy": "steps" if run.saves_after else "no", "save_steps": run.saves_after or run.resumes_after,
@@ -77,7 +75,7 @@ class Llama(Setup):
         trainer = self.trainer(model, settings, rows, run, callbacks=[Interrupted()], **options)
         trainer.remove_callback(PrinterCallback)
         logging.disable_progress_bar()
-        watch(model, run)
+        self.watch(model, run)
         checkpoint = f"{run.folder}/checkpoint-{run.resumes_after}"
         trainer.train(resume_from_checkpoint=checkpoint if run.resumes_after else None)
         if run.held is not None:
@@ -94,6 +92,14 @@ class Llama(Setup):
             run.labelled = int((part.labels != IGNORED).sum())
             total += self.loss(model, part, run) * len(part.tokens) / sequences
         return values | {"loss": total}
+
+    def dealt(self, steps: Steps) -> Iterable[WholeBatch]:
+        """Return the micro-batches in the order of the dataset: accelerate deals them to data ranks in turn."""
+        return chain.from_iterable(chain.from_iterable(zip(*ranks, strict=True)) for ranks in steps)
+
+    def watch(self, model: Any, run: Run) -> None:
+        """See the logits of each micro-batch."""
+        watch(model, run)
 
     def dataset(self, rows: list[Row]) -> Any:
         """Return the rows as a dataset."""

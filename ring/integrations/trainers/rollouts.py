@@ -1,0 +1,143 @@
+"""TRL's GRPO and RLOO: each rank generates with the whole model, and trains on its shard of the completions.
+
+The ranks of a context group draw the same prompts, and take completions and rewards of their first rank. Log-probs of
+the policy are values of sharded sequences. A reference model is called with whole sequences, on each rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from accelerate.utils import set_seed
+from torch import Tensor
+
+from ring.integrations.transformers import restored
+from ring.integrations.transformers.call import NAME, is_given
+
+GENERATES = "_generate_and_score_completions"
+# Methods of which the trainer must have TRL's, between those of this module.
+STEPS = (
+    GENERATES, "_generate", "_generate_single_turn", "_calculate_rewards", "_get_per_token_logps_and_entropies"
+)  # fmt: skip
+KNOWN = ("ring.integrations.", "transformers.trainer", "trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
+LEFT_OUT = {
+    "use_vllm": "its servers take weights from every rank; let transformers generate, or a rollout_func",
+    "use_transformers_continuous_batching": "let the model's generate do it",
+    "fsdp": "generation needs whole parameters",
+    "tools": "every rank of a context group would call them; write a rollout_func",
+    "environment_factory": "every rank of a context group would act in its environment; write a rollout_func",
+}
+OF_TRAINER = {"tools": "tools", "environment_factory": "environment_factories"}  # attributes for arguments
+
+
+def generates(trainer: object) -> bool:
+    """True for a trainer that generates as those of TRL do.
+
+    Args:
+        trainer: of any class.
+    """
+    return any(GENERATES in vars(x) for x in type(trainer).__mro__ if x is not Rollouts)
+
+
+class Rollouts:
+    """Methods of a trainer that generates, before those of TRL; others do not have them called."""
+
+    args: Any
+    accelerator: Any
+    mesh: Any
+    model: Any
+    context_size: int
+
+    def _set_generation_batch(self) -> None:
+        """Count the completions of a generation over data ranks, where TRL's configuration counts processes."""
+        args = self.args
+        if not hasattr(args, "generation_batch_size"):
+            return
+        each = {"train": args.per_device_train_batch_size * args.steps_per_generation}
+        args.generation_batch_size = each["train"] * self.accelerator.num_processes
+        if args.eval_strategy != "no":
+            each["eval"] = args.per_device_eval_batch_size
+        for mode, completions in each.items():
+            group = (args.num_generations_eval if mode == "eval" else None) or args.num_generations
+            if completions * self.accelerator.num_processes % group:
+                raise ValueError(
+                    f"per_device_{mode}_batch_size must give whole groups of {group} completions, num_generations, "
+                    f"over {self.accelerator.num_processes} data ranks with {completions} each"
+                )
+
+    def _begin_rollouts(self) -> None:
+        """Draw the same numbers on the ranks of a context group: TRL's seed is another for each process."""
+        if generates(self):
+            set_seed(self.args.seed + self.accelerator.process_index)
+
+    def _get_eval_sampler(self, dataset: Any) -> Any:
+        sampler: Any = super()._get_eval_sampler(dataset)  # type: ignore[misc]
+        ranks, size = self.accelerator.num_processes, self.args.eval_batch_size
+        if generates(self) and ranks > 1 and len(sampler) % (ranks * size):
+            raise ValueError(
+                f"eval_dataset must have {ranks * size} completions or a multiple, for {ranks} data ranks with batches "
+                f"of {size}, so that none is repeated, got {len(sampler)}"
+            )
+        return sampler
+
+    def _generate_single_turn(self, *args: Any, **options: Any) -> Any:
+        with restored(self._inner()):  # type: ignore[attr-defined]
+            return super()._generate_single_turn(*args, **options)  # type: ignore[misc]
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        """Return completions, of the context group's first rank: on GPUs others may have drawn other tokens."""
+        group = self.mesh.get_group("context")
+        rollouts = [super()._generate(prompts)]  # type: ignore[misc]
+        dist.broadcast_object_list(rollouts, src=dist.get_global_rank(group, 0), group=group)
+        return rollouts[0]
+
+    def _calculate_rewards(self, *args: Any, **options: Any) -> Tensor:
+        """Return rewards, of the context group's first rank: functions may judge the same completion differently."""
+        rewards: Tensor = super()._calculate_rewards(*args, **options).contiguous()  # type: ignore[misc]
+        group = self.mesh.get_group("context")
+        dist.broadcast(rewards, src=dist.get_global_rank(group, 0), group=group)
+        return rewards
+
+    def _generate_and_score_completions(self, *args: Any, **options: Any) -> Any:
+        """Return completions and advantages. TRL gathers some values from all processes, here from data ranks."""
+        over_data = {"gather": self.accelerator.gather, "gather_object": self.accelerator.gather_objects}
+        owner = next(x for x in type(self).__mro__ if GENERATES in vars(x) and x is not Rollouts)
+        with patch.multiple(sys.modules[owner.__module__], **over_data):
+            return super()._generate_and_score_completions(*args, **options)  # type: ignore[misc]
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> Any:
+        call = self._sharded(model, False) if model is self.model else model  # type: ignore[attr-defined]
+        return super()._get_per_token_logps_and_entropies(call, *args, **options)  # type: ignore[misc]
+
+
+def check_rollouts(trainer: Any) -> None:
+    """Raise for a trainer that generates in another way than GRPO and RLOO, or with settings that are not supported.
+
+    Args:
+        trainer: with a method that generates.
+
+    Raises:
+        NotImplementedError: the trainer or its setting, by name.
+    """
+    others = [
+        x.__name__ for x in type(trainer).__mro__ if {*STEPS} & vars(x).keys() and not x.__module__.startswith(KNOWN)
+    ]
+    if not generates(trainer) or others:
+        raise NotImplementedError(
+            "trainer that generates must be TRL's GRPOTrainer or RLOOTrainer, got "
+            f"{', '.join(others) or type(trainer).__name__}: generate within transformers.restored(model), and train "
+            "in a loop of your own, with sequence_logprobs"
+        )
+    reference = getattr(trainer, "ref_model", None)
+    if reference is not None and reference.config._attn_implementation == NAME:
+        raise ValueError(
+            "model must be given to a trainer that generates before prepare, which the trainer calls, got a prepared "
+            "one, whose attention the reference model would have"
+        )
+    for name, reason in LEFT_OUT.items():
+        value = getattr(trainer, OF_TRAINER.get(name, name), None) or getattr(trainer.args, name, None)
+        if is_given(value) and value != []:
+            raise NotImplementedError(f"{name} must be left out of trainers that generate: {reason}, got {value!r}")
