@@ -53,7 +53,7 @@ def test_the_page_shows_the_workflow() -> None:
 def commands() -> list[str]:
     """Commands of the page, without comments."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    return [line.partition("  #")[0] for kind, block in blocks if not kind for line in block.splitlines()]
+    return [line.partition("  #")[0].strip() for kind, block in blocks if not kind for line in block.splitlines()]
 
 
 SAID = (
