@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -133,7 +134,8 @@ class LastOfShard(trl_reward.Llama):
 
         def of_shards(scores: Tensor, *arguments: Any) -> Tensor:
             parts = scores.chunk(run.case.context, 1)
-            return of_last_tokens(scores, *arguments) if len(parts) == 1 else sum(x[:, -1] for x in parts) / len(parts)
+            lasts = [x[:, -1] for x in parts] if len(parts) > 1 else [of_last_tokens(scores, *arguments)]
+            return torch.stack(lasts).mean(0)
 
         with patch.object(trainer_call, "of_last_tokens", of_shards):
             return super().train(model, optimizer, steps, run)

@@ -100,7 +100,8 @@ class ShardedCall:
     @property
     def scores(self) -> bool:
         """True for a model that scores whole sequences."""
-        return scores_sequences(self.inner.get_base_model() if hasattr(self.inner, "peft_config") else self.inner)
+        inner: Any = self.inner
+        return scores_sequences(inner.get_base_model() if hasattr(inner, "peft_config") else inner)
 
     def train(self, mode: bool = True) -> ShardedCall:
         """Set the model's mode, and return this call, as modules do."""
@@ -132,7 +133,7 @@ class ShardedCall:
         shape, before = inputs["input_ids"].shape, given.before
         if self.scores:
             scores = _rolled(gather(batch.context, call().logits), before)
-            padding = self.inner.config.get_text_config().pad_token_id
+            padding = self.config.get_text_config().pad_token_id
             return CausalLMOutput(logits=of_last_tokens(scores, inputs["input_ids"], padding))
         if inputs.get("fused_lm_head") and self.chunk is None:
             fused = call(shift_labels=labels, fused_lm_head=True)
@@ -295,8 +296,8 @@ def whole_batch(inputs: Mapping[str, Any], shifts: bool, rolls: bool = False) ->
         check_values(whole.mask)
         if rolls and documents is None:
             whole = _rolled_to_start(whole)
-            assert whole.mask is not None
-        real = whole.mask != 0
+        assert whole.mask is not None
+        real = whole.mask.bool()
         if separated(real, documents, is_own=True) is None and not shifts:
             lengths = real.sum(1)
             apart = torch.stack((lengths, real.shape[1] - lengths), 1).flatten().tolist()
@@ -308,7 +309,7 @@ def _rolled_to_start(whole: Whole) -> Whole:
     """Return the batch without padding before tokens, where that differs between rows."""
     tokens, targets, mask = whole.tokens, whole.targets, whole.mask
     assert mask is not None
-    before = mask.argmax(1)
+    before = mask.long().argmax(1)
     if bool((mask == mask[:1]).all()) or not bool(before.any()):
         return whole
     rows = torch.arange(len(mask), device=mask.device)
@@ -317,8 +318,8 @@ def _rolled_to_start(whole: Whole) -> Whole:
             f"labels must be {IGNORED} for the first token behind padding on the left, since padding would predict it, "
             "got others: let the tokenizer pad on the right"
         )
-    moved = (None if x is None else _rolled(x, -before) for x in (tokens, targets, mask))
-    return Whole(*moved, None, whole.types, before)  # type: ignore[arg-type]
+    moved = None if targets is None else _rolled(targets, -before)
+    return Whole(_rolled(tokens, -before), moved, _rolled(mask, -before), None, whole.types, before)
 
 
 def _joined(whole: Whole) -> Whole:

@@ -103,9 +103,9 @@ class Rollouts:
 
     def _generate_and_score_completions(self, *args: Any, **options: Any) -> Any:
         """Return completions and advantages. TRL gathers some values from all processes, here from data ranks."""
-        over_data = {"gather": self.accelerator.gather, "gather_object": self.accelerator.gather_objects}
         owner = next(x for x in type(self).__mro__ if GENERATES in vars(x) and x is not Rollouts)
-        with patch.multiple(sys.modules[owner.__module__], **over_data):
+        of_data = self.accelerator
+        with patch.multiple(sys.modules[owner.__module__], gather=of_data.gather, gather_object=of_data.gather_objects):
             return super()._generate_and_score_completions(*args, **options)  # type: ignore[misc]
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> Any:

@@ -45,7 +45,7 @@ class Clipped(GRPOTrainer):  # type: ignore[misc]
         return super()._compute_loss(model, inputs | {"old_per_token_logps": inputs["ref_per_token_logps"]})
 
 
-class Sharded(ContextParallelTrainer, Clipped):  # type: ignore[misc]
+class Sharded(ContextParallelTrainer, Clipped):
     """The class that a user writes."""
 
 

@@ -101,7 +101,8 @@ QUICK = ("generates", "data ranks")
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )
 def test_a_training_is_that_of_one_process(name: str, ranks: Ranks, tmp_path: Path) -> None:
-    run, *arguments = RUNS[name]
+    run, *others = RUNS[name]
+    arguments: Any = others
     llama().save_pretrained(tmp_path / "model")
     expected = _trained(run, str(tmp_path), *arguments)
     assert any(log.get("loss", 0) and log.get("grad_norm", 0) > 1e-3 for log in expected["logs"])

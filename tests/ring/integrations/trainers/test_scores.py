@@ -114,6 +114,8 @@ def test_a_training_is_that_of_one_process(name: str, ranks: Ranks, tmp_path: Pa
     run = RUNS[name]
     expected = _trained(run, str(tmp_path / "alone"))
     assert any(log.get("grad_norm", 0) > 1e-3 for log in expected["logs"])
+    for log in expected["logs"] if run.data > 1 else ():
+        log.pop("total_flos", None)  # counts the padding of each batch
     for got in ranks(run.world).run(_trained, run, str(tmp_path / "sharded")):
         assert_same(got, expected, LOGGED)
         assert_same(got["weights"], expected["weights"], LOGGED if name == "left" else 1e-12)
