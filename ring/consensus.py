@@ -226,9 +226,13 @@ def _compare(where: str, signature: Signature, error: Exception | None, transpor
     gathered = all_gather_json([report, transport.calls.number], transport)
     transport.calls.advance_to(max(number for _, number in gathered))
     transport.calls.enter("")
-    joint = _joint_error([(str(kind), text) for (kind, text), _ in gathered])
-    vars(joint)["ring_group"] = id(transport.calls)
-    raise joint
+    raise _marked(_joint_error([(str(kind), text) for (kind, text), _ in gathered]), transport)
+
+
+def _marked(error: Exception, transport: Consensus) -> Exception:
+    """Note the group on an error. A frame that raises what it names would keep the tensors of the call."""
+    vars(error)["ring_group"] = id(transport.calls)
+    return error
 
 
 def is_joint(error: Exception, transport: Consensus) -> bool:
