@@ -30,7 +30,7 @@ class Scheduler:
     """A run of one function per rank; the same seed gives the same interleaving.
 
     outcomes: results by rank, or None. errors: exceptions by rank, or None. stuck: ranks that were blocked when none
-    could go on. stacks: their stacks. stopped: ranks that were stopped before they ended.
+    could go on. stacks: frames of blocked ranks. stopped: ranks that were stopped before they ended.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -79,7 +79,11 @@ class Scheduler:
         if self._abandoned:
             raise Abandoned
         self._blocked.add(rank)
+        # Before Python 3.11.9 sys._current_frames() can collect garbage, and deadlock with a thread that ends
+        # (python/cpython#106883).
+        self.stacks[rank] = sys._getframe()
         self._pass_on(rank)
+        del self.stacks[rank]
 
     def wake(self, rank: int) -> None:
         """Let a rank go on if it is blocked. Called by the running rank."""
@@ -144,8 +148,6 @@ class Scheduler:
         if not self._abandoned:
             self._abandoned = True
             self.stuck = tuple(sorted(self._blocked - self.stopped))
-            frames = sys._current_frames()
-            self.stacks = {rank: frames[self._threads[rank].ident or 0] for rank in self.stuck}
             self.on_stuck()
             self.stacks = {}  # frames keep their variables alive
         self._batons[self._blocked.pop()].release()
