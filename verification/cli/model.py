@@ -14,7 +14,7 @@ from verification.models.same_bits import SAME_WEIGHTS
 from verification.report.coverage import NOT_LOOKED_AT
 from verification.report.provenance import command_run
 from verification.report.report import Report
-from verification.run.backends import BACKENDS, Unavailable
+from verification.run.backends import BACKENDS, Unavailable, need_gpus
 
 TITLES = [item.title for item in (*MODEL_PROPERTIES, SAME_WEIGHTS)]
 HELP = "check your own model and training step"
@@ -45,6 +45,8 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     """Return 0 if all held, 1 for a counter-example. Raises Unavailable if the model cannot be run."""
     worlds = MODEL_WORLDS if options.same_bits is None else MODEL_WORLDS[1:]
     plan = cli.make_run_plan(options, worlds, {"": PROFILE}, cli.only_of(options, TITLES))
+    if plan.backend == "nccl":
+        need_gpus(max(plan.worlds))
     extras: dict[str, Any] = command_run("model", plan.backend, max(plan.worlds))
     extras |= {"not_looked_at": NOT_LOOKED_AT, "backend": plan.backend, "model": options.name, "seed": plan.seed}
     extras |= {"only": list(plan.only)} if plan.only else {}

@@ -329,9 +329,10 @@ def _worlds(peer: Any, plan: RunPlan, options: argparse.Namespace) -> list[int]:
 def _summary(kind: Kind, outcomes: Sequence[PeerOutcome], seconds: float, console: Console, verbose: bool) -> None:
     """Print a row per peer, the first counter-example of each, and the verdict."""
     noun = kind.words[0].lower()
-    say(console, f"{noun:<31} {'version':<12}{'verdict':<16}{'examples':>8}{'seconds':>8}")
+    width = max(31, *(len(outcome.name) for outcome in outcomes))
+    say(console, f"{noun:<{width}} {'version':<12}{'verdict':<16}{'examples':>8}{'seconds':>8}")
     for o in outcomes:
-        say(console, f"{o.name:<31} {o.version or '-':<12}{o.verdict:<16}{o.examples:>8}{o.seconds:>8.1f}")
+        say(console, f"{o.name:<{width}} {o.version or '-':<12}{o.verdict:<16}{o.examples:>8}{o.seconds:>8.1f}")
     for o in outcomes:
         for number, failure in enumerate(o.failures):
             if not number or verbose:

@@ -15,7 +15,7 @@ from verification.peers.training.step_peer_experiment import step_experiment
 from verification.report.coverage import Coverage
 from verification.report.provenance import command_run
 from verification.report.report import Report
-from verification.run.backends import BACKENDS, Unavailable
+from verification.run.backends import BACKENDS, Unavailable, need_gpus
 from verification.runner import RunPlan
 from verification.search.experiment import Experiment
 from verification.training.training_coverage import TRAINING_GROUPS
@@ -74,6 +74,8 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
         if plan.backend == "nccl":
             raise Unavailable("argument --peer: peers run on gloo, got --backend nccl")
         return peers.run_peers(STEPS, options.peer, plan, console, options)
+    if plan.backend == "nccl":
+        need_gpus(max(plan.worlds))
     run = command_run("training", plan.backend, max(plan.worlds))
     extras: dict[str, Any] = run | {"seed": plan.seed, "profile": options.profile, "backend": plan.backend}
     return cli.finish(options, run_training(plan, Report(console, extras, options.verbose)))

@@ -167,6 +167,14 @@ class GlooBackend(PoolBackend):
         return [answers[rank] for rank in case.ranks]
 
 
+def need_gpus(world: int) -> None:
+    """Raise Unavailable unless this machine has a GPU for each rank."""
+    gpus = torch.cuda.device_count()
+    if gpus < world:
+        needed = f"{counted(world, 'GPU')} for {counted(world, 'rank')}"
+        raise Unavailable(f"argument --backend: nccl needs {needed}, there are {gpus}")
+
+
 class NcclBackend(GlooBackend):
     """One process and one GPU for each rank on this machine."""
 
@@ -174,10 +182,7 @@ class NcclBackend(GlooBackend):
     device = "cuda"
 
     def start(self, world: int) -> None:
-        gpus = torch.cuda.device_count()
-        if gpus < world:
-            needed = f"{counted(world, 'GPU')} for {counted(world, 'rank')}"
-            raise Unavailable(f"argument --backend: nccl needs {needed}, there are {gpus}")
+        need_gpus(world)
         if any(kernel.compiles and kernel.missing() is None for kernel in KERNELS):
             self.timeout = max(self.timeout, COMPILE_TIMEOUT)
         self.open_pool(world, "nccl")

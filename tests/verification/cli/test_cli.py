@@ -69,7 +69,8 @@ def test_usage_and_errors_name_what_the_user_typed(script: str, words: list[str]
         ("run --seed x", "argument --seed"), ("run --real-size 3", "argument --real-size"), ("dance", "dance"),
         ("run --world 2 4", "unrecognized arguments: 4; separate world sizes by commas, as --world 2,4"),
         ("run --world 65", "argument --world: on gloo at most 64 ranks, got 65"),
-        ("run --backend nccl --world 64", "argument --backend: nccl needs 64 GPUs"),
+        *((f"{what} --backend nccl --world 64", "argument --backend: nccl needs 64 GPUs")
+          for what in ("run", "training", "model plain")),
         ("run --profile slow", "argument --profile: must be one of quick, ci, thorough, got 'slow'"),
         ("run --profile nightly", "argument --profile: must be one of quick, ci, thorough, got 'nightly'; for a night"),
         ("run --only gradiants", "'gradiants' is no property or law, close to it: 'gradients'; it must be one of"),
