@@ -278,7 +278,7 @@ def _note_output(
 
 def _digest(x: Tensor) -> int:
     """Return a number that another bit anywhere changes, but for chance."""
-    bits = x.detach().contiguous().view(_INTEGERS[x.itemsize]).flatten().long()
+    bits = x.detach().contiguous().flatten().view(_INTEGERS[min(x.itemsize, 8)]).long()  # complex128: two integers
     return int((bits * (torch.arange(len(bits), device=x.device) * _FACTOR + 1)).sum())
 
 
