@@ -6,6 +6,7 @@ Each Peer below makes one of the usual mistakes; `right` makes none.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from verification.case import Case
 from verification.peers import Peer, claims
+from verification.peers.adapters import formulas
 
 
 def shift(*blocks: Tensor) -> list[Tensor]:
@@ -124,3 +126,14 @@ def halved(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 halved_lse = replace(right, claims=lambda case: claims.lse_returned(claimed(case)), attend=halved)
+inverted = partial(formulas.corrected_at_the_end, correction=lambda final, step: formulas.correction(step, final))
+inverted_correction = replace(formulas.transformer_engine, attend=partial(formulas.attend, merge=inverted))
+
+
+def twice(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    (out, lse), (again, _) = (formulas.cudnn.attend(*given, **named) for _ in range(2))
+    return (out + again) / 2, lse
+
+
+sent_twice = replace(formulas.cudnn, attend=twice)
+sends_nothing = replace(formulas.cudnn, attend=lambda q, k, v, case, group: q + k + v)

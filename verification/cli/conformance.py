@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="ring, a peer, its package, or package.module:adapter")
     cli.add_examples(parser, "number of examples per cell and world size (default: %(default)s)", PROFILE.examples)
     cli.add_only(parser, "column")
-    cli.add_world(parser, f"{', '.join(map(str, WORLDS))} for examples, all of the adapter for memory")
+    cli.add_world(parser, f"{', '.join(map(str, WORLDS))} for examples, all of the adapter for memory and bytes")
     cli.add_seed(parser)
     parser.add_argument("--page", type=Path, metavar="FILE", help="also write the table as Markdown")
     parser.add_argument("--jobs", type=cli.count, default=1, metavar="N", help="rows at a time (default: %(default)s)")

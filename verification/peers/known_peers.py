@@ -19,6 +19,7 @@ from verification.peers.adapters import (
     deepspeed_ulysses,
     diffusers,
     dilated_attention_pytorch,
+    formulas,
     ring_attention_pytorch,
     ring_flash_attn,
     ring_flash_attn_varlen,
@@ -32,7 +33,7 @@ Declared = TypeVar("Declared")
 # The part of a name before the first "/" selects all peers that begin with it.
 ADAPTERS = (
     ring_attention_pytorch, ring_flash_attn, ring_flash_attn_varlen, yunchang, torchscale, dilated_attention_pytorch,
-    context_parallel, ringmaster, diffusers, deepspeed_ulysses,
+    context_parallel, ringmaster, diffusers, deepspeed_ulysses, formulas,
 )  # fmt: skip
 KNOWN = {peer.name: peer for module in ADAPTERS for peer in vars(module).values() if isinstance(peer, Peer)}
 FORM = f"package.module:adapter, or one of {', '.join(KNOWN)}"

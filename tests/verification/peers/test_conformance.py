@@ -24,17 +24,19 @@ from verification.cli.conformance import PROFILE
 from verification.peers.conformance.columns import COLUMNS, Column
 from verification.peers.conformance.memory import peak_of_arrays, peak_of_tensors
 from verification.peers.conformance.page import page
-from verification.peers.conformance.row import FAILED, HELD, MEMORY, NAMES, NOT_CLAIMED, NOT_RUN, RING, Row, run_row
+from verification.peers.conformance.row import FAILED, HELD, MEASURES, NAMES, NOT_CLAIMED, NOT_RUN, RING, Row, run_row
 from verification.runner import RunPlan
 
 pytestmark = pytest.mark.ranks
 
 MISTAKES = "tests.support.ring_with_mistakes"
+MEMORY, BYTES = MEASURES
+SEARCHED = tuple(column.name for column in COLUMNS)
 OUTPUT, GRADIENTS, LSE, GROUPED, REPEATABLE = "output", "gradients", "lse", "GQA", "repeatable"
-CLAIMED = {OUTPUT, GRADIENTS, LSE, GROUPED, REPEATABLE}  # by the ring with mistakes, besides memory
+CLAIMED = {OUTPUT, GRADIENTS, LSE, GROUPED, REPEATABLE}  # by the ring with mistakes, besides what is measured
 
 
-def row(name: str, failures: Path, only: tuple[str, ...] = NAMES[:-1], worlds: tuple[int, ...] = (2,)) -> Row:
+def row(name: str, failures: Path, only: tuple[str, ...] = SEARCHED, worlds: tuple[int, ...] = (2,)) -> Row:
     return run_row(name, RunPlan(worlds, PROFILE, 10, 3, "gloo", failures, only=only))
 
 
@@ -59,7 +61,7 @@ def test_columns_draw_cases_with_their_feature_alone(column: Column) -> None:
 
 def test_right_ring_holds_all_that_it_claims(tmp_path: Path) -> None:
     done = row(f"{MISTAKES}:right", tmp_path)
-    assert columns(done, HELD) == CLAIMED and columns(done, NOT_CLAIMED) == set(NAMES[:-1]) - CLAIMED
+    assert columns(done, HELD) == CLAIMED and columns(done, NOT_CLAIMED) == set(SEARCHED) - CLAIMED
     assert all(done.cells[name].examples == 10 for name in CLAIMED)
     assert done.cells["sinks"].reason == "the claim leaves no Case with a sink for each head"
 
@@ -99,6 +101,20 @@ def test_gathered_keys_are_no_memory_of_n_over_p(name: str, holds: bool, tmp_pat
     assert holds or cell.replay == f"python -m verification conformance {name} --only memory"
 
 
+@pytest.mark.parametrize(
+    "name, verdict, said",
+    [
+        (f"{MISTAKES}:right", HELD, "x2.0, x4.0; x6.0, x12.0"),  # its blocks go once more, home, on any ranks
+        (f"{MISTAKES}:sent_twice", FAILED, "x2.0, x6.0; x6.0, x18.0"),
+        (f"{MISTAKES}:sends_nothing", NOT_RUN, "keys take a way that is not seen"),
+    ],
+)
+def test_bytes_grow_as_those_of_a_ring_or_fail(name: str, verdict: str, said: str, tmp_path: Path) -> None:
+    cell = row(name, tmp_path, (BYTES,), ()).cells[BYTES]
+    assert cell.verdict == verdict and said in (cell.shown or cell.reason), cell
+    assert (cell.message or "").startswith("more than a ring: ") == (verdict == FAILED) == bool(cell.replay)
+
+
 def test_peaks_are_those_of_what_lives_at_once() -> None:
     def call(ones: Any) -> Any:
         for _ in range(3):
@@ -135,7 +151,8 @@ def test_the_command_writes_its_record_and_page(tmp_path: Path, capsys: pytest.C
     assert {"date", "commit", "command", "torch", "python", "device", "worlds", "rows"} <= set(record)
     sound, no_lse, raises, unknown = ({cell["column"]: cell for cell in x["cells"]} for x in record["rows"])
     assert sound[OUTPUT]["verdict"] == HELD and sound["uneven shards"]["verdict"] == NOT_CLAIMED
-    assert "two numbers of ranks from 3 on are compared" in sound[MEMORY]["reason"]
+    for name, fewest in ((MEMORY, 3), (BYTES, 2)):
+        assert f"two numbers of ranks from {fewest} on are compared" in sound[name]["reason"]
     assert no_lse[OUTPUT]["verdict"] == NOT_RUN and "backward is False" in no_lse[OUTPUT]["reason"]
     assert "returned no lse" in no_lse[GRADIENTS]["message"], "a cell that cannot be run leaves the others"
     assert all("never in this life" in raises[name]["message"] for name in (OUTPUT, GRADIENTS, REPEATABLE))

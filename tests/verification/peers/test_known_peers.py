@@ -29,7 +29,7 @@ IMPORTED_AS = {"axolotl-ringmaster": "ringmaster"}
 
 def test_names() -> None:
     assert selected("ring-flash-attn") == [name for name in KNOWN if name.startswith("ring-flash-attn/")]
-    assert selected("yunchang/strip") == ["yunchang/strip"] and selected("a.b:c") == ["a.b:c"] and len(KNOWN) == 32
+    assert selected("yunchang/strip") == ["yunchang/strip"] and selected("a.b:c") == ["a.b:c"] and len(KNOWN) == 34
     assert load("verification.peers.adapters.torchscale:adapter") is load("torchscale"), "as older records name it"
     for wrong in ("ring-flash", "a.b", ":c", "a:", "a:b:c", "a.:b", "/", ""):
         with pytest.raises(Refused, match="argument NAME"):
@@ -57,7 +57,7 @@ def test_malformed_adapters_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
         probe.probe(f"{EXAMPLES}:endless", timeout=0.5)
 
 
-@pytest.mark.parametrize("name", [*(name for name in KNOWN if not name.startswith("torch")), *ENGINE])
+@pytest.mark.parametrize("name", [*(name for name in KNOWN if not name.startswith(("torch", "formula/"))), *ENGINE])
 def test_missing_packages_are_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     package = str(load(name).package)
     module = IMPORTED_AS.get(package, package.replace("-", "_"))

@@ -9,6 +9,7 @@
 
 They are run by name, since they need GPUs and a build for them: pip install --no-build-isolation
 "transformer-engine[pytorch]". Causal ones have its dual-chunk order, which is zigzag. Written for 2.20.2, and not run.
+The formula of p2p runs on CPUs: `formulas`.
 """
 
 from __future__ import annotations

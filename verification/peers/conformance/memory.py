@@ -17,7 +17,7 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -35,6 +35,15 @@ SHARDS = (2, 4, 8, 16)  # tokens of a rank: the first that the claim leaves as i
 SAME = 12  # as many shards on any ranks, for the ratio that a reader expects
 
 
+class Judged(NamedTuple):
+    """Verdict of a measurement: its Case, the numbers behind it, what they break, if anything, and a cell's text."""
+
+    case: Case
+    reason: str
+    broken: str
+    shown: str = ""
+
+
 def problems(attention: Implementation, worlds: Sequence[int]) -> dict[int, list[Case]]:
     """Return the Cases to measure by their ranks: of a shard for each rank, and last of SAME. Raises Refused."""
     worlds = [world for world in worlds if world > 1]  # a rank alone has no buffers
@@ -43,14 +52,20 @@ def problems(attention: Implementation, worlds: Sequence[int]) -> dict[int, list
     if len(pair) < 2:
         raise Refused(f"two numbers of ranks from {FEWEST} on are compared; the adapter and --world have {worlds}")
     for length in SHARDS:
-        alone = {world: _claimed(attention, world, world * length) for world in pair}
+        alone = alike(attention, pair, length)
         same = {world: _claimed(attention, world, SAME * length) for world in (worlds[0], *pair)}
-        sizes = {case and replace(case, world=1, group=None, tokens=1) for case in alone.values()}
-        if len(sizes) == 1 and None not in {*sizes, *same.values()}:
+        if alone and None not in same.values():
             return {world: [x for x in (alone.get(world), case) if x] for world, case in same.items()}
     raise Refused(
         f"the claim leaves no causal Cases on {pair} ranks, {SHARDS} tokens each, 11 heads or 12 of 256 dims, alike"
     )
+
+
+def alike(attention: Implementation, worlds: Sequence[int], length: int) -> dict[int, Case] | None:
+    """Return Cases that differ in their ranks alone, with so many tokens a rank; None if the claim leaves none."""
+    cases = {world: _claimed(attention, world, world * length) for world in worlds}
+    sizes = {case and replace(case, world=1, group=None, tokens=1) for case in cases.values()}
+    return {world: case for world, case in cases.items() if case} if len(sizes) == 1 and None not in sizes else None
 
 
 def _claimed(attention: Implementation, world: int, tokens: int) -> Case | None:
@@ -89,3 +104,18 @@ def peak_of_tensors(call: Callable[[], Any]) -> int:
         live += event.nbytes()
         peak = max(peak, live)
     return peak
+
+
+def judged(measured: Sequence[tuple[Case, Sequence[int]]]) -> Judged:
+    """Compare the peaks of as many tokens on any ranks, and judge those of as many for each rank."""
+    peaks = [(case, max(ranks)) for case, ranks in measured]
+    most = max(case.tokens for case, _ in peaks)
+    (few, first), *_, (many, last) = [x for x in peaks if x[0].tokens == most]
+    (before, low), (case, high) = (x for x in peaks if x[0].tokens < most)
+    further = case.batch * (case.tokens - before.tokens) * case.head_dim * case.torch_dtype.itemsize
+    reason = (
+        f"peak x{last / first:.2f} from {few.world} to {many.world} ranks with {most} tokens; x{high / low:.2f} from "
+        f"{before.world} to {case.world} ranks with {case.tokens // case.world} tokens each ({low:,} to {high:,} "
+        f"bytes; one head of the further keys has {further:,})"
+    )
+    return Judged(case, reason, "not O(n/p)" if high - low >= further else "")

@@ -24,7 +24,10 @@ A row is an implementation, a column a feature. Each cell is a search of its own
 
 *output* and *lse* are judged in a forward alone, *gradients* by dq, dk and dv, *packed* to *empty ranks* by all of
 these. *memory O(n/p)* holds if a rank's peak, measured on p and on p' ranks with as many tokens for each, grows by less
-than one head of the further keys ([how it is measured](peers/conformance/memory.py)).
+than one head of the further keys ([how it is measured](peers/conformance/memory.py)); the growth of a forward stays
+unseen where its peak is below the backward's. *bytes sent* shows the bytes that a rank sends on the fewest and on the
+most of its ranks, forward and, after the semicolon, with backward: multiples of a shard's keys and values. It holds if
+they grow no faster than a ring's ([how](peers/conformance/traffic.py)).
 """
 
 
@@ -44,6 +47,8 @@ def page(record: Mapping[str, Any]) -> str:
 def cell_text(cell: Mapping[str, Any]) -> str:
     """Return the verdict of a cell in a few words."""
     verdict, case = cell["verdict"], cell["case"]
+    if cell.get("shown"):  # records of before have none
+        return f"{'held' if verdict == HELD else 'fails'}: {cell['shown']}"
     if verdict == FAILED:
         return f"fails: {counted(case['world'], 'rank')}, {counted(case['tokens'], 'token')}"
     return f"held {cell['examples']}" if verdict == HELD else "-" if verdict == NOT_CLAIMED else str(verdict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,8 +18,8 @@ from verification.case import Case
 from verification.case_line import write_case_line
 from verification.check.attention_on_ranks import AttentionOnRanks, Implementation
 from verification.failures import Refused, VerificationFailure
+from verification.peers.conformance import memory, traffic
 from verification.peers.conformance.columns import COLUMNS, Column
-from verification.peers.conformance.memory import peak_on_rank, problems
 from verification.peers.known_peers import KNOWN, load
 from verification.peers.peer import Peer
 from verification.peers.peer_experiment import REHEARSED, experiment, implementation, peer_law, rehearse
@@ -27,14 +27,19 @@ from verification.peers.probe import probe
 from verification.protocols import CaseLike
 from verification.record_kinds import Record
 from verification.report.counter_example import CounterExample
-from verification.run.backends import Backend, GlooBackend
+from verification.run.backends import Backend, GlooBackend, Task
 from verification.runner import RunPlan, save
 from verification.search.experiment import Experiment, ToolError
 from verification.search.search import Search
 
 HELD, FAILED, NOT_CLAIMED, NOT_RUN = "held", "counter-example", "not claimed", "not run"
-MEMORY = "memory O(n/p)"
-NAMES = (*(column.name for column in COLUMNS), MEMORY)
+MEMORY, BYTES = "memory O(n/p)", "bytes sent"
+# What chooses the Cases, measures on each rank, and judges the answers of all.
+MEASURES: dict[str, tuple[Callable[..., dict[int, list[Case]]], Task, Callable[..., memory.Judged]]] = {
+    MEMORY: (memory.problems, memory.peak_on_rank, memory.judged),
+    BYTES: (traffic.problems, traffic.sent_on_rank, traffic.judged),
+}
+NAMES = (*(column.name for column in COLUMNS), *MEASURES)
 RING = "verification.peers.adapters.own_ring:adapter"
 ADAPTERS = {"ring": RING} | {name: name for name in ("verification.peers.example:adapter", *KNOWN)}
 WORLDS = (2, 3)  # ranks of the searches
@@ -42,8 +47,8 @@ WORLDS = (2, 3)  # ranks of the searches
 
 @dataclass
 class Cell:
-    """A cell. examples: that held. reason: why there is no verdict, or the numbers behind one. The rest is that of a
-    counter-example: its smallest Case, what it breaks, in words, and the command that replays it."""
+    """A cell. examples: that held. reason: why there is no verdict, or the numbers behind one; shown: these, in short.
+    Of a counter-example: its smallest Case, what it breaks, in words, and the command that replays it."""
 
     column: str
     verdict: str = NOT_CLAIMED
@@ -53,6 +58,7 @@ class Cell:
     check: str | None = None
     message: str | None = None
     replay: str | None = None
+    shown: str = ""
 
     def leave_out(self, reason: str) -> None:
         """Say why it is not run; a counter-example stays."""
@@ -109,34 +115,35 @@ def run_row(name: str, plan: RunPlan, reason: str = "") -> Row:
 
 def _run(row: Row, adapter: str, peer: Peer, worlds: Sequence[int], plan: RunPlan) -> None:
     """Run searches from the fewest ranks on, up to a cell's first counter-example, and measurements on the same."""
-    attention, peaks = implementation(adapter), list[tuple[Case, int]]()
+    attention = implementation(adapter)
     searched = worlds if plan.worlds else [world for world in worlds if world in WORLDS] or worlds[:1]
     subjects = {
         column: on for column in COLUMNS if column.name in row.cells
         if (on := _claimed(row.cells[column.name], column, peer, attention, searched))
     }  # fmt: skip
-    memory = row.cells.get(MEMORY)
-    measured = _measured(memory, peer, attention, worlds) if memory else {}
+    measured = {name: _measured(row.cells[name], peer, attention, worlds) for name in MEASURES if name in row.cells}
+    answers: dict[str, list[tuple[Case, list[Any]]]] = {name: [] for name, on in measured.items() if on}
     with closing(GlooBackend()) as backend:
         experiment(adapter).prepare(backend)
-        for world in sorted({*searched, *measured}):
+        for world in sorted({*searched, *(world for on in measured.values() for world in on)}):
             searches = [x for x, on in subjects.items() if world in on and row.cells[x.name].verdict != FAILED]
-            if searches or world in measured:
+            cases = [(name, case) for name in answers for case in measured[name].get(world, ())]
+            if searches or cases:
                 backend.start(world)
             for column in searches:
                 _search(row.cells[column.name], _experiment(adapter, column, attention), backend, world, plan)
-            for case in measured.get(world, ()):
+            for name, case in cases:
                 try:
-                    backend.submit(peak_on_rank, case, adapter)
-                    peaks.append((case, max(backend.collect())))
+                    if name in answers:
+                        backend.submit(MEASURES[name][1], case, adapter)
+                        answers[name].append((case, backend.collect()))
                 except VerificationFailure as failure:
-                    row.cells[MEMORY].leave_out(f"the call that is measured fails: {failure}")
-                    measured = {}
-                    break
-    if memory and measured:
-        worlds_again = f" --world {','.join(map(str, plan.worlds))}" if plan.worlds else ""
-        again = f"python -m verification conformance {shlex.quote(row.name)} --only memory{worlds_again}"
-        _judge_memory(memory, peaks, again)
+                    row.cells[name].leave_out(f"the call that is measured fails: {failure}")
+                    del answers[name]
+    worlds_again = f" --world {','.join(map(str, plan.worlds))}" if plan.worlds else ""
+    for name, of_cases in answers.items():
+        again = f"python -m verification conformance {shlex.quote(row.name)} --only {name.split()[0]}{worlds_again}"
+        _judge(row.cells[name], of_cases, again)
 
 
 def _claimed(cell: Cell, column: Column, peer: Peer, attention: Implementation, worlds: Iterable[int]) -> list[int]:
@@ -210,28 +217,23 @@ def _replay(failure: CounterExample) -> str:
 
 
 def _measured(cell: Cell, peer: Peer, attention: Implementation, worlds: Sequence[int]) -> dict[int, list[Case]]:
-    """Return the Cases whose memory is measured, by their ranks; if there are none, the cell says why."""
+    """Return the Cases of a cell that is measured, by their ranks; if there are none, it says why."""
     try:
-        if peer.arrays == "jax":
+        if peer.arrays == "jax" and cell.column == MEMORY:
             raise Refused("JAX allocates its arrays itself, where neither torch nor tracemalloc see them")
-        return problems(attention, worlds)
+        return MEASURES[cell.column][0](attention, worlds)
     except (Refused, ToolError) as error:
         cell.leave_out(str(error))
         return {}
 
 
-def _judge_memory(cell: Cell, peaks: Sequence[tuple[Case, int]], replay: str) -> None:
-    """Compare the peaks of as many tokens on any ranks, and judge those of as many for each rank."""
-    most = max(case.tokens for case, _ in peaks)
-    (few, first), *_, (many, last) = [x for x in peaks if x[0].tokens == most]
-    (before, low), (case, high) = (x for x in peaks if x[0].tokens < most)
-    further = case.batch * (case.tokens - before.tokens) * case.head_dim * case.torch_dtype.itemsize
-    cell.reason = (
-        f"peak x{last / first:.2f} from {few.world} to {many.world} ranks with {most} tokens; x{high / low:.2f} from "
-        f"{before.world} to {case.world} ranks with {case.tokens // case.world} tokens each ({low:,} to {high:,} "
-        f"bytes; one head of the further keys has {further:,})"
-    )
-    cell.verdict, cell.examples = HELD, len(peaks)
-    if high - low >= further:
-        cell.verdict, cell.check, cell.message = FAILED, "memory", f"not O(n/p): {cell.reason}"
+def _judge(cell: Cell, measured: Sequence[tuple[Case, list[Any]]], replay: str) -> None:
+    """Judge the answers of all ranks to each Case."""
+    try:
+        case, cell.reason, broken, cell.shown = MEASURES[cell.column][2](measured)
+    except Refused as error:
+        return cell.leave_out(str(error))
+    cell.verdict, cell.examples = HELD, len(measured)
+    if broken:
+        cell.verdict, cell.check, cell.message = FAILED, cell.column.split()[0], f"{broken}: {cell.reason}"
         cell.case, cell.replay = case.to_dict(), replay
