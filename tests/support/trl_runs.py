@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -17,10 +18,7 @@ from tests.support.trainer_runs import VOCABULARY, Run, begin, results
 
 
 def trainer_of(run: Run, folder: str, kind: Any, config: Any, model: Any, **options: Any) -> Any:
-    """Make a trainer: sharded on ranks, and TRL's own in one process.
-
-    Its `settings`, among the options, count batches over all data ranks; those of the run come last.
-    """
+    """Make a trainer, sharded on ranks. Its `settings` count batches over all data ranks; the run's come last."""
     begin(run)
     sharded = dist.is_initialized()
     words = Tokenizer(models.WordLevel({f"word{i}": i for i in range(VOCABULARY)}, unk_token="word1"))
@@ -47,7 +45,7 @@ def trainer_of(run: Run, folder: str, kind: Any, config: Any, model: Any, **opti
 
 
 def trained(trainer: Any) -> dict[str, Any]:
-    """Train, and evaluate where there is a dataset for it."""
+    """Train, and evaluate where there is a dataset for it; of trainers that generate with the last completions."""
     trainer.train()
     tables = [_completions(trainer)]
     if trainer.eval_dataset is not None:
@@ -56,9 +54,15 @@ def trained(trainer: Any) -> dict[str, Any]:
     return results(trainer) | {"tables": tables}
 
 
-def _completions(trainer: Any) -> dict[str, list[Any]]:
-    """Return the columns of the newest completions, where the trainer generates."""
-    return {name: list(x) for name, x in getattr(trainer, "_logs", {}).items() if isinstance(x, deque)}
+def _completions(trainer: Any) -> list[list[Any]]:
+    return [list(x) for x in getattr(trainer, "_logs", {}).values() if isinstance(x, deque)]
+
+
+def texts(number: int, least: int) -> list[str]:
+    """Return drawn texts of so many words or up to four more."""
+    draw = torch.Generator().manual_seed(1)
+    words = (torch.randint(2, VOCABULARY, (least + n % 5,), generator=draw).tolist() for n in range(number))
+    return [" ".join(f"word{word}" for word in text) for text in words]
 
 
 def slow_but(quick: tuple[str, ...], runs: dict[str, Run]) -> list[Any]:

@@ -95,11 +95,6 @@ class Rollouts:
             self._check_evaluation(dataset)
         return super()._get_dataloader(dataset, description, *args, **options)  # type: ignore[misc]
 
-    def prediction_step(self, *args: Any, **options: Any) -> Any:
-        """Return the loss of a batch of all data ranks: the Trainer counts prompts, and so leaves out some ranks'."""
-        loss, *others = super().prediction_step(*args, **options)  # type: ignore[misc]
-        return (self.accelerator.gather(loss).mean() if generates(self) else loss, *others)
-
     def _generate_single_turn(self, *args: Any, **options: Any) -> Any:
         with restored(self._inner()):  # type: ignore[attr-defined]
             return super()._generate_single_turn(*args, **options)  # type: ignore[misc]

@@ -39,41 +39,21 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [sum(int(word[4:]) * (i % 3) for i, word in enumerate(text.split())) / 20 for text in completions]
 
 
-def answers(rank: int, prompts: list[list[int]]) -> list[list[int]]:
-    """Return completions that any ranks give to prompts: of drawn lengths, another at each place in the batch."""
-    completions = []
-    for place, prompt in enumerate(prompts, len(prompts) * rank):
-        draw = torch.Generator().manual_seed(sum(prompt) + 100 * place)
-        length = int(torch.randint(1, 9, (), generator=draw))
-        completions.append(torch.randint(2, VOCABULARY, (length,), generator=draw).tolist())
-    return completions
-
-
-def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Return the answers as GRPO takes them."""
-    ids = [[int(word[4:]) for word in prompt.split()] for prompt in prompts]
-    completions = answers(trainer.accelerator.process_index, ids)
-    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[0.0] * len(x) for x in completions]}
-
-
 class AnsweringForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
-    """A model that generates the answers, for RLOO, which takes no rollouts."""
-
-    data_rank: int
+    """A model that gives answers on any ranks: of drawn lengths, others at each place in the batch."""
 
     def generate(self, input_ids: Tensor, **_: Any) -> Tensor:
         """Return prompts and answers, filled up with the last word."""
-        rows = input_ids.tolist()
-        completions = answers(self.data_rank, [[token for token in row if token] for row in rows])
-        return torch.tensor([[*row, *x, *[1] * (8 - len(x))] for row, x in zip(rows, completions, strict=True)])
+        rows: list[list[int]] = input_ids.tolist()
+        for place, row in enumerate(rows, len(rows) * self.config.data_rank):
+            draw = torch.Generator().manual_seed(sum(row) + 100 * place)
+            length = int(torch.randint(1, 9, (), generator=draw))
+            row.extend(torch.randint(2, VOCABULARY, (length,), generator=draw).tolist() + [1] * (8 - length))
+        return torch.tensor(rows)
 
 
 def _prompts(number: int) -> Dataset:
-    draw = torch.Generator().manual_seed(number)
-    texts = [
-        " ".join(f"word{int(i)}" for i in torch.randint(2, 19, (2 + n % 5,), generator=draw)) for n in range(number)
-    ]
-    return Dataset.from_list([{"prompt": text} for text in texts])
+    return Dataset.from_list([{"prompt": text} for text in trl_runs.texts(number, 2)])
 
 
 def _trainer(run: Run, folder: str) -> Any:
@@ -83,8 +63,6 @@ def _trainer(run: Run, folder: str) -> Any:
         "shuffle_dataset": False, "log_completions": True, "per_device_eval_batch_size": 8,
     }  # fmt: skip
     options: dict[str, Any] = {"train_dataset": _prompts(8), "eval_dataset": _prompts(run.held), "reward_funcs": reward}
-    if run.collator == "rollouts":
-        options["rollout_func"] = rollout
     if run.collator == "stream":
         options["eval_dataset"] = options["eval_dataset"].to_iterable_dataset()
     made: Any = AnsweringForCausalLM if run.collator == "answers" else LlamaForCausalLM
@@ -92,7 +70,7 @@ def _trainer(run: Run, folder: str) -> Any:
     if run.collator == "prepared":
         prepare(model, compare=False)
     trainer = trl_runs.trainer_of(run, folder, kind, config, model, settings=settings, **options)
-    model.data_rank = trainer.accelerator.process_index
+    model.config.data_rank = trainer.accelerator.process_index
     return trainer
 
 
@@ -105,9 +83,9 @@ RUNS = {
     "generates": GRPO(2, 2),
     "rloo generates": GRPO(2, 2, model="rloo"),
     "adapters": GRPO(2, 2, "adapters"),
-    "data ranks": GRPO(4, 2, "rollouts", batch=8, held=4),
+    "data ranks": GRPO(4, 2, "answers", batch=8, held=4),
     "rloo on data ranks": GRPO(4, 2, "answers", batch=8, held=4, model="rloo", settings={"num_iterations": 2}),
-    "sequences weighed": GRPO(4, 2, "rollouts", held=4, settings={
+    "sequences weighed": GRPO(4, 2, "answers", held=4, settings={
         "importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2}),
     "by length": GRPO(3, 3, settings={
         "loss_type": "dr_grpo", "steps_per_generation": 2, "eval_strategy": "steps", "eval_steps": 2}),

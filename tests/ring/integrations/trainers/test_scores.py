@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -56,21 +55,10 @@ def _pairs(number: int, longest: int) -> Dataset:
     )
 
 
-def rotate_in_fp64(model: PreTrainedModel) -> None:
+def in_fp64(rotary: Any, _: Any, given: dict[str, Tensor], __: Any) -> tuple[Tensor, Tensor]:
     """Rotate in fp64. Angles in fp32, as transformers has them, are other ones for a row that begins elsewhere."""
-
-    def rotations(rotary: Any, _: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = (position_ids[..., None] * rotary.inv_freq.double()).repeat(1, 1, 2)
-        return angles.cos(), angles.sin()
-
-    model.base_model.rotary_emb.forward = MethodType(rotations, model.base_model.rotary_emb)
-
-
-def _on_the_left(collate: Any) -> Any:
-    def collated(rows: Any) -> dict[str, Any]:
-        return {name: x.flip(1) if x.dim() == 2 else x for name, x in collate(rows).items()}
-
-    return collated
+    angles = (given["position_ids"][..., None] * rotary.inv_freq.double()).repeat(1, 1, 2)
+    return angles.cos(), angles.sin()
 
 
 def _trained(run: Run, folder: str) -> dict[str, Any]:
@@ -80,8 +68,9 @@ def _trained(run: Run, folder: str) -> dict[str, Any]:
         eval_dataset=_pairs(8, longest), settings={"gradient_accumulation_steps": 2, "per_device_eval_batch_size": 4},
     )  # fmt: skip
     if run.collator == "left":
-        trainer.data_collator = _on_the_left(trainer.data_collator)
-        rotate_in_fp64(model)
+        collate = trainer.data_collator
+        trainer.data_collator = lambda rows: {k: x.flip(1) if x.dim() == 2 else x for k, x in collate(rows).items()}
+        model.base_model.rotary_emb.register_forward_hook(in_fp64, with_kwargs=True)
     found = trl_runs.trained(trainer)
     tokens = torch.tensor([[3, 4, 5, 0], [3, 4, 0, 0]])
     with torch.no_grad(), restored(trainer._attending()) if dist.is_initialized() else torch.no_grad():

@@ -82,8 +82,7 @@ PREFERENCES = {"DPO": (DPOTrainer, DPOConfig), "KTO": (KTOTrainer, KTOConfig)}
 
 
 def _preferred(run: Run, folder: str) -> dict[str, Any]:
-    draw = torch.Generator().manual_seed(1)
-    texts = [" ".join(f"word{int(i)}" for i in torch.randint(2, 19, (3 + n % 5,), generator=draw)) for n in range(24)]
+    texts = trl_runs.texts(24, 3)
     rows: list[dict[str, Any]] = [
         {"prompt": f"{a} "}
         | ({"chosen": b, "rejected": c} if run.model == "DPO" else {"completion": b, "label": bool(len(c) % 2)})
