@@ -7,6 +7,7 @@ the policy are values of sharded sequences. A reference model is called with who
 from __future__ import annotations
 
 import sys
+from collections.abc import Sized
 from typing import Any
 from unittest.mock import patch
 
@@ -50,38 +51,49 @@ class Rollouts:
     mesh: Any
     model: Any
     context_size: int
+    eval_dataset: Any
+    num_generations_eval: int
 
     def _set_generation_batch(self) -> None:
         """Count the completions of a generation over data ranks, where TRL's configuration counts processes."""
         args = self.args
         if not hasattr(args, "generation_batch_size"):
             return
-        each = {"train": args.per_device_train_batch_size * args.steps_per_generation}
-        args.generation_batch_size = each["train"] * self.accelerator.num_processes
-        if args.eval_strategy != "no":
-            each["eval"] = args.per_device_eval_batch_size
-        for mode, completions in each.items():
-            group = (args.num_generations_eval if mode == "eval" else None) or args.num_generations
-            if completions * self.accelerator.num_processes % group:
-                raise ValueError(
-                    f"per_device_{mode}_batch_size must give whole groups of {group} completions, num_generations, "
-                    f"over {self.accelerator.num_processes} data ranks with {completions} each"
-                )
+        completions = args.per_device_train_batch_size * args.steps_per_generation
+        args.generation_batch_size = completions * self.accelerator.num_processes
+        self._check_groups("train", completions, args.num_generations)
+
+    def _check_groups(self, mode: str, completions: int, group: int) -> None:
+        if completions * self.accelerator.num_processes % group:
+            raise ValueError(
+                f"per_device_{mode}_batch_size must give whole groups of {group} completions, num_generations, "
+                f"over {self.accelerator.num_processes} data ranks with {completions} each"
+            )
 
     def _begin_rollouts(self) -> None:
         """Draw the same numbers on the ranks of a context group: TRL's seed is another for each process."""
-        if generates(self):
-            set_seed(self.args.seed + self.accelerator.process_index)
+        if not generates(self):
+            return
+        set_seed(self.args.seed + self.accelerator.process_index)
+        held = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        for dataset in held.values() if self.args.eval_strategy != "no" else ():
+            self._check_evaluation(dataset)
 
-    def _get_eval_sampler(self, dataset: Any) -> Any:
-        sampler: Any = super()._get_eval_sampler(dataset)  # type: ignore[misc]
-        ranks, size = self.accelerator.num_processes, self.args.eval_batch_size
-        if generates(self) and ranks > 1 and len(sampler) % (ranks * size):
+    def _check_evaluation(self, dataset: Any) -> None:
+        """Raise for batches of other than whole groups, or completions that data ranks would repeat."""
+        ranks, size, group = self.accelerator.num_processes, self.args.eval_batch_size, self.num_generations_eval
+        self._check_groups("eval", size, group)
+        number = len(dataset) * group if isinstance(dataset, Sized) else None
+        if ranks > 1 and (number is None or number % (ranks * size)):
             raise ValueError(
                 f"eval_dataset must have {ranks * size} completions or a multiple, for {ranks} data ranks with batches "
-                f"of {size}, so that none is repeated, got {len(sampler)}"
+                f"of {size}, so that none is repeated, got {type(dataset).__name__ if number is None else number}"
             )
-        return sampler
+
+    def _get_dataloader(self, dataset: Any, description: str, *args: Any, **options: Any) -> Any:
+        if generates(self) and description != "Training":
+            self._check_evaluation(dataset)
+        return super()._get_dataloader(dataset, description, *args, **options)  # type: ignore[misc]
 
     def _generate_single_turn(self, *args: Any, **options: Any) -> Any:
         with restored(self._inner()):  # type: ignore[attr-defined]

@@ -43,7 +43,7 @@ from ring.integrations.trainers.refusals import (
     check_world,
     has_own_loss,
 )
-from ring.integrations.trainers.rollouts import Rollouts
+from ring.integrations.trainers.rollouts import Rollouts, generates
 from ring.integrations.trainers.scores import score_tokens, scores_sequences
 from ring.integrations.transformers import prepare
 from ring.integrations.transformers.call import prepared_call
@@ -228,7 +228,12 @@ class ContextParallelTrainer(Rollouts, Trainer):  # type: ignore[misc]
             check_loader("get_eval_dataloader", self.callback_handler.eval_dataloader)
             whole = not prediction_loss_only or self._own_loss()
             call, inputs = self._sharded(model, whole), self._without_repeated(inputs)
-            return super().prediction_step(call, inputs, prediction_loss_only, ignore_keys)
+            loss, *others = super().prediction_step(call, inputs, prediction_loss_only, ignore_keys)
+            if generates(
+                self
+            ):  # the Trainer counts prompts, not completions, and so leaves out some data ranks' losses
+                loss = self.accelerator.gather(loss).mean()
+            return (loss, *others)
         finally:
             self._evaluates = False
 

@@ -37,6 +37,7 @@ class Llama(Setup):
     """A Llama that the Trainer wraps."""
 
     evaluates = resumes = True
+    classes: tuple[Any, Any] = (Trainer, ContextParallelTrainer)  # in one process, on ranks
 
     def build(self, context: ContextParallel | None) -> Any:
         """Return the model, prepared where several ranks train it."""
@@ -114,12 +115,16 @@ class Llama(Setup):
             columns["attention_mask"] = (~batch.padding).long()
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def trainer(self, model: nn.Module, settings: Row, rows: list[Row], run: Run, **options: Any) -> Trainer:
-        """Return the Trainer: the sharded one on several ranks."""
-        options |= {"args": TrainingArguments(**settings), "train_dataset": self.dataset(rows)}
+    def arguments(self, settings: Row, rows: list[Row], run: Run) -> Row:
+        """Return the trainer's arguments beside the model and its dataset."""
+        return {"args": TrainingArguments(**settings)}
+
+    def trainer(self, model: nn.Module, settings: Row, rows: list[Row], run: Run, **options: Any) -> Any:
+        """Return the trainer: the sharded one on several ranks."""
+        options |= {"train_dataset": self.dataset(rows)} | self.arguments(settings, rows, run)
         if run.case.world == 1:
-            return Trainer(model, **options)
-        return ContextParallelTrainer(model, **options, context_size=run.case.context)
+            return self.classes[0](model, **options)
+        return self.classes[1](model, **options, context_size=run.case.context)
 
 
 class Interrupted(TrainerCallback):  # type: ignore[misc]

@@ -29,10 +29,11 @@ from ring.nn import ContextParallel
 from ring.nn.sequence import gather
 from verification.models import ModelCase, Part, Run, WholeBatch
 from verification.models.setup import Steps
-from verification.models.trainers import transformers_trainer
+from verification.models.trainers import trl_reward
 from verification.models.trainers.small_llama import small_llama
 from verification.models.trainers.transformers_trainer import Row
-from verification.models.trainers.trl_reward import PADDING, lengths_of, words
+from verification.models.trainers.trl_reward import lengths_of
+from verification.models.trainers.trl_sft import PADDING, words
 
 KINDS = ("grpo", "dapo", "dr_grpo", "bnpo")
 CLIPPED, PENALTY, GROUP = 0.05, 0.1, 2
@@ -49,10 +50,10 @@ class Sharded(ContextParallelTrainer, Clipped):
     """The class that a user writes."""
 
 
-class Llama(transformers_trainer.Llama):
+class Llama(trl_reward.Llama):
     """A Llama that answers."""
 
-    evaluates = False
+    classes = (Clipped, Sharded)
 
     def __init__(self) -> None:
         self.references: WeakKeyDictionary[nn.Module, LlamaForCausalLM] = WeakKeyDictionary()  # by the model
@@ -63,7 +64,7 @@ class Llama(transformers_trainer.Llama):
 
     def claims(self, case: ModelCase) -> ModelCase:
         """Return the nearest ModelCase with a prompt and its completion in each row, and whole groups in a batch."""
-        case = replace(super().claims(case), packed=None)
+        case = super().claims(case)
         return replace(case, tokens=max(2, case.tokens), batch=case.batch + case.batch % GROUP)
 
     def loss(self, model: Any, part: Part, run: Run) -> Tensor:
@@ -71,15 +72,11 @@ class Llama(transformers_trainer.Llama):
         tokens, lengths, case = part.tokens, lengths_of(part.tokens, 2)[:, None], run.case
         if model not in self.references:  # before its first step
             self.references[model] = sharper(deepcopy(model))
-        logits = model(tokens).logits
-        run.see(logits * (part.positions < lengths)[..., None])
+        logits, real = model(tokens).logits, part.positions < lengths
+        run.see(logits * real[..., None])
         with torch.no_grad():
             before = logprobs(self.references[model](tokens).logits, tokens)
-        now, mask = (
-            logprobs(logits, tokens),
-            (part.positions < lengths)[:, 1:] & (part.positions >= lengths // 3)[:, 1:],
-        )
-        mask &= part.positions[1:] >= 1
+        now, mask = logprobs(logits, tokens), (real & (part.positions >= lengths // 3))[:, 1:]
         log_ratio = now - before
         kind, by_sequence = kind_of(case)
         if by_sequence:
@@ -127,17 +124,17 @@ class Llama(transformers_trainer.Llama):
         lengths = lengths_of(batch.tokens, 2).tolist()
         return [{"tokens": row[:length].tolist()} for row, length in zip(batch.tokens, lengths, strict=True)]
 
-    def trainer(self, model: Any, settings: Row, rows: list[Row], run: Run, **options: Any) -> GRPOTrainer:
-        """Return the GRPOTrainer: the sharded one on several ranks."""
+    def arguments(self, settings: Row, rows: list[Row], run: Run) -> Row:
+        """Return the trainer's arguments, with a function that hands out the rows."""
+        halves = [(row["tokens"], max(1, len(row["tokens"]) // 3)) for row in rows]
 
         def rollout(prompts: list[str], _: Any) -> Row:
-            answers = [rows[GROUP * int(x) + place % GROUP]["tokens"] for place, x in enumerate(prompts)]
-            cuts = [max(1, len(x) // 3) for x in answers]
-            ids = {
-                "prompt_ids": [x[:cut] for x, cut in zip(answers, cuts, strict=True)],
-                "completion_ids": [x[cut:] for x, cut in zip(answers, cuts, strict=True)],
-            }
-            return ids | {"logprobs": [[0.0] * len(x) for x in ids["completion_ids"]]}
+            group = [halves[GROUP * int(x) + place % GROUP] for place, x in enumerate(prompts)]
+            answers = [x[cut:] for x, cut in group]
+            return {
+                "prompt_ids": [x[:cut] for x, cut in group], "completion_ids": answers,
+                "logprobs": [[0.0] * len(x) for x in answers],
+            }  # fmt: skip
 
         kind, by_sequence = kind_of(run.case)
         config = GRPOConfig(
@@ -145,17 +142,20 @@ class Llama(transformers_trainer.Llama):
             loss_type=kind, importance_sampling_level="sequence" if by_sequence else "token", shuffle_dataset=False,
             max_completion_length=run.case.tokens,
         )  # fmt: skip
-        options |= {
+        return {
             "args": config, "processing_class": words(), "rollout_func": rollout,
             "reward_funcs": lambda completion_ids, **_: [reward(x) for x in completion_ids],
-            "train_dataset": Dataset.from_list([{"prompt": str(x)} for x in range(len(rows) // GROUP)]),
         }  # fmt: skip
+
+    def dataset(self, rows: list[Row]) -> Dataset:
+        """Return a prompt for each group of rows, its number."""
+        return Dataset.from_list([{"prompt": str(x)} for x in range(len(rows) // GROUP)])
+
+    def trainer(self, model: nn.Module, *arguments: Any, **options: Any) -> GRPOTrainer:
+        """Return the GRPOTrainer, with its reference model."""
         del options["compute_metrics"]
-        with patch.object(grpo_trainer, "create_model_from_path", lambda *_, **__: deepcopy(model)):  # the reference
-            if run.case.world == 1:
-                trainer = Clipped(model, **options)
-            else:
-                trainer = Sharded(model, **options, context_size=run.case.context)
+        with patch.object(grpo_trainer, "create_model_from_path", lambda *_, **__: deepcopy(model)):
+            trainer = super().trainer(model, *arguments, **options)
         sharper(trainer.ref_model)
         return trainer
 

@@ -11,31 +11,28 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from datasets import Dataset
-from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import LlamaForSequenceClassification
 from trl import RewardConfig, RewardTrainer
 
 from ring.integrations.trainers.trainer import ContextParallelTrainer
 from ring.nn import ContextParallel
 from verification.models import ModelCase, Part, Run, WholeBatch
-from verification.models.trainers import transformers_trainer
+from verification.models.trainers import trl_sft
 from verification.models.trainers.small_llama import small_llama
 from verification.models.trainers.transformers_trainer import Row
-
-PADDING = 18  # a token that no row has
+from verification.models.trainers.trl_sft import PADDING, words
 
 
 class Sharded(ContextParallelTrainer, RewardTrainer):  # type: ignore[misc]
     """The class that a user writes."""
 
 
-class Llama(transformers_trainer.Llama):
+class Llama(trl_sft.Llama):
     """A Llama that scores answers."""
 
-    evaluates = False
+    classes, evaluates = (RewardTrainer, Sharded), False
 
     def build(self, context: ContextParallel | None) -> Any:
         """Return the model, which the trainer prepares."""
@@ -71,28 +68,15 @@ class Llama(transformers_trainer.Llama):
 
         model.model.register_forward_hook(see, with_kwargs=True)
 
-    def dataset(self, rows: list[Row]) -> Dataset:
-        """Return the rows as a dataset."""
-        return Dataset.from_list(rows)
-
     def rows(self, batch: WholeBatch) -> list[Row]:
         """Return the pairs of a micro-batch."""
         rows = [tokens[:length] for tokens, length in zip(batch.tokens, lengths_of(batch.tokens), strict=True)]
         return [{"chosen_ids": x.tolist(), "rejected_ids": rejected(x).tolist(), "margin": margin(x)} for x in rows]
 
-    def trainer(self, model: nn.Module, settings: Row, rows: list[Row], run: Run, **options: Any) -> RewardTrainer:
-        """Return the RewardTrainer: the sharded one on several ranks."""
+    def arguments(self, settings: Row, rows: list[Row], run: Run) -> Row:
+        """Return the trainer's arguments."""
         config = RewardConfig(**settings, bf16=False, max_length=None, pad_to_multiple_of=run.case.tokens)
-        options |= {"args": config, "train_dataset": self.dataset(rows), "processing_class": words()}
-        if run.case.world == 1:
-            return RewardTrainer(model, **options)
-        return Sharded(model, **options, context_size=run.case.context)
-
-
-def words() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of 19 words."""
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(19)}, unk_token="w1"))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=f"w{PADDING}", eos_token="w2")
+        return {"args": config, "processing_class": words()}
 
 
 def lengths_of(tokens: Tensor, least: int = 1) -> Tensor:

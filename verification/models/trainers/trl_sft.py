@@ -8,11 +8,9 @@ Rows have the lengths of their documents, as TRL's own packing leaves them. TRL'
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from datasets import Dataset
 from tokenizers import Tokenizer, models
-from torch import nn
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
@@ -21,6 +19,8 @@ from verification.models import ModelCase, Run, WholeBatch
 from verification.models.trainers import transformers_trainer
 from verification.models.trainers.transformers_trainer import Row, not_shifted
 
+PADDING = 18  # a token that no row of rewards and rollouts has
+
 
 class Sharded(ContextParallelTrainer, SFTTrainer):  # type: ignore[misc]
     """The class that a user writes."""
@@ -28,6 +28,8 @@ class Sharded(ContextParallelTrainer, SFTTrainer):  # type: ignore[misc]
 
 class Llama(transformers_trainer.Llama):
     """A Llama that the SFTTrainer wraps."""
+
+    classes = (SFTTrainer, Sharded)
 
     def claims(self, case: ModelCase) -> ModelCase:
         """Return the nearest ModelCase: data ranks must not repeat rows of an evaluation that their batch joins."""
@@ -47,17 +49,16 @@ class Llama(transformers_trainer.Llama):
             for tokens, labels, real in zip(batch.tokens, not_shifted(batch.labels), ~batch.padding, strict=True)
         ]
 
-    def trainer(self, model: nn.Module, settings: Row, rows: list[Row], run: Run, **options: Any) -> SFTTrainer:
-        """Return the SFTTrainer: the sharded one on several ranks."""
-        words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(19)}, unk_token="w1"))
-        options |= {
-            "args": SFTConfig(
-                **settings, bf16=False, packing=run.case.lengths is not None, pad_to_multiple_of=run.case.tokens,
-                dataset_kwargs={"skip_prepare_dataset": True},
-            ),
-            "processing_class": PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2"),
-            "train_dataset": self.dataset(rows),
-        }  # fmt: skip
-        if run.case.world == 1:
-            return SFTTrainer(model, **options)
-        return Sharded(model, **options, context_size=run.case.context)
+    def arguments(self, settings: Row, rows: list[Row], run: Run) -> Row:
+        """Return the trainer's arguments."""
+        config = SFTConfig(
+            **settings, bf16=False, packing=run.case.lengths is not None, pad_to_multiple_of=run.case.tokens,
+            dataset_kwargs={"skip_prepare_dataset": True},
+        )  # fmt: skip
+        return {"args": config, "processing_class": words()}
+
+
+def words() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of 19 words."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(19)}, unk_token="w1"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=f"w{PADDING}", eos_token="w2")

@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from datasets import Dataset
-from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
-from ring.integrations.trainers.trainer import ContextParallelTrainer
 from tests.ring.integrations.trainers.test_trainer import assert_same
+from tests.support import trl_runs
 from tests.support.ranks import Ranks
-from tests.support.trainer_runs import VOCABULARY, Run, Sequences, begin, in_fp64, llama, results
+from tests.support.trainer_runs import Run, Sequences, in_fp64, llama
+from tests.support.trl_runs import trainer_of
 
 pytestmark = pytest.mark.ranks
 
@@ -37,45 +34,16 @@ RUNS = {
 }
 
 
-class Sharded(ContextParallelTrainer, SFTTrainer):  # type: ignore[misc]
-    """The class that a user writes."""
-
-
-def _sequences(number: int, seed: int) -> Dataset:
-    return Dataset.from_list(Sequences(number, seed, False).rows)
-
-
 def _trained(run: Run, folder: str) -> dict[str, Any]:
-    begin(run)
-    sharded = dist.is_initialized()
-    words = Tokenizer(models.WordLevel({f"word{i}": i for i in range(VOCABULARY)}, unk_token="word1"))
-    data = run.data if sharded else 1
-    settings: dict[str, Any] = {
-        "output_dir": folder, "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True,
-        "logging_steps": 1, "per_device_train_batch_size": run.batch // data, "per_device_eval_batch_size": 1,
-        "gradient_accumulation_steps": 2, "num_train_epochs": 1, "learning_rate": 0.01, "adam_epsilon": 1e-3,
-        "max_grad_norm": 0.5, "save_strategy": "no", "max_length": 32,
-    }  # fmt: skip
-    options: dict[str, Any] = {
-        "train_dataset": _sequences(run.sequences, 1),
-        "eval_dataset": _sequences(run.held, 2),
-        "processing_class": PreTrainedTokenizerFast(tokenizer_object=words, pad_token="word0", eos_token="word1"),
-    }
-    if run.collator == "adapters":
-        options["peft_config"] = LoraConfig(r=2, lora_alpha=8, init_lora_weights=False, target_modules="all-linear")
-    if run.loss == "own":
-        options["compute_loss_func"] = in_fp64
-    args = SFTConfig(**(settings | run.settings))
-    trainer: Any
-    if sharded:
-        trainer = Sharded(llama(), args, context_size=run.context, same_bits=run.same_bits, **options)
-    else:
-        trainer = SFTTrainer(llama(), args, **options)
+    train, held = (Dataset.from_list(Sequences(n, seed, False).rows) for seed, n in ((1, run.sequences), (2, run.held)))
+    trainer = trainer_of(
+        run, folder, SFTTrainer, SFTConfig, llama(), train_dataset=train, eval_dataset=held,
+        settings={"gradient_accumulation_steps": 2, "max_length": 32},
+        compute_loss_func=in_fp64 if run.loss == "own" else None,
+    )  # fmt: skip
     # Otherwise accelerate repeats a sequence, for a data rank without one.
     assert len(trainer.train_dataset) % run.data == 0
-    trainer.train()
-    trainer.evaluate()
-    return results(trainer)
+    return trl_runs.trained(trainer)
 
 
 # Means of a batch's means, or counts of its padding: one batch for each data rank has others.
@@ -110,44 +78,30 @@ def test_any_ranks_train_and_log_the_same(
             assert all(log.get(name) == other.get(name) for name in ("loss", "grad_norm", "eval_loss", "train_loss"))
 
 
-def _preferred(trained: type[Any], settings: type[Any], adapters: bool, folder: str) -> dict[str, Any]:
-    run, sharded = Run(2, 2), dist.is_initialized()
-    begin(run)
-    words = Tokenizer(models.WordLevel({f"word{i}": i for i in range(VOCABULARY)}, unk_token="word1"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    draw = torch.Generator().manual_seed(1)
-    texts = [" ".join(f"word{int(i)}" for i in torch.randint(2, 19, (3 + n % 5,), generator=draw)) for n in range(24)]
+PREFERENCES = {"DPO": (DPOTrainer, DPOConfig), "KTO": (KTOTrainer, KTOConfig)}
+
+
+def _preferred(run: Run, folder: str) -> dict[str, Any]:
+    texts = trl_runs.texts(24, 3)
     rows: list[dict[str, Any]] = [
-        {
-            "prompt": f"{a} ",
-            **({"chosen": b, "rejected": c} if trained is DPOTrainer else {"completion": b, "label": bool(len(c) % 2)}),
-        }
+        {"prompt": f"{a} "}
+        | ({"chosen": b, "rejected": c} if run.model == "DPO" else {"completion": b, "label": bool(len(c) % 2)})
         for a, b, c in zip(texts[::3], texts[1::3], texts[2::3], strict=True)
     ]
-    args = settings(
-        folder, use_cpu=True, bf16=False, report_to="none", logging_steps=1, per_device_train_batch_size=4, max_steps=2,
-        learning_rate=0.01, adam_epsilon=1e-3, save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    options: dict[str, Any] = {
-        "train_dataset": Dataset.from_list(rows),
-        "ref_model": llama(),
-        "processing_class": PreTrainedTokenizerFast(tokenizer_object=words, pad_token="word0", eos_token="word1"),
-    }
+    reference = llama()
     with torch.no_grad():
-        options["ref_model"].lm_head.weight *= 2
-    if adapters:
-        options["peft_config"] = LoraConfig(r=2, init_lora_weights=False, target_modules="all-linear")
-    kind = type("Sharded", (ContextParallelTrainer, trained), {}) if sharded else trained
-    trainer = kind(llama(), args=args, **options, **({"context_size": 2} if sharded else {}))
-    trainer.train()
-    return results(trainer)
+        reference.lm_head.weight *= 2
+    data, settings = Dataset.from_list(rows), {"max_steps": 2}
+    kind, config = PREFERENCES[run.model]
+    return trl_runs.trained(
+        trainer_of(run, folder, kind, config, llama(), ref_model=reference, train_dataset=data, settings=settings)
+    )
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize(("trained", "settings"), [(DPOTrainer, DPOConfig), (KTOTrainer, KTOConfig)])
-def test_preferences_are_those_of_one_process(
-    trained: type[Any], settings: type[Any], adapters: bool, ranks: Ranks, tmp_path: Path
-) -> None:
-    expected = _preferred(trained, settings, adapters, str(tmp_path / "alone"))
-    for got in ranks(2).run(_preferred, trained, settings, adapters, str(tmp_path / "sharded")):
+@pytest.mark.parametrize("collator", ["equal", "adapters"])
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preferences_are_those_of_one_process(name: str, collator: str, ranks: Ranks, tmp_path: Path) -> None:
+    run = Run(2, 2, collator, batch=4, model=name)
+    expected = _preferred(run, str(tmp_path / "alone"))
+    for got in ranks(2).run(_preferred, run, str(tmp_path / "sharded")):
         assert_same(got, expected, IN_FP32)
