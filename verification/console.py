@@ -18,6 +18,11 @@ def styled(text: str, style: str) -> str:
     return f"{style}{text}{_END}"
 
 
+def unstyled(text: str) -> str:
+    """Return the text without styles."""
+    return _STYLES.sub("", text)
+
+
 class Console:
     """A stream of lines.
 
@@ -40,7 +45,7 @@ class Console:
 
     def print(self, line: str = "") -> None:
         """Print a line, which takes the place of the line of progress."""
-        self._write(f"{line if self._colours else _STYLES.sub('', line)}\n")
+        self._write(f"{line if self._colours else unstyled(line)}\n")
         self._progress = ""
 
     def progress(self, line: str) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verification.console import Console
+from verification.console import Console, unstyled
 from verification.failures import RankHang, Refused
 from verification.peers.known_peers import load, selected
 from verification.peers.peer import Peer
@@ -170,4 +170,4 @@ class Conformance:
 
 def described(failures: list[CounterExample]) -> str:
     """Return the counter-examples in words, each with the command that replays it."""
-    return "\n\n".join("\n".join(map(str, in_full(failure))) for failure in failures)
+    return "\n\n".join(unstyled("\n".join(in_full(failure))) for failure in failures)
