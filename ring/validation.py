@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from reference.documents import Documents
 from reference.pattern import Pattern, check_pattern
 from ring.comm.transport import Transport
 from ring.compute.kernel_choice import make_kernel_setting
@@ -155,15 +156,19 @@ def _validate_same_bits(call: Call, chunk: int, ranks: int) -> None:
             f"exchange {settings.exchange!r} divides the query heads of a key/value head with same_bits={chunk}: got "
             f"{kv_heads} key/value heads for {degree} ranks that divide heads, which must divide them; write 'direct'"
         )
-    documents = call.pattern.documents
     for name, layout in (("layout", call.layout), ("key_layout", call.key_layout)):
-        cut = cut_chunk(layout, documents, chunk)
-        if cut is not None:
-            of_documents = "" if documents is None else ", documents"
-            raise ValueError(
-                f"{name} must hold chunks of same_bits={chunk} tokens whole and in order, but does not at position "
-                f"{cut[1]} on rank {cut[0]}: write Layout.whole_chunks({layout.n}, {ranks}, {chunk}{of_documents})"
-            )
+        refuse_cut_chunks(name, layout, call.pattern.documents, chunk)
+
+
+def refuse_cut_chunks(name: str, layout: Layout, documents: Documents | None, chunk: int) -> None:
+    """Raise ValueError for a layout that does not hold the chunks of documents whole."""
+    cut = cut_chunk(layout, documents, chunk)
+    if cut is not None:
+        numbers = f"{layout.n}, {layout.world_size}, {chunk}" + ("" if documents is None else ", documents")
+        raise ValueError(
+            f"{name} must hold chunks of same_bits={chunk} tokens whole and in order, but does not at position "
+            f"{cut[1]} on rank {cut[0]}: write Layout.whole_chunks({numbers})"
+        )
 
 
 def _validate_tensors(call: Call, queries: int, keys: int) -> None:

@@ -18,6 +18,7 @@ from ring.layout import Layout
 from ring.nn.context import ContextParallel
 from ring.plan.pieces import DocumentTable
 from ring.plan.whole_chunks import straight_runs
+from ring.validation import refuse_cut_chunks
 
 ALIGNMENT = 512  # bytes; that of torch's allocator for GPUs
 
@@ -56,12 +57,15 @@ class ChunkRows:
 
 
 def chunks_of_ranks(context: ContextParallel) -> list[ChunkRows]:
-    """Return the chunks of every rank of a handle with `same_bits`."""
-    chunk, ranks = context.same_bits, range(context.world_size)
+    """Return the chunks of every rank of a handle with `same_bits`. Raises ValueError for a layout that cuts them."""
+    chunk, layout, documents = context.same_bits, context.layout, context.documents
     assert chunk is not None
-    return context.cached(
-        "chunks of ranks", lambda: [ChunkRows.of(context.layout, context.documents, chunk, rank) for rank in ranks]
-    )
+
+    def found() -> list[ChunkRows]:
+        refuse_cut_chunks("layout", layout, documents, chunk)
+        return [ChunkRows.of(layout, documents, chunk, rank) for rank in range(context.world_size)]
+
+    return context.cached("chunks of ranks", found)
 
 
 class Cut(torch.autograd.Function):

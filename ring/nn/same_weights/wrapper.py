@@ -182,6 +182,7 @@ class SameWeights(nn.Module):
             raise NotImplementedError(
                 f"layout must give every rank a chunk, got {list(context.layout.counts)} tokens: take shorter chunks"
             )
+        chunks_of_ranks(context)  # refuses a layout that cuts chunks
         shapes = [tuple(x.shape) for x in values if isinstance(x, Tensor)]
         if all(shape[1:2] != (context.tokens,) for shape in shapes):
             raise ValueError(f"model must be called with tensors of tokens, (B, {context.tokens}, ...), got {shapes}")

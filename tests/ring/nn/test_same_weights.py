@@ -391,6 +391,18 @@ def test_chunks_of_documents_are_counted_through() -> None:
     assert sorted(own[0].numbers + own[1].numbers) == list(range(8))
 
 
+def _cut_chunks() -> str:
+    context = ContextParallel(Layout.whole_chunks(TOKENS, 2, CHUNK), same_bits=CHUNK, documents=(40, 3, 50, 99))
+    with pytest.raises(ValueError) as caught:
+        SameWeights(Model(), compare=False)(torch.zeros(2, context.tokens, dtype=torch.long), context)
+    return str(caught.value)
+
+
+def test_a_layout_that_cuts_chunks_is_refused(ranks: Ranks) -> None:
+    for said in ranks(2).run(_cut_chunks):
+        assert "write Layout.whole_chunks(192, 2, 16, documents)" in said
+
+
 def _sequence_values(documents: tuple[int, ...] | None) -> list[Tensor]:
     """Bits of sums, means and log-probabilities of sequences, and of the gradient of this rank's tokens, whole."""
     world = dist.get_world_size()
