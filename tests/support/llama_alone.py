@@ -1,4 +1,4 @@
-"""A Llama of random weights that one process trains for two steps. llama_sharded.py is the same on ranks."""
+"""A Llama of random weights that one process trains for three steps. llama_sharded.py is the same on ranks."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A Llama of random weights that ranks train for two steps. llama_alone.py is the same in one process."""
+"""A Llama of random weights that ranks train for three steps. llama_alone.py is the same in one process."""
 
 import gc
 import sys

@@ -2,7 +2,8 @@
 
     python -m verification model verification.models.trainers.trl_reward:Llama
 
-A row is the chosen answer; half of it, backwards, is the rejected one. The one process takes scores at the last tokens.
+A row is the chosen answer; half of it, backwards and one token on, is the rejected one. The one process takes scores at
+the last tokens.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def lengths_of(tokens: Tensor, least: int = 1) -> Tensor:
 
 
 def rejected(tokens: Tensor) -> Tensor:
-    """Return the worse answer (m,) for the better one (n,)."""
-    return tokens.flip(0)[: max(1, len(tokens) // 2)]
+    """Return the worse answer (m,) for the better one (n,): of other tokens, as equal ones have no gradient."""
+    return (tokens.flip(0)[: max(1, len(tokens) // 2)] + 1) % PADDING
 
 
 def margin(tokens: Tensor) -> float:
