@@ -8,11 +8,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from verification.hidden_packages import hidden
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 all held, 1 a counter-example was found, 2 the run could not be carried out."""
     try:
         with ended_by_interrupt():
+            if (line := hidden()) is not None:
+                print(f"python -m verification: error: {line}", file=sys.stderr)
+                return 2
             # Imported here, so that an ImportError exits with 2, not with Python's 1.
             from verification.cli import command_line
 

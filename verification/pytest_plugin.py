@@ -95,6 +95,10 @@ class AttentionCollector(pytest.Collector):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
+        from verification.hidden_packages import hidden
+
+        if (line := hidden()) is not None:
+            raise pytest.UsageError(f"--attention {self.name}: {line}")
         from verification.failures import Refused
         from verification.peers.expected_failures import read_expected_failures
         from verification.run.backends import Unavailable

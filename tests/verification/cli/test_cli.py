@@ -163,13 +163,20 @@ def test_unwritable_paths_are_refused_before_the_run(tmp_path: Path) -> None:
     check_file("--json", Path("/dev/null"))
 
 
-def test_an_error_of_the_tool_is_no_counter_example(tmp_path: Path) -> None:
-    (tmp_path / "ring").mkdir()
-    (tmp_path / "ring" / "__init__.py").write_text("raise ImportError('no ring today')")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-P", "-m", "verification", "run"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "no ring today" in done.stderr
+@pytest.mark.parametrize(
+    ("file", "command", "said"),
+    (
+        ("hypothesis.py", "verification run", "not today"),
+        ("ring.py", "verification run", "ring.py hides the package ring"),
+        ("ring.py", "pytest -p verification.pytest_plugin --attention a:b", "ring.py hides the package ring"),
+    ),
+)
+def test_a_package_in_the_way_is_no_counter_example(file: str, command: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text("raise ImportError('not today')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    words = [sys.executable, "-P", "-m", *command.split()]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode not in (0, 1) and said in done.stderr, done.stdout + done.stderr
 
 
 @pytest.mark.slow
