@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from reference.documents import Documents
 from reference.pattern import Pattern, check_pattern
 from ring.comm.transport import Transport
 from ring.compute.kernel_choice import make_kernel_setting
@@ -160,7 +160,7 @@ def _validate_same_bits(call: Call, chunk: int, ranks: int) -> None:
         refuse_cut_chunks(name, layout, call.pattern.documents, chunk)
 
 
-def refuse_cut_chunks(name: str, layout: Layout, documents: Documents | None, chunk: int) -> None:
+def refuse_cut_chunks(name: str, layout: Layout, documents: Sequence[int] | None, chunk: int) -> None:
     """Raise ValueError for a layout that does not hold the chunks of documents whole."""
     cut = cut_chunk(layout, documents, chunk)
     if cut is not None:
