@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ring.nn import loss_ranks
 from ring.nn.batch_group import BatchRanks
 from ring.nn.replicas import check_plain, check_real, check_replicas
 from ring.nn.same_weights.wrapper import SameWeights, ranks_over
@@ -44,7 +45,8 @@ def average_gradients(
 
     Raises:
         ValueError: on every rank, for parameters that differ between ranks in number, shape or value, as if seeds
-            differed or one rank left out a step; for sparse gradients, and an exhausted iterator.
+            differed or one rank left out a step; for sparse gradients, an exhausted iterator, and a loss over more
+            ranks.
         NotImplementedError: for complex gradients, and for DTensors, whose wrapper averages them.
     """
     if isinstance(over, SameWeights):
@@ -59,6 +61,12 @@ def _average_gradients(parameters: Iterable[Tensor] | Tensor, ranks: BatchRanks)
         tensors = _parameter_list(parameters)
         for number, x in enumerate(tensors):
             check_plain(number, x)
+        for of_loss in loss_ranks.left():
+            if ranks.world_ranks < of_loss:
+                raise ValueError(
+                    f"over must have all ranks of the loss, {sorted(of_loss)}, got {sorted(ranks.world_ranks)}: give "
+                    "average_gradients and the loss the same mesh, data x context"
+                )
         return {"parameters": [[str(x.dtype), list(x.shape), x.device.type] for x in tensors]}, tensors
 
     tensors = ranks.agree("average_gradients", checked)

@@ -1,5 +1,5 @@
-"""World ranks of the losses in the backward that runs: a wrapper compares them with those over which it averages. None
-for a loss over a model with `SameWeights`.
+"""World ranks of the losses in the latest backward: a wrapper compares them with those over which it averages. None for
+a loss over a model with `SameWeights`.
 """
 
 from __future__ import annotations
@@ -8,18 +8,28 @@ import torch
 
 _backward = -1  # torch's number of the latest backward with a loss
 _found: set[frozenset[int]] = set()
+_compared = False  # by a wrapper
 
 
 def note(ranks: frozenset[int]) -> None:
     """Note the ranks of a loss. Called within its backward."""
-    global _backward  # noqa: PLW0603, torch runs one backward at a time
+    global _backward, _compared
     number = torch._C._current_graph_task_id()
     if number != _backward:
-        _backward = number
+        _backward, _compared = number, False
         _found.clear()
     _found.add(ranks)
 
 
 def noted(number: int) -> list[frozenset[int]]:
-    """Return the ranks of the losses of the backward with torch's number, without repetitions."""
+    """Return, for a wrapper, the ranks of the losses of the backward with torch's number, without repetitions."""
+    global _compared  # noqa: PLW0603
+    _compared = True
     return list(_found) if number == _backward else []
+
+
+def left() -> list[frozenset[int]]:
+    """Return the ranks of the losses of the latest backward that had any, once, unless a wrapper compared them."""
+    found = [] if _compared else list(_found)
+    _found.clear()
+    return found

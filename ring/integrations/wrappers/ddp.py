@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ring.integrations.wrappers import same_ranks
+from ring.integrations.wrappers.context_use import require_use
 from ring.integrations.wrappers.former_name import takes_former_name
 from ring.integrations.wrappers.mesh import averaging_mesh
 from ring.integrations.wrappers.missing_gradients import FilledBuckets
@@ -54,6 +55,7 @@ def wrap(
         if name in options:
             raise ValueError(f"{name} must be left out: gradients are averaged over the ranks of mesh, got {name}")
     same_ranks.watch(model, mesh)
+    require_use(model)
     wrapped = DistributedDataParallel(model, process_group=over.get_group(), **options)
     if not wrapped.find_unused_parameters:
         FilledBuckets(wrapped, BatchRanks(over))

@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ring.integrations.wrappers import same_ranks
+from ring.integrations.wrappers.context_use import require_use
 from ring.integrations.wrappers.former_name import takes_former_name
 from ring.integrations.wrappers.mesh import averaging_mesh, replicating_mesh
 from ring.integrations.wrappers.missing_gradients import FilledUnits
@@ -84,6 +85,7 @@ def shard(
             "torch.float32, or 16 bits if that is meant; got None"
         )
     same_ranks.watch(model, mesh)
+    require_use(model)
     for layer in reversed(find_modules(model, layers)):  # torch requires nested layers first
         fully_shard(layer, mesh=over, mp_policy=policy, **options)
     sharded = fully_shard(model, mesh=over, mp_policy=policy, **options)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     EsmConfig,
     EsmForMaskedLM,
@@ -35,8 +36,10 @@ from reference import Pattern
 from ring import Layout
 from ring.comm.transport import SoloTransport
 from ring.integrations import transformers
+from ring.integrations.wrappers import ddp
 from ring.nn import ContextParallel, gather, shard_batch
 from tests.support.framework_example import EXACT
+from tests.support.nn_ranks import said
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -320,6 +323,19 @@ def test_a_copy_is_a_model_of_its_own(twin_of: Any, family: str) -> None:
         torch.testing.assert_close(outputs(model, x, **given), exact, rtol=EXACT, atol=EXACT)
     base, exact = twin.base_model, outputs(make(family).base_model, x)
     torch.testing.assert_close(outputs(base, x, **given), exact, rtol=EXACT, atol=EXACT)
+
+
+def _not_prepared() -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
+    model, context = ddp.wrap(make("llama"), mesh), ContextParallel(Layout.zigzag(N, 2), mesh["context"])
+    batch = shard_batch(context, tokens(1, N))
+    return said(lambda: model(batch.tokens, position_ids=batch.positions[None], context=context))
+
+
+def test_a_wrapped_model_that_is_not_prepared_is_refused(ranks: Ranks) -> None:
+    """Transformers takes any keyword, and gives it to an attention that ignores it."""
+    for answer in ranks(2).run(_not_prepared):
+        assert "context must reach the model's attention, got a LlamaForCausalLM that ignores it" in answer
 
 
 def test_refuses_a_model_that_shares_a_prepared_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

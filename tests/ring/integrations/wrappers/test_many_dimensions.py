@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ring.integrations.wrappers import ddp, fsdp
-from ring.nn import ContextParallel, LongNetBlock, clip_grad_norm, cross_entropy, shard_batch
+from ring.nn import ContextParallel, LongNetBlock, average_gradients, clip_grad_norm, cross_entropy, shard_batch
 from tests.support.framework_example import Example, Result, SmallModel, assert_near, dense, mesh_of, trained
 from tests.support.nn_ranks import said
 from tests.support.ranks import Ranks
@@ -78,12 +78,20 @@ def _refuse(case: str) -> str:
     alone = DeviceMesh.from_group(part.get_group(), "cpu", mesh_dim_names=("mine",))
     context = ContextParallel(TWO.arranged(), mesh["context"])
     model: Any = SmallModel()
-    wrapped: Any = fsdp.shard(model, alone, LongNetBlock) if case == "fsdp" else ddp.wrap(model, alone)
+    wrapped: Any = model
+    if case != "average":
+        wrapped = fsdp.shard(model, alone, LongNetBlock) if case == "fsdp" else ddp.wrap(model, alone)
     (tokens, labels), *_ = TWO.whole(0)
     batch = shard_batch(context, tokens[rank // 2 * 2 :][:2], labels[rank // 2 * 2 :][:2])
     assert batch.labels is not None
     local, over = batch.labels, mesh["data"] if case == "other" else mesh
-    return said(lambda: cross_entropy(wrapped(batch.tokens, batch.context), local, over).backward())
+
+    def step() -> None:
+        cross_entropy(wrapped(batch.tokens, batch.context), local, over).backward()
+        if case == "average":
+            average_gradients(model.parameters(), alone)
+
+    return said(step)
 
 
 LOSSES = "losses must be over the ranks over which the wrapper averages gradients, [0, 1], got one over "
@@ -91,6 +99,7 @@ REFUSED = {
     "ddp": f"{LOSSES}[0, 1, 2, 3]",
     "fsdp": f"{LOSSES}[0, 1, 2, 3]",
     "other": f"{LOSSES}[0, 2]",
+    "average": "over must have all ranks of the loss, [0, 1, 2, 3], got [0, 1]: give",
     "context": "mesh of the wrapper must have all ranks of the context, [0, 1], got [0, 2]",
 }
 
