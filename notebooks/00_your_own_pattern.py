@@ -32,6 +32,7 @@ import torch
 from IPython.display import HTML
 
 from notebooks.figures import COLOURS, binary, binary_ticks, legend_below, power_law, style, sum_of
+from notebooks.own_pattern import first_tokens, several
 from notebooks.simulated_ranks import PLAIN, errors
 from ring import Pattern
 from ring.balance import work
@@ -70,10 +71,7 @@ tokens = TOKENS if pattern.documents is None else sum(pattern.documents)
 rates = Rates(FORWARD_RATE, BACKWARD_RATE, LINK_RATE, LATENCY)
 sizes = dict(heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, exchange=EXCHANGE)
 estimate(pattern, tokens=tokens, ranks=[RANKS], order=ORDER, rates=rates, **sizes)
-short = pattern
-if pattern.documents is not None:
-    ends = np.minimum(np.cumsum(pattern.documents), CHECKED_TOKENS)
-    short = replace(pattern, documents=tuple(np.diff(ends, prepend=0).tolist()))
+short = first_tokens(pattern, CHECKED_TOKENS)
 checked = CHECKED_TOKENS if short.documents is None else sum(short.documents)
 plain = replace(
     PLAIN, tokens=checked, pattern=short, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, exchange=EXCHANGE,
@@ -145,8 +143,7 @@ print(cost.to_table())
 # %%
 scaled = []
 for times in (1, 2, 4, 8):
-    longer = pattern if pattern.documents is None else replace(pattern, documents=pattern.documents * times)
-    scaled += estimate(longer, tokens=times * tokens, ranks=WORLDS, order=ORDER, rates=rates, **sizes)
+    scaled += estimate(several(pattern, times), tokens=times * tokens, ranks=WORLDS, order=ORDER, rates=rates, **sizes)
 n, p = (np.array([getattr(row, name) for row in scaled], float) for name in ("tokens", "ranks"))
 memory, flops, sent = (
     np.array([getattr(row.backward, name) for row in scaled], float) for name in ("memory", "flops", "sent")

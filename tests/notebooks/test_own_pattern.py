@@ -29,6 +29,9 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "PATTERN": Pattern((Branch(3, 5, 4),)), "TOKENS": 5, "RANKS": 40, "HEADS": 1, "KV_HEADS": 1,
         "ORDER": "balanced", "CHECKED_TOKENS": 3,
     },
+    "a tree": {"PATTERN": Pattern.tree([None, 0, 1, 0], [28, 10, 20, 30]), "ORDER": "balanced", "RANKS": 4},
+    "spans beyond the checked tokens": {"PATTERN": Pattern.spans([(8, 20), (28, 90)], window=7), "TOKENS": 256},
+    "noisy frames": {"PATTERN": Pattern.frames([12, 30, 6], noisy=True), "ORDER": "zigzag"},
 }  # fmt: skip
 
 
