@@ -24,7 +24,7 @@ def main() -> None:
     tokens = torch.randint(19, (2, 24))
     for _ in range(3):
         batch = shard_batch(context, tokens, next_tokens(tokens))
-        logits = model(batch.tokens, position_ids=batch.positions[None], context=context).logits
+        logits = model(batch.tokens, position_ids=batch.positions[None], context=batch.context).logits
         loss = cross_entropy(logits, batch.labels, mesh)  # type: ignore[arg-type]
         loss.backward()
         optimizer.step()

@@ -327,7 +327,8 @@ def assemble(case: Case, observations: Observations, name: str) -> Array:
     axis = 2 if name == "lse" else 1
     for index, observation in enumerate(observations):
         _check_shape(case, index, name, getattr(observation, name))
-    shards = [np.asarray(getattr(x, name), np.float64) for x in observations]
+    with np.errstate(invalid="ignore"):  # NaN of some bits, which another check names
+        shards = [np.asarray(getattr(x, name), np.float64) for x in observations]
     if name == "dsinks":
         return np.asarray(sum(shards))
     place = (case.key_shards() if name in ("dk", "dv") else case.shards()).place

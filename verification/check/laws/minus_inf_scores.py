@@ -22,7 +22,7 @@ from verification.check.laws.law import TAME, How, Law, ascending, without_overf
 from verification.run.rank import InputEdit
 from verification.strategies.cases import cases, fused
 
-_CHECKS = ("layout", "answers", "messages", "unseen", "finite", "values", "gradients")
+_CHECKS = ("layout", "answers", "messages", "finite", "unseen", "values", "gradients")  # NaN, the usual mistake, first
 
 
 @st.composite
