@@ -124,6 +124,8 @@ def prepare(
         ValueError, NotImplementedError: the model differs, at the module that is named, or cannot be compared. Every
             rank raises the same error.
     """
+    if not hasattr(model, "set_attn_implementation"):
+        raise ValueError(f"model must be one of transformers, not yet wrapped, got a {type(model).__name__}")
     if not compare and (group is not None or example is not None):
         raise ValueError("group and example are for the comparison: leave them out with compare=False")
     _register()

@@ -329,13 +329,15 @@ def _not_prepared() -> str:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
     model, context = ddp.wrap(make("llama"), mesh), ContextParallel(Layout.zigzag(N, 2), mesh["context"])
     batch = shard_batch(context, tokens(1, N))
-    return said(lambda: model(batch.tokens, position_ids=batch.positions[None], context=context))
+    called = said(lambda: model(batch.tokens, position_ids=batch.positions[None], context=context))
+    return called + said(lambda: transformers.prepare(model, mesh["context"]))  # type: ignore[arg-type]
 
 
 def test_a_wrapped_model_that_is_not_prepared_is_refused(ranks: Ranks) -> None:
     """Transformers takes any keyword, and gives it to an attention that ignores it."""
     for answer in ranks(2).run(_not_prepared):
         assert "context must reach the model's attention, got a LlamaForCausalLM that ignores it" in answer
+        assert "model must be one of transformers, not yet wrapped, got a DistributedDataParallel" in answer
 
 
 def test_refuses_a_model_that_shares_a_prepared_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
