@@ -330,7 +330,7 @@ def _not_prepared() -> str:
     model, context = ddp.wrap(make("llama"), mesh), ContextParallel(Layout.zigzag(N, 2), mesh["context"])
     batch = shard_batch(context, tokens(1, N))
     called = said(lambda: model(batch.tokens, position_ids=batch.positions[None], context=context))
-    return called + said(lambda: transformers.prepare(model, mesh["context"]))  # type: ignore[arg-type]
+    return called + said(lambda: transformers.prepare(model, mesh["context"]))
 
 
 def test_a_wrapped_model_that_is_not_prepared_is_refused(ranks: Ranks) -> None:
