@@ -37,6 +37,25 @@ def swapped(x: Example) -> Iterator[Candidate]:
     yield Candidate("dk and dv swapped", f"{phrase(['dk', 'dv'])} swapped", backward=lambda: predicted)
 
 
+def sent_back(x: Example) -> Iterator[Candidate]:
+    """Yield dk and dv that travel against the keys: a rank adds its part to that of the rank on the other side."""
+    if x.size < 3 or len(set(x.shards.counts)) != 1:  # of two ranks both sides are the same
+        return
+    order, length = x.place.argsort(), x.shards.counts[0]
+
+    def backward() -> Results:
+        total = {"dk": torch.zeros_like(x.k), "dv": torch.zeros_like(x.v)}
+        for rank in range(x.size):
+            of_rank = x.weighted(count=x.weights.count * (x.holder == rank)[:, None])
+            parts = x.by_hand(of_rank, x.exact["lse"], x.delta(x.exact["out"]))
+            other_side = order[(2 * rank - x.holder) % x.size * length + x.local]
+            total = {name: grads + parts[name][:, :, other_side] for name, grads in total.items()}
+        return total
+
+    sentence = f"{phrase(['dk', 'dv'])} as if they went round against the keys, to the rank on the other side"
+    yield Candidate("dk, dv the other way", sentence, backward=backward)
+
+
 def saved_results(x: Example) -> Iterator[Candidate]:
     """Yield a backward with another lse or rowsum(dout out) than the whole softmax's."""
     lse, out = x.exact["lse"], x.exact["out"]

@@ -155,7 +155,7 @@ class Example:
     def shown_by(self, candidate: Candidate) -> bool:
         """Return True if the candidate predicts all observed results, wrong and right ones, to rounding; dsinks only if
         nothing else is wrong. If it lets queries see nothing that see something, NaN is accepted, since many rings
-        divide by 0 then."""
+        divide by 0 then; not in all of the output, but in all of a gradient, which sums over queries."""
         forward = candidate.forward()
         blind = bool((forward.get("lse", self.exact["lse"]).isneginf() & ~self.exact["lse"].isneginf()).any())
         grads = ("dq", "dk", "dv", *(("dsinks",) if self.wrong.keys() == {"dsinks"} else ()))
@@ -172,8 +172,14 @@ class Example:
         allowed = max(self.allowed[name] * max(1.0, growth), 64 * torch.finfo(self.case.torch_dtype).eps * growth)
         allowed = min(allowed, self.deviation[name] / LEAST_DEVIATION) if name in self.told else allowed
         same = (seen == predicted) | ~seen.isfinite() & predicted.isnan() | seen.isnan() & ~predicted.isfinite()
-        same |= seen.isnan() & blind & ~seen.isnan().all()
+        same |= seen.isnan() & blind & ~(seen.isnan().all() & (name in ("out", "lse")))
         return bool((same | ((seen - predicted).abs() <= allowed)).all())
+
+    def differs(self, name: str, other: Tensor) -> bool:
+        """Return True if an observed result is not another one, by far more than rounding."""
+        seen, least = self.observed[name], LEAST_DEVIATION * self.allowed[name]
+        same = (seen == other) | seen.isnan() & other.isnan() | ((seen - other).abs() < least)
+        return not bool(same.all())
 
     # --- attention and its gradients --------------------------------------------------------------------------------
 
@@ -248,5 +254,9 @@ def largest(x: Tensor) -> float:
 
 def phrase(names: list[str], where: str = "") -> str:
     """Return the names with a verb: `dk is, to rounding,`, or `dq, dk and dv are, to rounding,`."""
-    listed = " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
-    return f"{listed}{where} {'is' if len(names) == 1 else 'are'}, to rounding,"
+    return f"{listed(names)}{where} {'is' if len(names) == 1 else 'are'}, to rounding,"
+
+
+def listed(names: list[str]) -> str:
+    """Return the names with commas and `and`."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

@@ -18,8 +18,8 @@ Hypothesis = Callable[[Example], Iterator[Candidate]]
 
 # The plainest first: of mistakes that predict the same numbers, the first is named.
 HYPOTHESES: tuple[Hypothesis, ...] = (
-    places.misplaced, backward.factors, backward.swapped, weights.wrong_weights, weights.wrong_sinks,
-    merges.rows_that_see_nothing, merges.wrong_lse, merges.axes, backward.saved_results,
+    places.misplaced, backward.factors, backward.swapped, backward.sent_back, weights.wrong_weights,
+    weights.wrong_sinks, merges.rows_that_see_nothing, merges.wrong_lse, merges.axes, backward.saved_results,
     backward.groups, merges.merges, rounding.rounding,
 )  # fmt: skip
 
@@ -43,6 +43,11 @@ def explain(
     x = Example(case, expectation, observations, earlier)
     with one_thread():
         return [Cause(c.name, c.sentence) for c in candidates(x) if x.shown_by(c)] if x.told else []
+
+
+def tells(case: Case, expectation: Expectation, observations: Observations) -> bool:
+    """Return True if errors of an example are far larger than those of rounding, so that they tell causes apart."""
+    return case.keys is None and bool(Example(case, expectation, observations).told)
 
 
 def agree(

@@ -11,7 +11,8 @@ from hypothesis import seed as seeded
 
 from reference.fast_oracle import Expectation
 from verification.case import Case
-from verification.causes.explain import Cause, agree, explain
+from verification.causes.example import Example, listed
+from verification.causes.explain import Cause, agree, explain, tells
 from verification.failures import RankFailure, WrongResult
 from verification.run.backends import Backend, Unavailable
 from verification.run.observation import Observations
@@ -22,13 +23,16 @@ Claim = Callable[[Case], Case | None]
 
 DRAWN = 8
 MOST = 3  # mistakes that are named together
+RUNS = 3  # of a Case whose results no mistake explains
+CHANGES = "changed from one run to the next: memory is read before it is written, such as a buffer before its wait"
 PRECISE = ("float64", "float32", "float16")  # dtypes in which rounding hides least, before others
 LARGER = ((4, 2, 4), (6, 3, 3), (8, 2, 8), (5, 3, 5))  # tokens on a rank, heads of a group, head_dim
 
 
 def find_cause(run: Run, backend: Backend, minimal: Case, first: Case, claim: Claim, world: int) -> str | None:
-    """Return a sentence on the minimal Case: the mistake that explains it and larger Cases like it; else None. Up to
-    MOST mistakes between which no Case decides are named together, the plainest first.
+    """Return a sentence on the minimal Case, or on the first larger one whose errors are large enough:
+    the mistake that explains it and larger Cases like it; else None. Up to MOST mistakes between which no Case decides
+    are named together, the plainest first. Results that no mistake explains are computed again: they may change.
 
     Others, `first` and drawn ones, may fail for another reason, so they only narrow. If causes are left that say
     different things, larger Cases run on a world of another size, too.
@@ -43,8 +47,12 @@ def find_cause(run: Run, backend: Backend, minimal: Case, first: Case, claim: Cl
         return causes
 
     try:
-        causes = agreed(explain(minimal, *run(backend, minimal)), larger_cases(minimal, claim), 0)
+        causes = agreed(
+            _explain_first(run, backend, further := iter([minimal, *larger_cases(minimal, claim)])), further, 0
+        )
         causes = causes or _explain_by_earlier_calls(run, backend, larger_cases(minimal, claim))
+        if not causes and (changing := _changing(run, backend, minimal)):
+            return changing
     except (WrongResult, RankFailure):  # a wrong shape, a crash
         return None
     with suppress(WrongResult, RankFailure, Unavailable):  # go on with what is known
@@ -56,6 +64,21 @@ def find_cause(run: Run, backend: Backend, minimal: Case, first: Case, claim: Cl
             finally:
                 backend.start(minimal.world)
     return "; or ".join(sentences(causes)) if 0 < len(sentences(causes)) <= MOST else None
+
+
+def _explain_first(run: Run, backend: Backend, cases: Iterable[Case]) -> list[Cause]:
+    """Return the mistakes that explain the first Case which can tell."""
+    for case in cases:
+        if tells(case, *(results := run(backend, case))):
+            return explain(case, *results)
+    return []
+
+
+def _changing(run: Run, backend: Backend, case: Case) -> str | None:
+    """Return a sentence that names the results which change when a Case is run again; None if none does."""
+    first, *others = (Example(case, *run(backend, case)) for _ in range(RUNS))
+    changing = [name for name in first.observed if any(first.differs(name, other.observed[name]) for other in others)]
+    return f"{listed(changing)} {CHANGES}" if changing else None
 
 
 def sentences(causes: Iterable[Cause]) -> list[str]:

@@ -54,7 +54,9 @@ def merged_by_hops(
         total = torch.logaddexp(lse, its_lse)
         old, new = ((y - total).exp().where(total > -math.inf, 0.0)[..., None] for y in (lse, its_lse))
         half = torch.full_like(old, 0.5)
-        old, new = {"swapped": (new, old), "not rescaled": (old**0, new), "halves": (half, half)}.get(rule, (old, new))
+        old, new = {
+            "swapped": (new, old), "not rescaled": (old**0, new), "halves": (half, half), "last": (0 * old, old**0),
+        }.get(rule, (old, new))  # fmt: skip
         out, lse = of_out(old * out + new * part), of_lse(total)
     return out, lse
 
@@ -72,6 +74,7 @@ def merges(x: Example) -> Iterator[Candidate]:
         "swapped": "each merge swapped the weights of its two outputs",
         "not rescaled": "a merge added its output without multiplying the earlier ones by their weight",
         "halves": "each merge averaged its two outputs, without their weights",
+        "last": "each merge replaced the output by that of its own keys",
     }.items():
         for way in WAYS:
             yield from wrong_forwards(x, f"merge, {rule}, {way}", clause, partial(merged_by_hops, x, way, rule, {}))

@@ -45,6 +45,9 @@ def rounding(x: Example) -> Iterator[Candidate]:
             backward = partial(x.by_hand, x.weights, x.exact["lse"], x.delta(rounded(x.exact["out"])))
             sentence = f"{x.these} as if out were rounded to {title} before rowsum(dout * out)"
             yield Candidate(f"saved out in {title}", sentence, backward=backward)
+            backward = partial(x.by_hand, x.weights, rounded(x.exact["lse"]), x.delta(x.exact["out"]))
+            sentence = f"{x.these} as if, in the backward, lse were rounded to {title}"
+            yield Candidate(f"saved lse in {title}", sentence, backward=backward)
         sentence = f"{x.these} as if rounded once to {title}: every entry is such a number"
         yield Candidate(f"results in {title}", sentence, *[partial(_accepted, x, dtype)] * 2)
 

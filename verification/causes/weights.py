@@ -18,6 +18,7 @@ from verification.causes.example import Candidate, Example, Forward, Results, We
 # Masks that differ in few places, with the regions between which they distinguish.
 REGIONS: dict[str, tuple[str, ...]] = {
     "strict diagonal": ("", ", queries of first half", ", queries of second half"),
+    "strict diagonal but first": ("",),
     "local window": ("",),
     "local window, keys before": ("",),
 }
@@ -133,7 +134,10 @@ def patterns(x: Example) -> Iterator[tuple[str, str, Tensor]]:
 
     if pattern.causal:
         every = x.count(replace(pattern, causal=False))
-        yield "strict diagonal", f"{off}: j < i", every * (before > 0)
+        strict = every * (before > 0)
+        yield "strict diagonal", f"{off}: j < i", strict
+        but_first = strict.where(strict.any(-1, keepdim=True), right)
+        yield "strict diagonal but first", f"{off}: j < i, but where a query would see nothing", but_first
         yield "diagonal + 1", f"{off}: j <= i + 1", every * (before >= -1)
         yield "not causal", "the mask were not causal", every
         yield "reversed", "queries saw the keys after them, not those before", every * (before <= 0)
@@ -178,6 +182,16 @@ def parts(x: Example) -> Iterator[Mistake]:
         for times, clause in ((0.0, f"queries did not see {whose}"), (2.0, f"queries counted {whose} twice")):
             count = x.weights.count * torch.where(pairs, times, 1.0)
             yield Mistake(f"{name} x {times:.0f}", clause, x.weighted(count=count))
+    length = torch.tensor(x.shards.counts)[x.holder]
+    for name, ends in (("first", x.local == 0), ("last", x.local == length - 1)):
+        for where, words, among in (
+            ("", "each shard", rows >= 0),
+            (" of others", "each other rank's shard", rows != keys),
+        ):
+            count = x.weights.count * ~(ends & among)
+            yield Mistake(
+                f"{name} key{where}", f"queries did not see the {name} key of {words}", x.weighted(count=count)
+            )
 
 
 def buffers(x: Example) -> Iterator[Mistake]:
@@ -195,6 +209,9 @@ def buffers(x: Example) -> Iterator[Mistake]:
             places = places.where(sign * (own - x.holder) % x.size >= back, len(tokens))
             what = "zeros" if name == "zeros" else f"those of {name}"
             banks[f"{name}, {way}"] = f"of other ranks were {what}: {early}", places, zeros
+    if x.size > 2:
+        whose = "of other ranks were those of the rank as far on the other side: they go the wrong way"
+        banks["other side"] = whose, order[(2 * own - x.holder) % x.size * length + x.local], zeros
     banks = {name: (whose, places.where(others, tokens), bank) for name, (whose, places, bank) in banks.items()}
     if x.earlier is not None:
         before = (tokens + len(tokens)).expand_as(others)

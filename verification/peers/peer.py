@@ -101,7 +101,9 @@ def check_declaration(declared: Any, function: str, arguments: tuple[str, ...], 
             inspect.signature(value).bind(*names, **dict.fromkeys(others))
         except TypeError as error:
             call = f"{field}({', '.join((*names, *(f'{name}=None' for name in others)))})"
-            raise ValueError(f"{field} of {declared.name!r} is {value!r}; it must be called as {call}: {error}") from None
+            raise ValueError(
+                f"{field} of {declared.name!r} is {value!r}; it must be called as {call}: {error}"
+            ) from None
         except ValueError:  # a function in C, whose signature is not known
             continue
     sizes = declared.worlds

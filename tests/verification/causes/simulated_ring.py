@@ -103,6 +103,10 @@ class Ring:
         ds = p * (self.dout[rank] @ self.v[owner][:, kv].mT - delta) * self.scale(True) * slope
         return Grads(ds @ self.k[owner][:, kv], ds.mT @ self.q[rank], p.mT @ self.dout[rank])
 
+    def added_to(self, rank: int, owner: int) -> int:
+        """Return the rank to whose dk and dv the part of a rank's queries is added."""
+        return owner
+
     def summed(self, grads: Tensor) -> Tensor:
         shape = grads.shape[0], self.case.kv_heads, *grads.shape[2:]
         return grads.new_zeros(shape).index_add_(1, self.kv_head(), grads)
@@ -116,7 +120,8 @@ class Ring:
             for owner in self.hops(rank, True):
                 grads = self.grads(rank, owner, out, lse)
                 dq[rank] = dq[rank] + grads.dq
-                dk[owner], dv[owner] = dk[owner] + self.summed(grads.dk), dv[owner] + self.summed(grads.dv)
+                to = self.added_to(rank, owner)
+                dk[to], dv[to] = dk[to] + self.summed(grads.dk), dv[to] + self.summed(grads.dv)
         dsinks = [[self.dsinks(rank, *forward[rank])] if self.sinks else [] for rank in range(self.size)]
         return [[*forward[rank], dq[rank], dk[rank], dv[rank], *dsinks[rank]] for rank in range(self.size)]
 

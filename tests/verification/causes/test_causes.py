@@ -289,6 +289,11 @@ def bf16_accumulator(self: Any, outs: Tensor, lses: Tensor) -> tuple[Tensor, Ten
     return out, lse
 
 
+def strict_but_first(r: Any, rank: int, owner: int) -> Tensor:
+    rows, keys = r.at[rank][:, None], r.at[owner]
+    return r.masked(r.at[rank], keys, causal=False) * ((keys < rows) | (keys + rows == 0))
+
+
 def in_second_half(r: Any, rank: int) -> Tensor:
     return local(r, rank)[:, None] >= len(r.at[rank]) // 2
 
@@ -300,6 +305,7 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
      {"order": "zigzag"}),
     ("strict diagonal", diagonal(lambda x, same: x > 0), {}),
     ("strict diagonal / backward", diagonal(lambda x, same: x > 0, "backward"), {}),
+    ("strict diagonal but first", mask(strict_but_first), {}),
     ("diagonal + 1", diagonal(lambda x, same: x >= -1), {}),
     ("diagonal + 1, others' keys", diagonal(lambda x, same: x >= (0 if same else -1)), {"order": "zigzag"}),
     ("diagonal + 1, queries of second half", mask(lambda r, rank, owner: torch.where(
@@ -311,6 +317,8 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("keys and values: the hop before, to next / forward",
      stale(lambda r, rank, owner: owner if rank == owner else (owner + 1) % r.size), {"pattern": Pattern.dense()}),
     ("keys and values: own / forward", stale(lambda r, rank, owner: rank), {"pattern": Pattern.dense()}),
+    ("keys and values: other side / forward", stale(lambda r, rank, owner: (2 * rank - owner) % r.size), {}),
+    ("merge, last, to next / forward", ring(merge=lambda self, outs, lses: (outs[-1], lses.logsumexp(0))), {}),
     ("merge by powers of 2 / forward", merged(lambda lses: (lses * math.log(2)).softmax(0)), {}),
     ("merge by lse in base 2 / forward", merged(lambda lses: (lses / math.log(2)).softmax(0)), {}),
     ("out in bfloat16, to next", ring(merge=bf16_accumulator), {"dtype": "float64"}),
@@ -326,6 +334,9 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("segments", pattern(branches=(Branch(None, 2), Branch())), {"pattern": DILATED}),
     ("dilation", pattern(branches=(Branch(8), Branch(4))), {"pattern": DILATED}),
     ("no multiplicity", mask(lambda r, a, b: Ring.count(r, a, b, False).clamp(max=1)), {"pattern": DILATED}),
+    ("last key of others", mask(lambda r, rank, owner: Ring.count(r, rank, owner, False) * (
+        (rank == owner) | (local(r, owner) < len(r.at[owner]) - 1))), {}),
+    ("first key", mask(lambda r, rank, owner: Ring.count(r, rank, owner, False) * (local(r, owner) > 0)), {}),
     ("own x 0", part(0, own), {"pattern": Pattern.dense()}),
     ("own x 2", part(2, own), {}),
     ("previous x 0", part(0, before), {}),
@@ -365,6 +376,8 @@ MISTAKES: list[tuple[str, type[Ring], dict[str, Any]]] = [
     ("dk, dv: the number of ranks", multiplied("dk dv", lambda r: r.size), {}),
     ("dq, dk: the scale", multiplied("dq dk", lambda r: r.case.softmax_scale), {}),
     ("dk, dv: zero times", multiplied("dk dv", lambda r: 0.0), {}),
+    ("dk, dv the other way", ring(added_to=lambda self, rank, owner: (2 * rank - owner) % self.size), {}),
+    ("saved lse in bfloat16", ring(saved_lse=lambda self, rank, owner, x: x.bfloat16().to(x.dtype)), {}),
     ("dk and dv swapped", edited(lambda r, shards: [x.__setitem__(slice(3, 5), x[:2:-1]) for x in shards]), {}),
     ("dk, dv: the heads of a group", multiplied("dk dv", lambda r: r.case.heads // r.case.kv_heads), {}),
     ("lse and out of the next rank", of_part(1, True, True), {"pattern": Pattern.dense()}),
