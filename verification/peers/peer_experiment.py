@@ -22,6 +22,7 @@ from verification.check.attention_on_ranks import AttentionOnRanks, Implementati
 from verification.check.expectation import make_arithmetic, sum_lengths
 from verification.check.laws import LAWS, Law
 from verification.check.laws.same_bits import SAME_BITS
+from verification.check.numbered_exchange import with_number
 from verification.experiments import law_experiment
 from verification.failures import Refused, VerificationFailure, WrongResult
 from verification.peers import claims, interpolated_merge
@@ -229,7 +230,7 @@ def peer_arithmetic(peer: Peer, case: Case) -> Arithmetic:
     row, partial results, blocks), the class the roundings."""
     narrow = case.dtype in ("bfloat16", "float16")
     kernel = "math" if peer.arithmetic in ("half", "gpu") and not narrow else peer.arithmetic
-    counts = sum_lengths(case, "gpu" if kernel == "gpu" else "math")
+    counts = sum_lengths(with_number(case), "gpu" if kernel == "gpu" else "math")
     return make_arithmetic(case, kernel, counts)
 
 

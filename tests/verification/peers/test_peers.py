@@ -89,6 +89,7 @@ def run(backend: GlooBackend, name: str, case: Case = PLAIN) -> dict[str, float]
         ("with_scores", replace(SCORED, again="kv", softcap=None)),
         ("packed", PACKED),
         ("heads_first", PLAIN),
+        ("keeps_settings", replace(PLAIN, exchange="ring+all-to-all")),
         *(("sound", replace(PLAIN, again=again)) for again in RUNS),
     ],
 )
