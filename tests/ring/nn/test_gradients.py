@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ring.nn import average_gradients, clip_grad_norm, gradients
+from ring.nn import average_gradients, clip_grad_norm, gradients, loss_ranks
 from ring.nn.gradients import BUCKET
 from tests.support.nn_ranks import OVERS, drawn, far, grad_of, mesh_of, over_of, said
 from tests.support.ranks import Ranks
@@ -181,3 +181,17 @@ def test_replicas_that_are_none_are_refused(ranks: Ranks, dtype: torch.dtype) ->
 
 def test_clipping_without_gradients_returns_zero() -> None:
     assert clip_grad_norm([], 1.0) == clip_grad_norm(nn.Parameter(torch.zeros(3)), 1.0) == 0.0
+
+
+def test_a_wrapper_compares_the_ranks_of_one_backward_alone() -> None:
+    numbers, x = list[int](), torch.zeros(1, requires_grad=True)
+
+    def hook(_: Tensor) -> None:
+        numbers.append(torch._C._current_graph_task_id())
+        loss_ranks.note(frozenset({0, 1}))
+
+    x.register_hook(hook)
+    x.sum().backward()
+    assert loss_ranks.noted(numbers[0]) == [{0, 1}] and loss_ranks.left() == []
+    x.sum().backward()
+    assert loss_ranks.left() == [{0, 1}] and loss_ranks.left() == []

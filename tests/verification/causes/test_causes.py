@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from tests.support.plain_case import plain
 from tests.verification.causes.simulated_ring import DenseRing, Grads, Ring, finite, observed
 from verification.case import Case
 from verification.causes import Cause, agree, explain
+from verification.causes.find import find_cause
 from verification.check.expectation import expect
 
 Edit = Callable[[Any, list[list[Tensor]]], object]
@@ -474,3 +476,26 @@ def test_keys_of_an_earlier_call_are_named() -> None:
     made = ring(DenseRing, attend=attend)
     named = explain(case, expect(case), observed(case, made(case)), earlier)
     assert [cause.name for cause in named] == ["keys and values: earlier call"]
+
+
+def test_an_output_of_nan_alone_is_given_no_cause() -> None:
+    """Queries that see nothing may be NaN; they are not all of the output."""
+    case = cases({})[0]
+
+    class AllNan(diagonal(lambda x, same: x > 0)):  # type: ignore[misc]
+        def results(self) -> list[list[Tensor]]:
+            return [[x if at == 1 else x * math.nan for at, x in enumerate(shard)] for shard in super().results()]
+
+    assert explain(case, expect(case), observed(case, AllNan(case))) == []
+
+
+def test_results_that_change_once_in_some_runs_are_named() -> None:
+    minimal, runs = cases({})[0], list[Case]()
+
+    def run(_: object, case: Case) -> Any:
+        runs.append(case)
+        changed = case == minimal and runs.count(case) in (1, 4)
+        return expect(case), observed(case, (edited(noise) if changed else Ring)(case))
+
+    said = find_cause(run, None, minimal, minimal, lambda case: case, minimal.world)  # type: ignore[arg-type]
+    assert said is not None and re.match("out, lse, .* changed from one run", said)

@@ -21,6 +21,7 @@ from verification.case import Case
 from verification.case_line import read_case_line
 from verification.check.attention_on_ranks import any_case
 from verification.cli.conformance import PROFILE
+from verification.peers.conformance import memory, traffic
 from verification.peers.conformance.columns import COLUMNS, Column
 from verification.peers.conformance.memory import peak_of_arrays, peak_of_tensors
 from verification.peers.conformance.page import page
@@ -171,3 +172,19 @@ def test_the_page_is_that_of_its_record() -> None:
     assert text == page(record), "write it again: python -m verification conformance --page"
     assert re.match(r"# Conformance, 20\d\d-\d\d-\d\d\n", text) and record["date"] in text
     assert "/tmp/" not in text and str(Path.home()) not in text
+
+
+def test_the_busiest_rank_is_judged() -> None:
+    """A ring's bytes, and the largest peak, on all ranks but one."""
+    few, many = (read_case_line(f"world={p} tokens={16 * p} heads=1 head_dim=256 causal=true") for p in (2, 4))
+    shard = 2 * 16 * 256 * 4  # bytes of its keys and values
+    ring, double = ((shard, 3 * shard), (3 * shard, 9 * shard)), (6 * shard, 18 * shard)
+    assert traffic.judged([(few, [ring[0]] * 2), (many, [ring[1]] * 4)]).broken == ""
+    assert traffic.judged([(few, [ring[0]] * 2), (many, [*[ring[1]] * 3, double])]).broken == "more than a ring"
+    cases = [read_case_line(f"world={p} tokens={n} heads=11 head_dim=256 causal=true")
+             for p, n in ((3, 6), (3, 24), (4, 8), (4, 24))]  # fmt: skip
+    head = 2 * 256 * 4  # bytes of one head of the further keys
+    for more, broken in ((head - 1, ""), (head, "not O(n/p)")):
+        peaks = [[9 * head] * case.world for case in cases]
+        peaks[2][3] += more
+        assert memory.judged(list(zip(cases, peaks, strict=True))).broken == broken

@@ -35,8 +35,9 @@ KINDS: dict[str, tuple[Any, Any]] = {
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """Return a reward that depends on each word and place."""
-    return [sum(int(word[4:]) * (i % 3) for i, word in enumerate(text.split())) / 20 for text in completions]
+    """Return a reward that depends on each word and place, and is another one on the second rank of a context group."""
+    other = dist.get_rank() % 2 if dist.is_initialized() else 0
+    return [sum(int(word[4:]) * ((i + other) % 3) for i, word in enumerate(text.split())) / 20 for text in completions]
 
 
 class AnsweringForCausalLM(LlamaForCausalLM):  # type: ignore[misc]

@@ -19,6 +19,7 @@ from transformers import (
 )
 from trl import RewardConfig, RewardTrainer
 
+from ring.integrations.trainers.scores import of_last_tokens
 from ring.integrations.transformers import restored
 from tests.ring.integrations.trainers.test_trainer import assert_same
 from tests.support import trl_runs
@@ -88,3 +89,10 @@ def test_a_training_is_that_of_one_process(name: str, ranks: Ranks, tmp_path: Pa
     for got in ranks(run.world).run(_trained, run, str(tmp_path / "sharded")):
         assert_same(got, expected, 1e-6)  # logs are rounded to fp32
         assert_same(got["weights"], expected["weights"], 1e-12)
+
+
+def test_the_last_token_is_the_last_that_is_no_padding() -> None:
+    tokens = torch.tensor([[3, 4, 0, 0], [0, 0, 3, 4], [3, 0, 4, 0]])
+    scores = torch.arange(12.0).view(3, 4, 1)
+    assert of_last_tokens(scores, tokens, 0).flatten().tolist() == [1, 7, 10]
+    assert of_last_tokens(scores[:1], tokens[:1], None).tolist() == [[3]]

@@ -329,6 +329,7 @@ def _not_prepared() -> str:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
     model, context = ddp.wrap(make("llama"), mesh), ContextParallel(Layout.zigzag(N, 2), mesh["context"])
     batch = shard_batch(context, tokens(1, N))
+    model(batch.tokens)  # a call without a handle says nothing of those with one
     called = said(lambda: model(batch.tokens, position_ids=batch.positions[None], context=context))
     return called + said(lambda: transformers.prepare(model, mesh["context"]))
 
