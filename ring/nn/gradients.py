@@ -45,7 +45,7 @@ def average_gradients(
 
     Raises:
         ValueError: on every rank, for parameters that differ between ranks in number, shape or value, as if seeds
-            differed or one rank left out a step; for sparse gradients, an exhausted iterator, and a loss over more
+            differed or one rank left out a step; for sparse gradients, an exhausted iterator, and a loss over other
             ranks.
         NotImplementedError: for complex gradients, and for DTensors, whose wrapper averages them.
     """
@@ -62,9 +62,9 @@ def _average_gradients(parameters: Iterable[Tensor] | Tensor, ranks: BatchRanks)
         for number, x in enumerate(tensors):
             check_plain(number, x)
         for of_loss in loss_ranks.left():
-            if ranks.world_ranks < of_loss:
+            if of_loss not in (ranks.world_ranks, frozenset()):  # empty: of SameWeights
                 raise ValueError(
-                    f"over must have all ranks of the loss, {sorted(of_loss)}, got {sorted(ranks.world_ranks)}: give "
+                    f"over must have the ranks of the loss, {sorted(of_loss)}, got {sorted(ranks.world_ranks)}: give "
                     "average_gradients and the loss the same mesh, data x context"
                 )
         return {"parameters": [[str(x.dtype), list(x.shape), x.device.type] for x in tensors]}, tensors

@@ -193,13 +193,18 @@ def add_json(parser: argparse.ArgumentParser, what: str = "the report") -> None:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Check that the output files can be written, before a run of hours. Raises OSError naming the argument."""
-    if options.json is not None:
-        check_file("--json", options.json)
-    if getattr(options, "jsonl", None) is not None:
-        check_file("--jsonl", options.jsonl)
-    if getattr(options, "page", None) is not None:
-        check_file("--page", options.page)
+    """Check that the output files can be written, each of its own, before a run of hours. Raises OSError naming the
+    argument."""
+    taken: dict[Path, str] = {}
+    for name in ("json", "jsonl", "page"):
+        file = getattr(options, name, None)
+        if file is None:
+            continue
+        check_file(f"--{name}", file)
+        if (other := taken.setdefault(file.resolve(), f"--{name}")) != f"--{name}" and file.resolve() != Path(
+            os.devnull
+        ):
+            raise OSError(f"argument --{name}: must be another file than {other}, got {file}")
     runs = not any(getattr(options, name, False) for name in ("list", "example"))
     if getattr(options, "failures", None) is not None and runs:
         check_folder("--failures", options.failures)

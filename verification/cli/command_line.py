@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from verification.cli.arguments import MODULE, STATUS, check_outputs, prog_name
+from verification.cli.interrupts import lost_interrupts_repeated
 from verification.console import Console
 from verification.run.backends import Unavailable
 from verification.run.processes.worker import ending_children
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status (see STATUS)."""
     try:
         check_outputs(options)
-        with ending_children():
+        with ending_children(), lost_interrupts_repeated():
             return int(command_module(options.command).carry_out(options, Console()))
     except (Unavailable, OSError) as error:
         print(f"{prog_name()}: error: {printable(str(error))}", file=sys.stderr)

@@ -71,7 +71,8 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
         record["rows"].append(row.to_dict())
         cli.write_json(options.json, record)  # after each row: a run of all takes an hour
         if options.page is not None:
-            write(options.page, page(record))
+            at = options.json and os.path.relpath(options.json, options.page.parent)
+            write(options.page, page(record, at))
     return 2 if NOT_RUN in verdicts else 1 if FAILED in verdicts else 0
 
 

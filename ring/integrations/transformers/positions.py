@@ -116,8 +116,8 @@ def _compare(position_ids: Tensor, context: ContextParallel) -> None:
     raise ValueError(
         f"position_ids must be {RIGHT}, got others: without position_ids the model counts from the shard's "
         "start; positions that are counted from a mask, cumsum(1) - 1, need that attention_mask; and packed documents "
-        "need the handle with their lengths, context=batch.context (shard_batch(..., documents=lengths)). Rows of different documents must be one row, "
-        "tokens.view(1, -1), with the lengths of all documents"
+        "need the handle with their lengths, context=batch.context (shard_batch(..., documents=lengths)). Rows of "
+        "different documents must be one row, tokens.view(1, -1), with the lengths of all documents"
     )
 
 

@@ -1,6 +1,8 @@
 """Refuses a model that ignores the handle of its sequence: it would attend within each shard alone.
 
-A model of transformers that is not prepared takes any keyword, and hands it to an attention that knows none.
+A model of transformers that is not prepared takes any keyword, and hands it to an attention that knows none. A model in
+which some layers alone ignore the handle, or whose layers have it as an attribute, is not noticed here: hold it to one
+process by `python -m verification model`.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from verification.__main__ import main
 from verification.cli import command_line, validate
 from verification.cli.arguments import TYPED, check_file, check_folder, find_title
 from verification.cli.command_line import COMMANDS
+from verification.cli.interrupts import lost_interrupts_repeated
 from verification.replay.replay import replay
 from verification.report.report import Report
 from verification.run.backends import GlooBackend
@@ -65,6 +66,7 @@ def test_usage_and_errors_name_what_the_user_typed(script: str, words: list[str]
     ("arguments", "named"),
     (
         ("run --world 0", "argument --world"), ("run --world 1,two", "argument --world"),
+        ("conformance --json x --page ./x", "argument --page: must be another file than --json, got x"),
         ("run --examples 0", "argument --examples"), ("run --hours -1", "argument --hours"),
         ("run --seed x", "argument --seed"), ("run --real-size 3", "argument --real-size"), ("dance", "dance"),
         ("run --world 2 4", "unrecognized arguments: 4; separate world sizes by commas, as --world 2,4"),
@@ -166,12 +168,14 @@ def test_unwritable_paths_are_refused_before_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "command", "said"),
     (
-        ("hypothesis.py", "verification run", "not today"),
+        ("hypothesis/__init__.py", "verification run", "not today"),
+        ("hypothesis.py", "verification run", "hypothesis.py hides the package hypothesis"),
         ("ring.py", "verification run", "ring.py hides the package ring"),
         ("ring.py", "pytest -p verification.pytest_plugin --attention a:b", "ring.py hides the package ring"),
     ),
 )
 def test_a_package_in_the_way_is_no_counter_example(file: str, command: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("raise ImportError('not today')")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     words = [sys.executable, "-P", "-m", *command.split()]
@@ -240,6 +244,16 @@ def test_ctrl_c_during_imports_is_one_line(seconds: float, tmp_path: Path) -> No
     time.sleep(seconds)
     command.send_signal(signal.SIGINT)
     assert command.communicate()[1].count("\n") == 1 and command.returncode == 2
+
+
+def test_ctrl_c_in_a_destructor_is_not_lost() -> None:
+    class Ending:
+        def __del__(self) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), lost_interrupts_repeated():
+        Ending()
+        time.sleep(10)
 
 
 @pytest.mark.slow

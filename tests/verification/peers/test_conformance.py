@@ -147,7 +147,7 @@ def test_the_command_writes_its_record_and_page(tmp_path: Path, capsys: pytest.C
     files = ("--json", str(tmp_path / "record.json"), "--page", str(tmp_path / "page.md"), "--failures", str(tmp_path))
     assert main(("conformance", *names, "zz.adapter", "--examples", "2", "--seed", "1", *files)) == 2
     record = json.loads((tmp_path / "record.json").read_text())
-    assert (tmp_path / "page.md").read_text() == page(record)
+    assert (tmp_path / "page.md").read_text() == page(record, "record.json")
     assert (record["seed"], record["examples"], record["columns"]) == (1, 2, list(NAMES))
     assert {"date", "commit", "command", "torch", "python", "device", "worlds", "rows"} <= set(record)
     sound, no_lse, raises, unknown = ({cell["column"]: cell for cell in x["cells"]} for x in record["rows"])
@@ -169,7 +169,9 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_page_is_that_of_its_record() -> None:
     record = json.loads((ROOT / "notebooks/data/conformance.json").read_text())
     text = (ROOT / "verification/CONFORMANCE.md").read_text()
-    assert text == page(record), "write it again: python -m verification conformance --page"
+    assert text == page(record, "../notebooks/data/conformance.json"), (
+        "write it again: python -m verification conformance --page"
+    )
     assert re.match(r"# Conformance, 20\d\d-\d\d-\d\d\n", text) and record["date"] in text
     assert "/tmp/" not in text and str(Path.home()) not in text
 

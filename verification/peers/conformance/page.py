@@ -11,7 +11,7 @@ from verification.wording import counted
 HEAD = """\
 # Conformance, {date}
 
-`{command}` wrote this page and [its record](../notebooks/data/conformance.json): torch {torch}, Python {python},
+`{command}` wrote this page and {its_record}: torch {torch}, Python {python},
 {device}, commit {commit}, seed {seed}. No cell is written by hand; names of the command without a row had not ended.
 
 A row is an implementation, a column a feature. Each cell is a search of its own: {examples} examples on each of
@@ -31,11 +31,14 @@ they grow no faster than a ring's ([how](peers/conformance/traffic.py)).
 """
 
 
-def page(record: Mapping[str, Any]) -> str:
-    """Return the page of a record, as `python -m verification conformance --json` writes it."""
+def page(record: Mapping[str, Any], at: str | None) -> str:
+    """Return the page of a record, as `python -m verification conformance --json` writes it. at: its file, from the
+    page's folder.
+    """
+    its_record = "its record" if at is None else f"[its record]({at})"
     notes: dict[str, int] = {}
     columns, worlds = record["columns"], " and ".join(map(str, record["worlds"]))
-    lines = [HEAD.format(**{**record, "worlds": worlds})]
+    lines = [HEAD.format(**{**record, "worlds": worlds, "its_record": its_record})]
     lines += [f"| implementation | version | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
     for row in record["rows"]:
         cells = [f"{cell_text(cell)}{_reference(row, cell, notes)}" for cell in row["cells"]]

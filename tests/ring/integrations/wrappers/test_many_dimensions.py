@@ -79,17 +79,17 @@ def _refuse(case: str) -> str:
     context = ContextParallel(TWO.arranged(), mesh["context"])
     model: Any = SmallModel()
     wrapped: Any = model
-    if case != "average":
+    if "average" not in case:
         wrapped = fsdp.shard(model, alone, LongNetBlock) if case == "fsdp" else ddp.wrap(model, alone)
     (tokens, labels), *_ = TWO.whole(0)
     batch = shard_batch(context, tokens[rank // 2 * 2 :][:2], labels[rank // 2 * 2 :][:2])
     assert batch.labels is not None
-    local, over = batch.labels, mesh["data"] if case == "other" else mesh
+    local, over = batch.labels, {"other": mesh["data"], "average over more": mesh["context"]}.get(case, mesh)
 
     def step() -> None:
         cross_entropy(wrapped(batch.tokens, batch.context), local, over).backward()
-        if case == "average":
-            average_gradients(model.parameters(), alone)
+        if "average" in case:
+            average_gradients(model.parameters(), alone if case == "average" else mesh)
 
     return said(step)
 
@@ -99,7 +99,8 @@ REFUSED = {
     "ddp": f"{LOSSES}[0, 1, 2, 3]",
     "fsdp": f"{LOSSES}[0, 1, 2, 3]",
     "other": f"{LOSSES}[0, 2]",
-    "average": "over must have all ranks of the loss, [0, 1, 2, 3], got [0, 1]: give",
+    "average": "over must have the ranks of the loss, [0, 1, 2, 3], got [0, 1]: give",
+    "average over more": "over must have the ranks of the loss, [0, 1], got [0, 1, 2, 3]: give",
     "context": "mesh of the wrapper must have all ranks of the context, [0, 1], got [0, 2]",
 }
 
