@@ -96,13 +96,10 @@ class Rollouts:
         return super()._get_dataloader(dataset, description, *args, **options)  # type: ignore[misc]
 
     def _generate_single_turn(self, *args: Any, **options: Any) -> Any:
-        with restored(self._inner()):  # type: ignore[attr-defined]
-            return super()._generate_single_turn(*args, **options)  # type: ignore[misc]
-
-    def _generate(self, prompts: list[Any]) -> Any:
         """Return completions, of the context group's first rank: on GPUs others may have drawn other tokens."""
         group = self.mesh.get_group("context")
-        rollouts = [super()._generate(prompts)]  # type: ignore[misc]
+        with restored(self._inner()):  # type: ignore[attr-defined]
+            rollouts = [super()._generate_single_turn(*args, **options)]  # type: ignore[misc]
         dist.broadcast_object_list(rollouts, src=dist.get_global_rank(group, 0), group=group)
         return rollouts[0]
 

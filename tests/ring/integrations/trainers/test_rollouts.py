@@ -34,20 +34,29 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
+def second_of_context() -> int:
+    """Return 1 on the second rank of a context group, whose answers and rewards are those of the first."""
+    return dist.get_rank() % 2 if dist.is_initialized() else 0
+
+
 def reward(completions: list[str], **_: Any) -> list[float]:
     """Return a reward that depends on each word and place, and is another one on the second rank of a context group."""
-    other = dist.get_rank() % 2 if dist.is_initialized() else 0
-    return [sum(int(word[4:]) * ((i + other) % 3) for i, word in enumerate(text.split())) / 20 for text in completions]
+    return [
+        sum(int(word[4:]) * ((i + second_of_context()) % 3) for i, word in enumerate(text.split())) / 20
+        for text in completions
+    ]
 
 
 class AnsweringForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
-    """A model that gives answers on any ranks: of drawn lengths, others at each place in the batch."""
+    """A model that gives answers on any ranks: of drawn lengths, others at each place in the batch, and others on the
+    second rank of a context group.
+    """
 
     def generate(self, input_ids: Tensor, **_: Any) -> Tensor:
         """Return prompts and answers, filled up with the last word."""
         rows: list[list[int]] = input_ids.tolist()
         for place, row in enumerate(rows, len(rows) * self.config.data_rank):
-            draw = torch.Generator().manual_seed(sum(row) + 100 * place)
+            draw = torch.Generator().manual_seed(sum(row) + 100 * place + 7 * second_of_context())
             length = int(torch.randint(1, 9, (), generator=draw))
             row.extend(torch.randint(2, VOCABULARY, (length,), generator=draw).tolist() + [1] * (8 - length))
         return torch.tensor(rows)
