@@ -95,13 +95,23 @@ class Rollouts:
             self._check_evaluation(dataset)
         return super()._get_dataloader(dataset, description, *args, **options)  # type: ignore[misc]
 
+    def _generate(self, prompts: list[Any]) -> Any:
+        """Return completions, as the context group's first rank has them before TRL logs their lengths."""
+        own = getattr(self, "rollout_func", None)
+        if own is None:
+            return super()._generate(prompts)  # type: ignore[misc]
+        with patch.object(self, "rollout_func", lambda *given: self._of_first_rank(own(*given))):
+            return super()._generate(prompts)  # type: ignore[misc]
+
     def _generate_single_turn(self, *args: Any, **options: Any) -> Any:
-        """Return completions, of the context group's first rank: on GPUs others may have drawn other tokens."""
-        group = self.mesh.get_group("context")
         with restored(self._inner()):  # type: ignore[attr-defined]
-            rollouts = [super()._generate_single_turn(*args, **options)]  # type: ignore[misc]
-        dist.broadcast_object_list(rollouts, src=dist.get_global_rank(group, 0), group=group)
-        return rollouts[0]
+            return self._of_first_rank(super()._generate_single_turn(*args, **options))  # type: ignore[misc]
+
+    def _of_first_rank(self, rollouts: Any) -> Any:
+        """Return the rollouts of the context group's first rank: on GPUs others may have drawn other tokens."""
+        held, group = [rollouts], self.mesh.get_group("context")
+        dist.broadcast_object_list(held, src=dist.get_global_rank(group, 0), group=group)
+        return held[0]
 
     def _calculate_rewards(self, *args: Any, **options: Any) -> Tensor:
         """Return rewards, of the context group's first rank: functions may judge the same completion differently."""

@@ -47,19 +47,31 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     ]
 
 
+def answers(rows: list[list[int]], data_rank: int) -> list[list[int]]:
+    """Return answers of drawn lengths, others at each place in the batch and on the second rank of a context group."""
+    given = []
+    for place, row in enumerate(rows, len(rows) * data_rank):
+        draw = torch.Generator().manual_seed(sum(row) + 100 * place + 7 * second_of_context())
+        length = int(torch.randint(1, 9, (), generator=draw))
+        given.append(torch.randint(2, VOCABULARY, (length,), generator=draw).tolist())
+    return given
+
+
 class AnsweringForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
-    """A model that gives answers on any ranks: of drawn lengths, others at each place in the batch, and others on the
-    second rank of a context group.
-    """
+    """A model that gives these answers."""
 
     def generate(self, input_ids: Tensor, **_: Any) -> Tensor:
         """Return prompts and answers, filled up with the last word."""
         rows: list[list[int]] = input_ids.tolist()
-        for place, row in enumerate(rows, len(rows) * self.config.data_rank):
-            draw = torch.Generator().manual_seed(sum(row) + 100 * place + 7 * second_of_context())
-            length = int(torch.randint(1, 9, (), generator=draw))
-            row.extend(torch.randint(2, VOCABULARY, (length,), generator=draw).tolist() + [1] * (8 - length))
-        return torch.tensor(rows)
+        given = answers(rows, self.config.data_rank)
+        return torch.tensor([row + one + [1] * (8 - len(one)) for row, one in zip(rows, given, strict=True)])
+
+
+def rollouts(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """A rollout_func with these answers."""
+    rows = trainer.processing_class(prompts)["input_ids"]
+    given = answers(rows, trainer.accelerator.process_index)
+    return {"prompt_ids": rows, "completion_ids": given, "logprobs": [[0.0] * len(one) for one in given]}
 
 
 def _prompts(number: int) -> Dataset:
@@ -75,6 +87,8 @@ def _trainer(run: Run, folder: str) -> Any:
     options: dict[str, Any] = {"train_dataset": _prompts(8), "eval_dataset": _prompts(run.held), "reward_funcs": reward}
     if run.collator == "stream":
         options["eval_dataset"] = options["eval_dataset"].to_iterable_dataset()
+    if run.collator == "rollouts":
+        options["rollout_func"] = rollouts
     made: Any = AnsweringForCausalLM if run.collator == "answers" else LlamaForCausalLM
     model = made.from_pretrained(f"{folder}/model", dtype=torch.float64)
     if run.collator == "prepared":
@@ -99,6 +113,7 @@ RUNS = {
         "importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2}),
     "by length": GRPO(3, 3, settings={
         "loss_type": "dr_grpo", "steps_per_generation": 2, "eval_strategy": "steps", "eval_steps": 2}),
+    "rollouts": GRPO(2, 2, "rollouts", held=4),
     "by batch": GRPO(2, 2, settings={"loss_type": "bnpo", "gradient_accumulation_steps": 2}),
 }  # fmt: skip
 
