@@ -251,9 +251,13 @@ def test_ctrl_c_in_a_destructor_is_not_lost() -> None:
         def __del__(self) -> None:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), lost_interrupts_repeated():
-        Ending()
-        time.sleep(10)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in workers of pytest
+    try:
+        with pytest.raises(KeyboardInterrupt), lost_interrupts_repeated():
+            Ending()
+            time.sleep(10)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.slow

@@ -337,7 +337,7 @@ def _not_prepared() -> str:
 def test_a_wrapped_model_that_is_not_prepared_is_refused(ranks: Ranks) -> None:
     """Transformers takes any keyword, and gives it to an attention that ignores it."""
     for answer in ranks(2).run(_not_prepared):
-        assert "context must reach the model's attention, got a LlamaForCausalLM that ignores it" in answer
+        assert "model must be prepared before it is wrapped, got one whose attention, 'sdpa', ignores context" in answer
         assert "model must be one of transformers, not yet wrapped, got a DistributedDataParallel" in answer
 
 
