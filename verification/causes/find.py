@@ -30,9 +30,9 @@ LARGER = ((4, 2, 4), (6, 3, 3), (8, 2, 8), (5, 3, 5))  # tokens on a rank, heads
 
 
 def find_cause(run: Run, backend: Backend, minimal: Case, first: Case, claim: Claim, world: int) -> str | None:
-    """Return a sentence on the minimal Case, or on the first larger one whose errors are large enough:
-    the mistake that explains it and larger Cases like it; else None. Up to MOST mistakes between which no Case decides
-    are named together, the plainest first. Results that no mistake explains are computed again: they may change.
+    """Return a sentence on the minimal Case, or on the first larger one whose errors are large enough to tell: the
+    mistake that explains it and larger Cases like it; else None. Up to MOST mistakes between which no Case decides are
+    named together, the plainest first. Results that no mistake explains are computed again: they may change.
 
     Others, `first` and drawn ones, may fail for another reason, so they only narrow. If causes are left that say
     different things, larger Cases run on a world of another size, too.
@@ -47,9 +47,8 @@ def find_cause(run: Run, backend: Backend, minimal: Case, first: Case, claim: Cl
         return causes
 
     try:
-        causes = agreed(
-            _explain_first(run, backend, further := iter([minimal, *larger_cases(minimal, claim)])), further, 0
-        )
+        further = iter([minimal, *larger_cases(minimal, claim)])
+        causes = agreed(_explain_first(run, backend, further), further, 0)
         causes = causes or _explain_by_earlier_calls(run, backend, larger_cases(minimal, claim))
         if not causes and (changing := _changing(run, backend, minimal)):
             return changing

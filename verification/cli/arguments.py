@@ -201,9 +201,8 @@ def check_outputs(options: argparse.Namespace) -> None:
         if file is None:
             continue
         check_file(f"--{name}", file)
-        if (other := taken.setdefault(file.resolve(), f"--{name}")) != f"--{name}" and file.resolve() != Path(
-            os.devnull
-        ):
+        other = taken.setdefault(file.resolve(), f"--{name}")
+        if other != f"--{name}" and file != Path(os.devnull):
             raise OSError(f"argument --{name}: must be another file than {other}, got {file}")
     runs = not any(getattr(options, name, False) for name in ("list", "example"))
     if getattr(options, "failures", None) is not None and runs:
