@@ -3,7 +3,8 @@ from all partial results that hold its row and head.
 
 A program of the kernel computes rows of one head. It tests each of the head's entries (`ring.compute.gpu.merge_table`)
 for these rows. They are as far apart as the rows of the widest grid, so that a dilated grid holds all of them or, in
-most cases, none.
+most cases, none. A lane is a head and the first of such rows. Lanes that only parts in place can hold have no program:
+their rows are in the output already.
 
 Rows, and the places of lse's numbers within a sequence, are counted in 32 bits. The plain version,
 `ring.compute.accumulator`, takes tensors with more rows times heads (`ring.execute`).
@@ -24,7 +25,7 @@ import triton.language as tl
 from ring.caching.bounded_cache import BoundedCache
 from ring.caching.graph_keepalive import keep_alive
 from ring.caching.triton_launcher import Launcher
-from ring.compute.gpu.merge_table import Field, list_places, make_entries
+from ring.compute.gpu.merge_table import Field, list_lanes, list_places, make_entries
 from ring.compute.gpu.partial_results import Part, is_aligned
 from ring.plan.ranges import Ints
 
@@ -69,22 +70,26 @@ def _may_hold(entry, begin, span):  # type: ignore[no-untyped-def]
 @triton.jit
 def _combine(  # type: ignore[no-untyped-def]
     entries, first, out, lse, twin, sinks,
-    out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, apart, twin_entries,
+    out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, apart, lanes, twin_entries,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr,
-    WEIGHTED: tl.constexpr, WIDE: tl.constexpr, BASES: tl.constexpr, LISTED: tl.constexpr, SINKS: tl.constexpr,
+    WEIGHTED: tl.constexpr, WIDE: tl.constexpr, BASES: tl.constexpr, LANES: tl.constexpr, LISTED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge every `apart`-th row of one head and batch. WEIGHTED: average by lse; else sum. KIND: the 16-bit type.
     WIDE: 0: no part is fp32; 1: all are; 2: some are. BASES: rows that only a head's first parts hold, so many, are in
-    `out` already. twin: a second output like `out`, with entries `twin_entries` further on. LISTED: some parts list
-    their rows. SINKS: every row begins with output 0 and the head's number of `sinks` as lse.
+    `out` already. twin: a second output like `out`, with entries `twin_entries` further on. LANES: the lanes are listed
+    after `first`. LISTED: some parts list their rows. SINKS: every row begins with output 0 and the head's number of
+    `sinks` as lse.
     """
     if tl.program_id(2) == 1:
         out = twin
         first += twin_entries
         entries += twin_entries
-    head = tl.program_id(0) % heads  # programs on neighbouring memory run together
-    chunk = tl.program_id(0) // heads
-    begin = chunk // apart * (ROWS * apart) + chunk % apart
+    lane = tl.program_id(0) % lanes  # programs on neighbouring memory run together
+    if LANES:
+        lane = tl.load(first + heads + 1 + lane).to(tl.int32)
+    head = lane % heads
+    begin = tl.program_id(0) // lanes * (ROWS * apart) + lane // heads
     row = begin + apart * tl.arange(0, ROWS)
     batch = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -186,6 +191,17 @@ class Job:
     def done(self) -> bool:
         return not self.out.numel() or (0 < self.in_place == len(self.parts) and self.lse is None)
 
+    def copy_lse(self) -> None:
+        """Copy lse of the parts in place."""
+        assert self.lse is not None
+        for part in self.parts[: self.in_place]:
+            rows, heads = part.rows, part.heads
+            assert part.lse is not None
+            own = self.lse.narrow(1, heads.start, heads.groups * heads.per_group)
+            own = own.narrow(2, rows.start, rows.folds * rows.length)
+            own = own.unflatten(2, (rows.folds, rows.length)).unflatten(1, (heads.groups, heads.per_group))
+            own.copy_(part.lse.permute(1, 2, 3, 0, 4))
+
     def geometry(self) -> tuple[object, ...]:
         """Return a key that is equal for jobs that differ only in addresses and values of their tensors."""
         out, lse = self.out, self.lse
@@ -229,46 +245,68 @@ class _Launch:
         fp32 = sum(part.out.dtype == torch.float32 for part in parts)
         out_batch, out_row, out_head, _ = out.stride()
         lse_batch, lse_head, lse_row = (0, 0, 0) if lse is None else lse.stride()
-        programs = triton.cdiv(tokens, _ROWS * row_step) * row_step * heads
         self.weighted = 1 if lse is None else 2  # addresses of each part
-        self.table, self.at, self.which = self._entries(parts, row_step, heads)
-        self.begin = heads + 1  # index of the first entry in the table
+        in_place = job.in_place if job.sinks is None else 0
+        self.table, self.at, self.which, listed = self._entries(parts, row_step, heads, in_place)
+        self.begin = heads + 1 if listed is None else heads + 1 + len(listed)  # index of the first entry in the table
+        self.copies_lse = listed is not None and lse is not None
+        self.lanes = row_step * heads if listed is None else len(listed)
         self.numbers = (
-            out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, row_step, len(self.table)
+            out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, row_step, self.lanes,
+            len(self.table),
         )  # fmt: skip
         self.constants: dict[str, Any] = {
             "DIM": dim, "BLOCK": triton.next_power_of_2(dim), "ROWS": _ROWS,
             "KIND": _KINDS.get(job.kind, tl.bfloat16),
             "ALIGNED": dim % 8 == 0 and all(is_aligned(x) for x in (out, *(part.out for part in parts))),
             "WEIGHTED": lse is not None, "WIDE": 0 if not fp32 else 1 if fp32 == len(parts) else 2,
-            "BASES": job.bases if job.sinks is None else 0, "LISTED": bool(self.places), "SINKS": job.sinks is not None,
+            "BASES": job.bases if in_place else 0, "LANES": listed is not None, "LISTED": bool(self.places),
+            "SINKS": job.sinks is not None,
         }  # fmt: skip
         # One launch can write two outputs of equal form.
-        self.form = out.shape, out.stride(), out.dtype, self.numbers, self.constants
+        self.form = (
+            out.shape,
+            out.stride(),
+            out.dtype,
+            self.numbers,
+            self.constants,
+            None if listed is None else listed.tobytes(),
+        )
+        programs = triton.cdiv(tokens, _ROWS * row_step) * self.lanes
         self._alone, self._with_twin = (
             Launcher(_combine, (programs, batch, outputs), _WARPS, self.numbers, self.constants) for outputs in (1, 2)
         )
 
-    def _entries(self, parts: list[Part], row_step: int, heads: int) -> tuple[Ints, Ints, Ints]:
-        """Return (table, at, which). table: the first entry of each head, (H + 1,), then the entries by head, (entries,
-        fields), with relative addresses. Add address number `which[i]` of the job to the table at `at[i]`.
+    def _entries(
+        self, parts: list[Part], row_step: int, heads: int, in_place: int
+    ) -> tuple[Ints, Ints, Ints, Ints | None]:
+        """Return (table, at, which, lanes). table: the first entry of each head, (H + 1,), the lanes, then the entries
+        by head, (entries, fields), with relative addresses. Add address number `which[i]` of the job to the table at
+        `at[i]`. lanes: those that parts beyond the first `in_place` may hold; None: all.
         """
         if not parts:
             empty = np.zeros(0, np.int64)
-            return np.zeros(heads + 1, np.int64), empty, empty
+            return np.zeros(heads + 1, np.int64), empty, empty, None
         tables = [make_entries(part, row_step) for part in parts]
         which = np.repeat(np.arange(len(parts)), [len(table) for _, table in tables])
         head, table = (np.concatenate(column) for column in zip(*tables, strict=True))
+        lanes = list_lanes(head[which >= in_place], table[which >= in_place], row_step, heads) if in_place else None
+        if lanes is not None and len(lanes) == row_step * heads:
+            lanes = None
         order = np.argsort(head, kind="stable")
-        first = np.searchsorted(head[order], np.arange(heads + 1))
-        row = heads + 1 + len(Field) * np.arange(len(order))
+        begins = [np.searchsorted(head[order], np.arange(heads + 1)), *([] if lanes is None else [lanes])]
+        row = sum(map(len, begins)) + len(Field) * np.arange(len(order))
         fields = (Field.OUT, Field.LSE)[: self.weighted]
         at = np.concatenate([row + field for field in fields])
         which = np.concatenate([self.weighted * which[order] + i for i in range(self.weighted)])
-        return np.concatenate([first, table[order].reshape(-1)]), at, which
+        return np.concatenate([*begins, table[order].reshape(-1)]), at, which, lanes
 
     def __call__(self, job: Job, table: _Table, twin: torch.Tensor | None) -> None:
         """Launch the job. twin: the output of another job of equal form, whose entries follow."""
+        if self.copies_lse:
+            job.copy_lse()
+        if not self.lanes:
+            return
         out, lse, sinks = job.out, job.out if job.lse is None else job.lse, job.out if job.sinks is None else job.sinks
         if twin is None:
             self._alone(table.entries, table.first, out, lse, out, sinks)

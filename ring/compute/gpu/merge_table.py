@@ -1,5 +1,6 @@
 """The table of partial results for the merge kernel, `ring.compute.gpu.merge_kernel`, which reads it on the GPU. It has
-an entry, a row of integers, for each head of a partial result: its addresses and the grid of its rows.
+an entry, a row of integers, for each head of a partial result: its addresses and the grid of its rows. Before the
+entries are the index of each head's first one and, where some have no program, the lanes.
 
 Place i of fold f is row start + f * fold_step + i * step of the output, or a listed row. Its numbers lie at
 out + f * out_fold + batch * out_batch + i * out_row.
@@ -57,6 +58,20 @@ def make_entries(part: Part, row_step: int) -> tuple[Ints, Ints]:
     if part.rows.index is not None:
         table[:, Field.PLACES] = list_places(part.rows, out.device).data_ptr()
     return heads, table
+
+
+def list_lanes(heads: Ints, entries: Ints, row_step: int, count: int) -> Ints:
+    """Return the lanes whose rows some entry may hold: (number of the first row, below row_step) * count + head.
+
+    Args:
+        heads: of the entries, (entries,).
+        entries: of the table, (entries, fields).
+        row_step: distance of the rows of a kernel program.
+        count: of all heads.
+    """
+    row = np.arange(row_step)[:, None]
+    held = (row - entries[:, Field.START]) % entries[:, Field.DIVISOR] == 0
+    return np.unique((row * count + heads)[held])
 
 
 @cached_on

@@ -157,7 +157,7 @@ def test_own_keys_per_call_by_default() -> None:
     assert default_local_bucket(2, 32, 128, 40) == 40
     assert default_local_bucket(2, 32, 128, 2**20, "cuda") == 2**20
     for widest in (128, 256):
-        assert default_local_bucket(2, 32, widest, 40, "cuda") == 2**30 // (2 * 32 * widest)
+        assert default_local_bucket(2, 32, widest, 40, "cuda") == 2**31 // (2 * 32 * widest)
 
 
 def test_slots_are_counted_in_64_bits() -> None:

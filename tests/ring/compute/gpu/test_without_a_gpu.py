@@ -17,6 +17,7 @@ import torch
 from ring.caching.bounded_cache import BoundedCache
 from ring.compute import kernel_calls
 from ring.compute.gpu import graph_replay
+from ring.compute.gpu.merge_table import list_lanes, make_entries
 from ring.compute.gpu.partial_results import Part, as_output, takes_part
 from ring.compute.kernels import CUDNN, FLASH_CPU, MATH
 from ring.compute.kernels.kernel import Kernel
@@ -59,6 +60,30 @@ def test_listed_rows_are_cut_into_portions(monkeypatch: pytest.MonkeyPatch) -> N
     unordered = replace(tile, key_heads=Heads.of(((0,), (3,), (4,))))
     assert portioned(unordered, 1, monkeypatch) == [unordered]
     assert portioned(tile, 1, monkeypatch, FLASH_CPU) == [tile] == portioned(tile, 1, monkeypatch, MATH)
+
+
+@pytest.mark.parametrize("row_step", [1, 4, 32])
+def test_lanes_are_those_with_rows_of_a_part(row_step: int) -> None:
+    """Every row of 6 heads that a part holds lies in a listed lane. Others are listed only as far as steps do not divide
+    row_step.
+    """
+    parts = [
+        (Rows(3, 8, 5, 64, 3), Heads(1, 1, 0, 1, 1)), (Rows(1, 4, 20, head_step=1), Heads(3, 1, 1, 1, 1)),
+        (Rows(7, 12, 4), Heads(1, 1, 4, 1, 1)), (Rows.of(np.array([[2, 9]])), Heads(1, 1, 5, 1, 1)),
+    ]  # fmt: skip
+    tables, held = [], set()
+    for rows, heads in parts:
+        out = torch.empty(rows.folds, 1, heads.groups, heads.per_group, rows.length, 8)
+        tables.append(make_entries(Part(rows, heads, out, None), row_step))
+        for group in range(heads.groups):
+            listed = rows.listed().ravel() + group * rows.head_step
+            held |= {(int(row) % row_step, heads.start + group) for row in listed}
+    heads, entries = (np.concatenate(column) for column in zip(*tables, strict=True))
+    lanes = {divmod(int(lane), 6) for lane in list_lanes(heads, entries, row_step, 6)}
+    assert held <= lanes
+    wanted = {1: {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1}, 4: {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 4},
+              32: {0: 4, 1: 8, 2: 8, 3: 8, 4: 8, 5: 32}}[row_step]  # fmt: skip
+    assert {head: sum(lane[1] == head for lane in lanes) for head in range(6)} == wanted
 
 
 STRIDED = {  # of (batch, head, row), and where it begins, in numbers of 2 bytes; strides of what is given, None: a copy
