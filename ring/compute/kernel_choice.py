@@ -80,4 +80,5 @@ def _tile_work(tile: Tile, passed: str, dims: tuple[int, int], batch: int) -> Wo
     count = 1 if tile.sequences is None else len(tile.sequences.query) - 1
     heads = tile.query_rows.folds * batch * tile.query_heads.groups * tile.query_heads.per_group * count
     length = (tile.query_rows.length * tile.key_rows.length) ** 0.5 / count
-    return Work(passed, *dims, tile.is_triangle, tile.sequences is not None, length, heads)
+    window = 0 if tile.window is None else max(1, tile.window)
+    return Work(passed, *dims, tile.is_triangle, tile.sequences is not None, length, heads, window)

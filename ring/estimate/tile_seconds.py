@@ -121,7 +121,7 @@ def _curves(passed: str, dims: tuple[int, int], causal: bool, kernels: tuple[Ker
     calls = [
         row
         for row in _rows()
-        if (row["passed"], row["causal"], row["varied"]) == (passed, causal, False)
+        if (row["passed"], row["causal"], row["varied"], row["window"]) == (passed, causal, False, 0)
         and not row["ms"].keys().isdisjoint(names)
     ]
     near = min(

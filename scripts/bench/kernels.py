@@ -1,6 +1,6 @@
 """Times the fused kernels of one GPU, and writes the table by which kernel="auto" chooses.
 
-    python scripts/bench kernels [--dims 64 128 192/128 256] [--longest 32Ki] [--json FILE]
+    python scripts/bench kernels [--dims 64 96 128 192/128 256] [--longest 32Ki] [--json FILE]
 
 A time is that of a call in a CUDA graph of several calls, the median of 5 replays: the host's time does not count,
 since short calls are replayed as graphs and long ones hide it. Every kernel that takes a call is timed, in turn.
@@ -39,10 +39,10 @@ from verification import whole_file
 from verification.report.provenance import surroundings
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-DIMS = ("64", "128", "192/128", "256")
+DIMS = ("64", "96", "128", "192/128", "256")
 HEADS = {(64, 64): (32, 8), (96, 96): (32, 8), (128, 128): (32, 8), (192, 128): (16, 16), (256, 256): (16, 4)}
 CUDA = torch.device("cuda")
-SHORTEST, MEAN_LENGTHS = 256, (128, 512, 2048, 8192)
+SHORTEST, MEAN_LENGTHS, WINDOWS = 256, (128, 512, 2048, 8192), (127, 511, 1023, 2047, 4095)
 MILLISECONDS, REPLAYS = 2.0, 5  # of a graph; its replays
 
 
@@ -100,14 +100,18 @@ def grid(dims: tuple[int, int], longest: int) -> Iterator[tuple[Work, list[int]]
             if mean < longest:
                 sizes = list(document_lengths(longest, mean))
                 yield Work(passed, *dims, causal, True, longest / len(sizes), heads * len(sizes)), sizes
+        for length, window in itertools.product((longest // 4, longest), WINDOWS if causal else ()):
+            if window < length:
+                yield Work(passed, *dims, causal, False, length, heads, window), [length]
 
 
 def timed(work: Work, lengths: list[int]) -> Iterator[tuple[str, float | None]]:
     """Iterate over the kernels that take a call, with milliseconds; None for one that raises."""
     heads, kv_heads = HEADS[work.dim, work.value_dim]
     call = KernelCall(
-        tuple(lengths), tuple(lengths), work.causal, work.varied, heads, kv_heads, work.dim, work.value_dim
-    )
+        tuple(lengths), tuple(lengths), work.causal, work.varied, heads, kv_heads, work.dim, work.value_dim,
+        work.window or None,
+    )  # fmt: skip
     for kernel in FUSED:
         if not call.taken_by(kernel, CUDA, repeatable=work.passed == PASSES[2]):
             continue
@@ -138,6 +142,7 @@ class KernelCall:
     kv_heads: int
     dim: int
     value_dim: int
+    window: int | None = None
 
     @cached_property  # one tile: its lengths are copied to a GPU once, before a graph is captured
     def tile(self) -> Tile:
@@ -148,6 +153,7 @@ class KernelCall:
             query, key, Heads(self.kv_heads, share, 0, share, 1), Heads(self.kv_heads, 1, 0, 1, 1),
             Mask.CAUSAL if self.causal else Mask.FULL,
             sequences=Sequences.of(np.array(self.query), np.array(self.key)) if self.packed else None,
+            window=self.window,
         )  # fmt: skip
 
     @property

@@ -26,12 +26,12 @@ from ring.plan.tile import Mask, Sequences, Tile
 
 RECORD = json.loads(FILE.read_text())
 SIZES: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
-NAMES = ("passed", "dim", "value_dim", "causal", "varied")
+NAMES = ("passed", "dim", "value_dim", "causal", "varied", "window")
 MEASURED = Rates.of(GPU)
 
 
 def rows_of(passed: str, dim: int, causal: bool, varied: bool) -> list[dict[str, Any]]:
-    kind = (passed, dim, dim, causal, varied)
+    kind = (passed, dim, dim, causal, varied, 0)
     return [row for row in RECORD["rows"] if tuple(row[name] for name in NAMES) == kind]
 
 

@@ -1,8 +1,8 @@
 """Measured times of the fused kernels of GPUs, and the fastest kernel for a call.
 
 The table, `kernel_times.json`, is written by `python scripts/bench kernels`, on one GPU. A call takes the row that is
-nearest in head dims, length and number of sequences. A GPU of another compute capability than the table's has no row:
-there the first kernel of the table `ring.compute.kernels` is taken.
+nearest in head dims, window, length and number of sequences. A GPU of another compute capability than the table's has
+no row: there the first kernel of the table `ring.compute.kernels` is taken.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Work(NamedTuple):
     varied     True for sequences of several lengths
     length     geometric mean of the rows and keys of a sequence
     heads      sequences times query heads
+    window     most positions between a query and its keys; 0: no window
     """
 
     passed: str
@@ -38,16 +39,24 @@ class Work(NamedTuple):
     varied: bool
     length: float
     heads: int
+    window: int = 0
+
+    @property
+    def kind(self) -> tuple[str, bool, bool, bool]:
+        """Pass, mask and lengths: calls of other kinds tell nothing of it. Windows were measured in causal calls."""
+        if self.window:
+            return self.passed, True, False, True
+        return self.passed, self.causal, self.varied, False
 
 
 @lru_cache(maxsize=1)
-def _tables() -> dict[tuple[int, int], dict[tuple[str, bool, bool], list[tuple[Work, dict[str, float]]]]]:
-    """Return the rows by compute capability, pass, mask and kind of lengths."""
+def _tables() -> dict[tuple[int, int], dict[tuple[str, bool, bool, bool], list[tuple[Work, dict[str, float]]]]]:
+    """Return the rows by compute capability and kind."""
     record = json.loads(FILE.read_text())
-    table: dict[tuple[str, bool, bool], list[tuple[Work, dict[str, float]]]] = {}
+    table: dict[tuple[str, bool, bool, bool], list[tuple[Work, dict[str, float]]]] = {}
     for row in record["rows"]:
         work = Work(**{name: row[name] for name in Work._fields})
-        table.setdefault((work.passed, work.causal, work.varied), []).append((work, row["ms"]))
+        table.setdefault(work.kind, []).append((work, row["ms"]))
     major, minor = record["capability"]
     return {(major, minor): table}
 
@@ -64,7 +73,7 @@ def fastest(kernels: tuple[Kernel, ...], capability: tuple[int, int], work: Work
     if len(kernels) == 1:
         return kernels[0]
     names = {kernel.name for kernel in kernels}
-    rows = _tables().get(capability, {}).get((work.passed, work.causal, work.varied), [])
+    rows = _tables().get(capability, {}).get(work.kind, [])
     rows = [row for row in rows if len(row[1].keys() & names) > 1]
     if not rows:
         return kernels[0]
@@ -73,6 +82,8 @@ def fastest(kernels: tuple[Kernel, ...], capability: tuple[int, int], work: Work
 
 
 def _distance(row: Work, work: Work) -> float:
-    """Return how far apart two calls are; head dims count before lengths."""
+    """Return how far apart two calls of a kind are; head dims count before windows, and these before lengths."""
     dims = abs(math.log2(row.dim / work.dim)) + abs(math.log2(row.value_dim / work.value_dim))
-    return 100 * dims + abs(math.log2(row.length / work.length)) + abs(math.log2(row.heads / work.heads)) / 2
+    window = abs(math.log2(row.window / work.window)) if work.window else 0.0
+    length = abs(math.log2(row.length / work.length)) + abs(math.log2(row.heads / work.heads)) / 2
+    return 10_000 * dims + 100 * window + length

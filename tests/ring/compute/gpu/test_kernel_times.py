@@ -32,9 +32,11 @@ def test_records_say_which_kernels_were_measured() -> None:
 def test_all_passes_masks_and_lengths_were_measured() -> None:
     for dims in {(row["dim"], row["value_dim"]) for row in ROWS}:
         kinds = {
-            (row["passed"], row["causal"], row["varied"]) for row in ROWS if (row["dim"], row["value_dim"]) == dims
+            Work(**{name: row[name] for name in Work._fields}).kind
+            for row in ROWS
+            if (row["dim"], row["value_dim"]) == dims
         }
-        assert len(kinds) == 4 * len(PASSES), dims
+        assert len(kinds) == 5 * len(PASSES), dims
 
 
 @pytest.mark.parametrize("kernels", [MEASURED, (FLASH, FA4), (FA4,)])
@@ -45,13 +47,19 @@ def test_unmeasured_gpus(kernels: tuple[Kernel, ...]) -> None:
 @pytest.mark.parametrize(("work", "wanted"), [
     (SOME, "flash"), (SOME._replace(length=9000.0), "cudnn"), (SOME._replace(heads=4000, length=4000.0), "flash"),
     (SOME._replace(dim=64, value_dim=64, length=9000.0), "flash"), (SOME._replace(passed="backward"), "cudnn"),
+    (SOME._replace(window=1500), "flash"), (SOME._replace(window=3000, causal=False), "fa4"),
 ])  # fmt: skip
 def test_the_nearest_row_decides(work: Work, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Head dims count before lengths, and lengths before the number of heads. Rows of other passes do not count."""
+    """Head dims count before windows, these before lengths, and lengths before the number of heads. Rows of other
+    passes do not count, nor rows without a window for a call with one, whose mask does not count.
+    """
     rows = [(SOME, {"cudnn": 2.0, "flash": 1.0}), (SOME._replace(length=8000.0), {"cudnn": 1.0, "flash": 2.0})]
     rows += [(SOME._replace(dim=64, value_dim=64), {"cudnn": 2.0, "flash": 1.0, "fa4": 0.5})]
     rows += [(SOME._replace(heads=3200, length=2000.0), {"cudnn": 2.0, "flash": 1.0})]
-    monkeypatch.setattr(kernel_times, "_tables", lambda: {HOPPER: {("forward", True, False): rows}})
+    windows = [(SOME._replace(window=1023), {"flash": 1.0, "fa4": 2.0})]
+    windows += [(SOME._replace(window=4095, length=8000.0), {"flash": 2.0, "fa4": 1.0})]
+    table = {SOME.kind: rows, windows[0][0].kind: windows}
+    monkeypatch.setattr(kernel_times, "_tables", lambda: {HOPPER: table})
     fastest.cache_clear()
-    assert fastest((CUDNN, FLASH), HOPPER, work).name == wanted
+    assert fastest((FLASH, FA4) if work.window else (CUDNN, FLASH), HOPPER, work).name == wanted
     fastest.cache_clear()
