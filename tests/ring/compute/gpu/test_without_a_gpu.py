@@ -64,22 +64,20 @@ def test_listed_rows_are_cut_into_portions(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("row_step", [1, 4, 32])
 def test_lanes_are_those_with_rows_of_a_part(row_step: int) -> None:
-    """Every row of 6 heads that a part holds lies in a listed lane. Others are listed only as far as steps do not divide
-    row_step.
-    """
+    """A listed row of one of 6 heads is in a listed lane. Others are listed only where steps do not divide row_step."""
     parts = [
         (Rows(3, 8, 5, 64, 3), Heads(1, 1, 0, 1, 1)), (Rows(1, 4, 20, head_step=1), Heads(3, 1, 1, 1, 1)),
         (Rows(7, 12, 4), Heads(1, 1, 4, 1, 1)), (Rows.of(np.array([[2, 9]])), Heads(1, 1, 5, 1, 1)),
     ]  # fmt: skip
-    tables, held = [], set()
+    tables, held = [], set[tuple[int, int]]()
     for rows, heads in parts:
         out = torch.empty(rows.folds, 1, heads.groups, heads.per_group, rows.length, 8)
         tables.append(make_entries(Part(rows, heads, out, None), row_step))
         for group in range(heads.groups):
             listed = rows.listed().ravel() + group * rows.head_step
             held |= {(int(row) % row_step, heads.start + group) for row in listed}
-    heads, entries = (np.concatenate(column) for column in zip(*tables, strict=True))
-    lanes = {divmod(int(lane), 6) for lane in list_lanes(heads, entries, row_step, 6)}
+    of_heads, entries = (np.concatenate(column) for column in zip(*tables, strict=True))
+    lanes = {divmod(int(lane), 6) for lane in list_lanes(of_heads, entries, row_step, 6)}
     assert held <= lanes
     wanted = {1: {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1}, 4: {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 4},
               32: {0: 4, 1: 8, 2: 8, 3: 8, 4: 8, 5: 32}}[row_step]  # fmt: skip
