@@ -9,7 +9,7 @@ from verification.cli import arguments as cli
 from verification.console import Console
 from verification.failures import Refused
 from verification.models.model_checks import MODEL_PROPERTIES
-from verification.models.model_run import MODEL_WORLDS, PROFILE, STEP_BACKENDS, run_model
+from verification.models.model_run import MODEL_WORLDS, PROFILE, STEP_BACKENDS, run_model, tile_of
 from verification.models.same_bits import SAME_WEIGHTS
 from verification.report.coverage import NOT_LOOKED_AT
 from verification.report.provenance import command_run
@@ -33,8 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cli.add_examples(parser, "number of examples per world size (default: %(default)s)", PROFILE.examples)
     cli.add_only(parser, f"property ({'; '.join(TITLES)})")
     parser.add_argument(
-        "--same-bits", type=cli.count, nargs="?", const=16, metavar="C",
-        help="hold each step to the same bits on 1 to N ranks, data x context, with chunks of C tokens (default: 16)",
+        "--same-bits", type=cli.count, nargs="?", const=0, metavar="C",
+        help="hold each step to the same bits on 1 to N ranks, data x context, with chunks of C tokens (default: 16; "
+        "on GPUs 128)",
     )  # fmt: skip
     cli.add_seed(parser)
     cli.add_backend(parser, {name: BACKENDS[name] for name in STEP_BACKENDS})
@@ -43,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def carry_out(options: argparse.Namespace, console: Console) -> int:
     """Return 0 if all held, 1 for a counter-example. Raises Unavailable if the model cannot be run."""
+    if options.same_bits == 0:  # without a number
+        options.same_bits = tile_of(options.backend)
     worlds = MODEL_WORLDS if options.same_bits is None else MODEL_WORLDS[1:]
     plan = cli.make_run_plan(options, worlds, {"": PROFILE}, cli.only_of(options, TITLES))
     if plan.backend == "nccl":

@@ -22,7 +22,6 @@ from verification.training.training_coverage import TRAINING_GROUPS
 from verification.training.training_run import (
     TRAINING_PROFILES,
     TRAINING_WORLDS,
-    experiments_on,
     run_training,
     titles,
 )
@@ -68,8 +67,6 @@ def carry_out(options: argparse.Namespace, console: Console) -> int:
     plan = cli.make_run_plan(options, TRAINING_WORLDS, TRAINING_PROFILES, cli.only_of(options, titles()))
     if options.peer is not None and plan.only:
         raise Unavailable("argument --only: a peer is checked by all properties that apply to it, got --peer as well")
-    if not all(experiments_on(plan, world) for world in plan.worlds):
-        raise Unavailable(f"argument --only: {plan.only[0]!r} is checked on gloo, got --backend {plan.backend}")
     if options.peer is not None:
         if plan.backend == "nccl":
             raise Unavailable("argument --peer: peers run on gloo, got --backend nccl")

@@ -271,16 +271,20 @@ def run_model(name: str, plan: RunPlan, report: Report, same_bits: int | None = 
     return report
 
 
+def tile_of(backend: str) -> int:
+    """Return the tokens of which a chunk is a multiple. backend: "gloo" or "nccl"."""
+    return TILE["cuda" if backend == "nccl" else "cpu"]
+
+
 def _check_chunk(chunk: int, plan: RunPlan) -> None:
     """Raise Refused for a length of chunks, or ranks, of which no ModelCases with other ranks can be drawn."""
-    if plan.backend != "gloo":
-        raise Refused(f"--same-bits is checked on gloo, got {plan.backend}")
+    tile = tile_of(plan.backend)
     if min(plan.worlds) < 2:
         listed = ",".join(map(str, plan.worlds))
         raise Refused(f"--same-bits compares N ranks with 1 to N: each of --world must be at least 2, got {listed}")
-    longest = MAX_CHUNKED // max(6, *plan.worlds) // TILE["cpu"] * TILE["cpu"]
-    if chunk % TILE["cpu"] or not 0 < chunk <= longest:
-        raise Refused(f"--same-bits must be a multiple of {TILE['cpu']} tokens, up to {longest}, got {chunk}")
+    longest = MAX_CHUNKED // max(6, *plan.worlds) // tile * tile
+    if chunk % tile or not 0 < chunk <= longest:
+        raise Refused(f"--same-bits must be a multiple of {tile} tokens, up to {longest}, got {chunk}")
 
 
 def check_model(

@@ -137,6 +137,29 @@ class TrainingCase(StepCase):
         assert self.other_ranks is not None
         return replace(self, **self.other_ranks.to_dict(), other_ranks=None, resumed=None)
 
+    def stretched(self, times: int, device: str) -> TrainingCase:
+        """The Case on a device, with so many times longer sequences, documents, chunks and buckets.
+
+        Args:
+            times: at least 1.
+            device: "cpu" or "cuda".
+        """
+
+        def longer(lengths: tuple[int, ...] | None) -> tuple[int, ...] | None:
+            return None if lengths is None else tuple(times * length for length in lengths)
+
+        def times_of(number: int | None) -> int | None:
+            return None if number is None else times * number
+
+        others, later = self.other_ranks, self.later_documents
+        return replace(
+            self, device=device, tokens=times * self.tokens, same_bits=times_of(self.same_bits),
+            bucket=times_of(self.bucket), own_documents=longer(self.own_documents),
+            pattern=replace(self.pattern, documents=longer(self.pattern.documents)),
+            later_documents=None if later is None else tuple(map(longer, later)),
+            other_ranks=None if others is None else replace(others, bucket=times_of(others.bucket)),
+        )  # fmt: skip
+
     def at(self, step: int) -> TrainingCase:
         """The Case with the documents of that step in every step. step: from 0."""
         if self.later_documents is None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from math import lcm
 
+from verification.case import TILE
 from verification.experiments import on_gpus
-from verification.models.model_run import STEP_PRELOAD, on_device
+from verification.models.model_run import STEP_PRELOAD
 from verification.models.same_bits import SAME_WEIGHTS
 from verification.models.tolerance import FACTOR, THRESHOLD
 from verification.report.coverage import Coverage
@@ -62,6 +64,12 @@ def validate_same_weights(case: TrainingCase) -> None:
         raise ValueError(f"{case} must have other ranks, no more than its own, and an exchange that divides no heads")
 
 
+def on_device(case: TrainingCase, device: str) -> TrainingCase:
+    """Return the Case on that device, with sequences so much longer that the device takes their chunks."""
+    chunk = case.same_bits or TILE[device]
+    return case.stretched(lcm(chunk, TILE[device]) // chunk, device)
+
+
 TRAINING = Experiment(
     "training steps",
     training_cases,
@@ -93,7 +101,7 @@ def experiments_on(plan: RunPlan, world: int) -> list[tuple[Experiment, int]]:
     check = partial(check_training, checks=[name for name in STEP_CHECKS if name in names])
     steps = TRAINING if not plan.only else replace(TRAINING, check=check)
     found = [] if set(plan.only) == {SAME_WEIGHTS.title} else [(steps, count)]
-    if plan.backend == "gloo" and SAME_WEIGHTS.title in (plan.only or titles()):
+    if SAME_WEIGHTS.title in (plan.only or titles()):
         found.append((ON_OTHER_RANKS, count if plan.only else max(1, round(count * SAME_WEIGHTS_SHARE))))
     return found
 

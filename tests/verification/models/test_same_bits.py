@@ -118,7 +118,7 @@ def test_other_ranks_are_drawn_as_the_claim_has_them(name: str) -> None:
         ({"worlds": (1, 2)}, 16, "at least 2, got 1,2"),
         ({}, 24, "--same-bits must be a multiple of 16 tokens, up to 672, got 24"),
         ({}, 4096, "up to 672, got 4096"),
-        ({"backend": "nccl"}, 128, "--same-bits is checked on gloo, got nccl"),
+        ({"backend": "nccl"}, 16, "--same-bits must be a multiple of 128 tokens, up to 640, got 16"),
         ({"only": (SAME_WEIGHTS.title,)}, None, "'same weights on any ranks', which does not apply without --same-bit"),
     ],
 )

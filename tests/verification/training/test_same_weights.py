@@ -26,6 +26,7 @@ from verification.training.training_run import (
     TRAINING_PRELOAD,
     TRAINING_PROFILES,
     experiments_on,
+    on_device,
     validate_same_weights,
 )
 
@@ -126,4 +127,16 @@ def test_a_title_alone_is_checked_alone() -> None:
     ]
     assert experiments_on(replace(plan, only=(SAME_WEIGHTS.title,)), 2) == [(ON_OTHER_RANKS, 50)]
     assert len(experiments_on(replace(plan, only=("logits",)), 2)) == 1
-    assert not experiments_on(replace(plan, only=(SAME_WEIGHTS.title,), backend="nccl"), 2)
+
+
+def test_sequences_on_gpus_are_as_many_of_their_chunks() -> None:
+    for case in drawn_from(same_weights_cases(3), 60):
+        moved = on_device(case, "cuda")
+        assert moved.device == moved.elsewhere.device == "cuda" and on_device(case, "cpu") == case
+        assert moved.same_bits == 128 and TrainingCase.from_dict(moved.to_dict()) == moved
+        times = 128 // (case.same_bits or 0)
+        for one, longer in ((case, moved), (case.elsewhere, moved.elsewhere)):
+            for step in range(one.steps):
+                at, later = one.at(step), longer.at(step)
+                assert [times * count for count in at.shards().counts] == [*later.shards().counts]
+                assert [times * length for length in at.documents] == [*later.documents]
