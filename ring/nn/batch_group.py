@@ -142,23 +142,36 @@ class BatchRanks:
         for axis in self._axes[:-1]:  # sums of the same numbers along two axes may differ in their last bit
             dist.broadcast(x, group=axis.group, group_src=0)
 
-    def all_to_all(self, x: Tensor, held: Sequence[bool]) -> Tensor:
-        """Return what other ranks have for this one, (ranks that have something, ...), in rank order.
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group that has all ranks (`is_one_group`); None for a rank alone."""
+        return next((axis.group for axis in self._axes if len(axis.members) > 1), None)
+
+    def start_all_to_all(
+        self, x: Tensor, held: Sequence[bool], group: dist.ProcessGroup | None
+    ) -> Callable[[], Tensor]:
+        """Return a function that waits for what other ranks have for this one and returns it, (ranks that have
+        something, ...), in rank order.
 
         Args:
             x: (ranks, ...), contiguous: an entry for each rank; of no use on a rank that has nothing.
-            held: True for each rank that has something. All ranks are in one process group (`is_one_group`).
+            held: True for each rank that has something.
+            group: of these ranks, in the same order (`is_one_group`); None for a rank alone.
         """
-        if self.world_size == 1:
-            return x
-        (axis,) = (axis for axis in self._axes if len(axis.members) > 1)
-        local, size = x.to(_device_for(axis.group, x.device)), x[0].numel()
+        if group is None:
+            return lambda: x
+        local, size = x.to(_device_for(group, x.device)), x[0].numel()
         sizes = [size * has for has in held]
         found = local.new_empty(sum(sizes))
         sent = local.flatten() if held[self.rank] else local.new_empty(0)
         own = [size * held[self.rank]] * self.world_size
-        dist.all_to_all_single(found, sent, sizes, own, group=axis.group)
-        return found.to(x.device).view(-1, *x.shape[1:])
+        work = dist.all_to_all_single(found, sent, sizes, own, group=group, async_op=True)
+
+        def arrived() -> Tensor:
+            work.wait()
+            return found.to(x.device).view(-1, *x.shape[1:])
+
+        return arrived
 
     def all_equal(self, payload: bytes) -> bool:
         equal = True

@@ -1,9 +1,9 @@
 """Gradients of parameters, summed over chunks in an order that no split changes.
 
 The gradient of a chunk is a leaf. The leaves of a sequence are summed over the binary tree of their numbers, the sums
-of sequences over that of the step's sequences. A rank sums the nodes that it has whole. After each backward every rank
-gets the nodes of one share of the parameters, from all ranks, and sums them further; at the end of the step all gather
-the sums.
+of sequences over that of the step's sequences. A rank sums the nodes that it has whole. Then every rank gets the nodes
+of one share of the parameters, from all ranks, and sums them further; at the end of the step all gather the sums.
+Messages begin in the backward for parameters that had gradients in the backward before (`share_messages`).
 
 Sequences are numbered through the micro-batches of a step, in each of them through its context groups, in each of these
 through the batch. A parameter that a chunk does not reach has gradient 0 there; one that no chunk reaches has none.
@@ -11,41 +11,19 @@ through the batch. A parameter that a chunk does not reach has gradient 0 there;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ring.compute.tree_nodes import TreeNodes
 from ring.nn.batch_group import BatchRanks
-from ring.plan.parts import whole_nodes
+from ring.nn.same_weights.share_messages import Bucket, Held, messages_of
 from ring.plan.tile import Node
 from ring.precision import accumulator_dtype
 
 BUCKET = 2**25  # bytes of gradients summed in one message, as in DDP
-
-
-@dataclass(frozen=True)
-class Held:
-    """Sequences of a micro-batch in a rank's context group, `group`, and the numbers of its chunks of each."""
-
-    group: int
-    batch: int
-    count: int
-    numbers: tuple[int, ...]
-
-    @property
-    def nodes(self) -> list[Node]:
-        """Nodes of each sequence that it has whole."""
-        return whole_nodes(sorted(self.numbers), self.count)
-
-    def gathered(self, ranks: BatchRanks, device: torch.device) -> list[Held]:
-        """Return what each rank holds. Collective."""
-        own = torch.tensor([self.group, self.batch, self.count, len(self.numbers), *self.numbers], device=device)
-        longest = int(ranks.gather(torch.tensor([len(own)], device=device)).max())
-        rows = ranks.gather(torch.nn.functional.pad(own, (0, longest - len(own)))).tolist()
-        return [Held(group, batch, count, tuple(rest[:some])) for group, batch, count, some, *rest in rows]
 
 
 def sequences(held: Sequence[Held]) -> list[tuple[int, int]]:
@@ -60,73 +38,93 @@ def add(left: Tensor, right: Tensor) -> Tensor:
     return left.to(kind) + right.to(kind)
 
 
-class _Bucket:
-    """Parameters of one dtype and device whose gradients travel together."""
-
-    def __init__(self, members: list[int], parameters: Sequence[Tensor]) -> None:
-        self.members, self.like = members, [parameters[i] for i in members]
-        self.size = sum(like.numel() for like in self.like)
-
-    def empty(self, ranks: int) -> Tensor:
-        """Return new memory for the numbers of all members, a multiple of the ranks."""
-        like = self.like[0]
-        numbers = self.size + -self.size % ranks
-        return torch.empty(numbers, dtype=accumulator_dtype(like.dtype), device=like.device)
-
-    def parts(self, flat: Tensor) -> list[Tensor]:
-        """Return the memory of each member."""
-        parts = flat[: self.size].split([like.numel() for like in self.like])
-        return [part.view(like.shape) for part, like in zip(parts, self.like, strict=True)]
-
-
 class GradientSums:
     """Sums of the gradients of one step.
 
-    parameters: the same on every rank. A use is a call that a parameter's gradient comes through: a parameter may be
-    used twice in a chunk. Each use has a tree of its own.
+    parameters: the same on every rank. early: numbers of the buckets whose messages may begin in a backward, in their
+    order. A use is a call that a parameter's gradient comes through: a parameter may be used twice in a chunk. Each use
+    has a tree of its own.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], ranks: BatchRanks) -> None:
-        self._parameters, self._ranks = parameters, ranks
-        self._buckets = [_Bucket(members, parameters) for members in _grouped(parameters)]
+    def __init__(self, parameters: Sequence[Tensor], ranks: BatchRanks, early: tuple[int, ...] = ()) -> None:
+        self._parameters, self._ranks, self.early = parameters, ranks, early
+        self._messages = messages_of(ranks)
+        self._buckets = [Bucket(members, parameters) for members in _grouped(parameters)]
         self._own: dict[tuple[int, int, int], TreeNodes[Tensor]] = {}  # by parameter, use and entry of the batch
-        self._arrived: dict[tuple[int, int, int], int] = {}  # uses so far, by parameter, entry and chunk
-        self._single = [_Bucket([index], parameters) for index in range(len(parameters))]
-        self._totals: dict[tuple[_Bucket, int], TreeNodes[Tensor]] = {}  # of this rank's share, by bucket and use
+        self._arrived: dict[tuple[int, int, int], int] = {}  # latest use, by parameter, entry and chunk
+        self._single = [Bucket([index], parameters) for index in range(len(parameters))]
+        self._totals: dict[tuple[Bucket, int], TreeNodes[Tensor]] = {}  # of this rank's share, by bucket and use
         self._uses = [0] * len(parameters)  # of each parameter in the step, on any rank
         self._sequences = 0  # of the step, in the micro-batches so far
+        self._number = {index: i for i, bucket in enumerate(self._buckets) for index in bucket.members}
+        self._met: tuple[Held, list[Held]] | None = None  # held in this micro-batch by this rank, and by each
+        self._missing: dict[int, int] = {}  # leaves by early bucket
+
+    def forget(self) -> None:
+        """Begin a micro-batch: what ranks hold is not known."""
+        self._met, self._missing = None, {}
+
+    def meet(self, own: Held) -> list[Held]:
+        """Return what each rank holds of a micro-batch. Then messages may begin in its backward. Collective."""
+        early = [self._buckets[i] for i in self.early]
+        held = self._messages.meet(self._ranks, own, self._parameters[0].device, early)
+        leaves = own.batch * len(own.numbers)
+        self._missing = {i: leaves * len(bucket.members) for i, bucket in zip(self.early, early, strict=True)}
+        self._met = own, held
+        return held
 
     def insert(self, index: int, entry: int, chunk: int, count: int, gradient: Tensor) -> None:
         """Add the gradient of a parameter in a chunk of an entry; count: chunks of the sequence."""
         leaf = index, entry, chunk
         use = self._arrived[leaf] = self._arrived.get(leaf, -1) + 1
         self._tree(index, use, entry, count).insert(Node(0, chunk), gradient)
+        if use == 0 and self._number[index] in self._missing:
+            self._missing[self._number[index]] -= 1
+            self._start_complete()
+
+    def _start_complete(self) -> None:
+        """Start messages of complete buckets, as far as all before them in the order are."""
+        assert self._met is not None
+        begun = self._messages.begun
+        for number in itertools.takewhile(lambda number: not self._missing[number], self.early[begun:]):
+            self._start(self._buckets[number], 0, self._met[0])
+
+    def _start(self, bucket: Bucket, use: int, own: Held) -> None:
+        self._messages.start(self._ranks, lambda entry, node: self._flat(bucket, use, entry, node))
+        for index, entry in ((i, b) for i in bucket.members for b in range(own.batch)):
+            self._own.pop((index, use, entry), None)  # gives its memory to the next bucket
 
     def _tree(self, index: int, use: int, entry: int, count: int) -> TreeNodes[Tensor]:
         return self._own.setdefault((index, use, entry), TreeNodes(count, add))
 
     def exchange(self, own: Held) -> None:
         """Sum the gradients of a micro-batch further, and make room for those of the next. Collective."""
-        device = self._parameters[0].device
-        held = own.gathered(self._ranks, device)
-        uses = self._most_uses(device)
+        held = self.meet(own) if self._met is None else self._met[1]
+        uses = self._most_uses(self._parameters[0].device)
         self._fill(own, uses)
-        for bucket, use in self._travelling(uses):
-            self._sum_shares(bucket, use, own, held)
-            for index, entry in ((i, b) for i in bucket.members for b in range(own.batch)):
-                self._own.pop((index, use, entry), None)  # gives its memory to the next bucket
+        travelling = self._travelling(uses)
+        self._messages.plan([bucket for bucket, _ in travelling])
+        for number, (bucket, use) in enumerate(travelling):
+            for ahead in travelling[self._messages.begun : number + 2]:  # the next travels while these are summed
+                self._start(*ahead, own)
+            self._sum_shares(bucket, use, held)
         self._sequences += len(sequences(held))
         self._arrived.clear()
+        self.forget()
+        complete = [i for i, bucket in enumerate(self._buckets) if all(uses[index] for index in bucket.members)]
+        self.early = tuple(reversed(complete))
 
-    def _travelling(self, uses: Sequence[int]) -> Iterator[tuple[_Bucket, int]]:
-        """Iterate over the buckets and uses with gradients. Few parameters have several uses, each its own bucket."""
-        yield from ((bucket, 0) for bucket in self._buckets if any(uses[i] for i in bucket.members))
-        yield from ((self._single[i], use) for i, count in enumerate(uses) for use in range(1, count))
+    def _travelling(self, uses: Sequence[int]) -> list[tuple[Bucket, int]]:
+        """List the buckets and uses with gradients, the early ones first. Few parameters have several uses, each its
+        own bucket."""
+        order = dict.fromkeys((*self.early, *range(len(self._buckets))))
+        firsts = [(self._buckets[i], 0) for i in order if any(uses[index] for index in self._buckets[i].members)]
+        return firsts + [(self._single[i], use) for i, count in enumerate(uses) for use in range(1, count)]
 
     def _most_uses(self, device: torch.device) -> list[int]:
         """Return the uses of each parameter in this micro-batch, on the rank that has most."""
         own = [0] * len(self._parameters)
-        for index, use, _ in self._own:
+        for (index, _, _), use in self._arrived.items():
             own[index] = max(own[index], use + 1)
         uses: list[int] = self._ranks.gather(torch.tensor(own, device=device)).amax(0).tolist()
         self._uses = [max(pair) for pair in zip(self._uses, uses, strict=True)]
@@ -140,26 +138,18 @@ class GradientSums:
                     zero = torch.zeros_like(self._parameters[index], memory_format=torch.contiguous_format)
                     self._tree(index, use, entry, own.count).insert(Node(0, chunk), zero)
 
-    def _sum_shares(self, bucket: _Bucket, use: int, own: Held, held: Sequence[Held]) -> None:
-        """Send the nodes of a bucket, a share to each rank, and sum those of this rank's share."""
-        world = self._ranks.world_size
-        places = [[(entry, node) for entry in range(one.batch) for node in one.nodes] for one in held]
-        mine = places[self._ranks.rank]
+    def _sum_shares(self, bucket: Bucket, use: int, held: Sequence[Held]) -> None:
+        """Sum the nodes of this rank's share of a bucket, whose message is the oldest."""
         trees: dict[tuple[int, int], TreeNodes[Tensor]] = {}
-        for turn in range(max(map(len, places))):
-            flat = bucket.empty(world) if turn >= len(mine) else self._flat(bucket, use, *mine[turn])
-            senders = [rank for rank, some in enumerate(places) if turn < len(some)]
-            shares = self._ranks.all_to_all(flat.view(world, -1), [turn < len(some) for some in places])
-            for rank, share in zip(senders, shares, strict=True):
-                one, (entry, node) = held[rank], places[rank][turn]
-                trees.setdefault((one.group, entry), TreeNodes(one.count, add)).insert(node, share)
+        for rank, entry, node, share in self._messages.finish():
+            trees.setdefault((held[rank].group, entry), TreeNodes(held[rank].count, add)).insert(node, share)
         total = self._totals.setdefault((bucket, use), TreeNodes(None, add))
         for place, sequence in enumerate(sequences(held)):
             root = trees[sequence].root
             assert root is not None
             total.insert(Node(0, self._sequences + place), root)
 
-    def _flat(self, bucket: _Bucket, use: int, entry: int, node: Node) -> Tensor:
+    def _flat(self, bucket: Bucket, use: int, entry: int, node: Node) -> Tensor:
         """Return the sum of a node, (numbers,), filled up to a multiple of the ranks."""
         sums = [None if tree is None else tree.take(node) for tree in self._trees(bucket, use, entry)]
         if len(sums) == 1 and sums[0] is not None and self._is_flat(bucket, sums[0], node):
@@ -170,10 +160,10 @@ class GradientSums:
         flat[bucket.size :].zero_()
         return flat
 
-    def _trees(self, bucket: _Bucket, use: int, entry: int) -> list[TreeNodes[Tensor] | None]:
+    def _trees(self, bucket: Bucket, use: int, entry: int) -> list[TreeNodes[Tensor] | None]:
         return [self._own.get((index, use, entry)) for index in bucket.members]
 
-    def _is_flat(self, bucket: _Bucket, some: Tensor, node: Node) -> bool:
+    def _is_flat(self, bucket: Bucket, some: Tensor, node: Node) -> bool:
         """True if a sum can be sent as it is. On a rank alone a leaf, a tensor of autograd's, would remain."""
         ranks = self._ranks.world_size
         return (

@@ -10,20 +10,22 @@ from torch import Tensor
 from ring.compute.tree_nodes import TreeNodes
 from ring.nn.batch_group import BatchRanks
 from ring.nn.same_weights.chunked_calls import Forward, by_chunks
-from ring.nn.same_weights.gradient_sums import Held, sequences
+from ring.nn.same_weights.gradient_sums import sequences
+from ring.nn.same_weights.share_messages import Held
 from ring.plan.tile import Node
 
 
 class TokenSums:
     """Functions and sums of this rank's tokens of the latest forward, chunk by chunk.
 
+    meet: what this rank holds of a micro-batch -> what each rank holds; collective.
     of_sequences: sums of each sequence of the latest total, in the order of their numbers.
     """
 
     of_sequences: list[Tensor]
 
-    def __init__(self, ranks: BatchRanks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: BatchRanks, meet: Callable[[Held], list[Held]]) -> None:
+        self._ranks, self._meet = ranks, meet
         self._latest: tuple[Forward, Held] | None = None
 
     def begin(self, forward: Forward) -> None:
@@ -63,7 +65,7 @@ class TokenSums:
 
     def total(self, sums: Tensor) -> Tensor:
         """Return the total of the sums `of_chunks` of all ranks. Collective."""
-        held = self.held.gathered(self._ranks, sums.device)
+        held = self._meet(self.held)
         most = max(one.batch * len(one.numbers) for one in held)
         filled = torch.cat([sums, sums.new_zeros(most - len(sums), *sums.shape[1:])])
         trees: dict[tuple[int, int], TreeNodes[Tensor]] = {}

@@ -34,6 +34,7 @@ from ring.nn.same_weights.chunked_calls import ChunkedCalls, Forward
 from ring.nn.same_weights.comparison import compare_alone
 from ring.nn.same_weights.errors_of_one_rank import run_together
 from ring.nn.same_weights.gradient_sums import GradientSums
+from ring.nn.same_weights.share_messages import Held
 from ring.nn.same_weights.token_sums import TokenSums
 
 if TYPE_CHECKING:
@@ -93,8 +94,8 @@ class SameWeights(nn.Module):
         with self.ranks.lock():
             self._calls = self.ranks.agree("SameWeights", checked)
             check_replicas([x.detach() for x in module.parameters()], self.ranks)
-        self._parameters_list, self._sums = tensors, GradientSums(tensors, self.ranks)
-        self.token_sums = TokenSums(self.ranks)
+            self._parameters_list, self._sums = tensors, GradientSums(tensors, self.ranks)
+        self.token_sums = TokenSums(self.ranks, self._meet)
         self._compare, self._synchronized = compare, True
         self._backward: int | None = None  # torch's number of the backward whose end is awaited
 
@@ -122,7 +123,7 @@ class SameWeights(nn.Module):
             set_to_none: as of `nn.Module`.
         """
         super().zero_grad(set_to_none)
-        self._sums = GradientSums(self._parameters_list, self.ranks)
+        self._sums = GradientSums(self._parameters_list, self.ranks, self._sums.early)
         if self._calls.running is not None:  # its backward may yet come
             self._calls.running.given_up = True
 
@@ -145,6 +146,7 @@ class SameWeights(nn.Module):
             compare_alone(self.module, self._calls, self._parameters_list, forward, args, kwargs, self.ranks)
             self._compare = False
         self.token_sums.begin(forward)
+        self._sums.forget()
         run, doing = partial(self.module, *args, **kwargs), "the forward of SameWeights"
         with self._calls.within(forward):
             output = run_together(doing, run, self.module, forward.context, self.ranks)
@@ -218,6 +220,10 @@ class SameWeights(nn.Module):
             raise ValueError(f"gradients of {', '.join(some[:3])} must {wanted}")
 
     # --- gradients ---
+
+    def _meet(self, held: Held) -> list[Held]:
+        """Return what each rank holds. Collective."""
+        return self._sums.meet(held)
 
     def _begin_backward(self, forward: Forward) -> None:
         """Await the end of the backward that reaches an output. Recomputation has backwards of its own within it."""

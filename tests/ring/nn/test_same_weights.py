@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from ring.nn import (
     token_mean,
 )
 from ring.nn.batch_group import BatchRanks
+from ring.nn.same_weights import gradient_sums
 from ring.nn.same_weights.chunk_rows import ChunkRows
 from ring.nn.same_weights.gradient_sums import GradientSums, Held
 from tests.support.ranks import Ranks
@@ -95,7 +97,8 @@ def _trained(
     """Bits of parameters and moments after three steps, of each step's norm and, of one micro-batch, loss."""
     mesh = dist.init_device_mesh("cpu", (data, dist.get_world_size() // data), mesh_dim_names=("data", "context"))
     torch.manual_seed(3)
-    model = SameWeights(Model(recompute).to(dtype), mesh)
+    with patch.object(gradient_sums, "BUCKET", 2**12 if data == 1 else gradient_sums.BUCKET):
+        model = SameWeights(Model(recompute).to(dtype), mesh)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     layout = dealt(TOKENS, mesh["context"].size(), documents)
     context, found = ContextParallel(layout, mesh["context"], same_bits=CHUNK), []
@@ -545,28 +548,62 @@ def test_a_comparison_leaves_the_graph_of_its_input() -> None:
     torch.testing.assert_close(before.bias.grad, 2 * TOKENS * model.weight.detach().sum(0))
 
 
-def _step_after_errors(failing: int) -> tuple[int, list[Tensor]]:
-    """Errors, and bits of the gradients of a step of two micro-batches. failing: rank with the first error."""
+def _step_after_errors(failing: int) -> tuple[list[int], list[Tensor]]:
+    """Messages begun at each error, and bits of the gradients of a step of two micro-batches. failing: rank with the
+    first error.
+    """
     mesh = dist.init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "context"))
-    errors, (model, same, batch) = 0, _failing("", mesh=mesh)
-    while True:
-        try:
-            for number in range(2):
-                model.place = BACKWARD[1] if number and dist.get_rank() == failing and not errors else ""
-                with nullcontext() if number else same.no_sync():
-                    logits = same(batch.tokens, batch.context)
-                    cross_entropy(logits, batch.labels, same, labelled=4 * TOKENS - 4).backward()
-            return errors, [bits(x.grad) for x in same.parameters() if x.grad is not None]
-        except (RuntimeError, ValueError, _OwnError):
-            errors += 1
-            same.zero_grad()
+    with patch.object(gradient_sums, "BUCKET", 2**12):
+        model, same, batch = _failing("", mesh=mesh)
+        begun: list[int] = []
+        while True:
+            try:
+                for number in range(2):
+                    model.place = BACKWARD[1] if number and dist.get_rank() == failing and not begun else ""
+                    with nullcontext() if number else same.no_sync():
+                        logits = same(batch.tokens, batch.context)
+                        cross_entropy(logits, batch.labels, same, labelled=4 * TOKENS - 4).backward()
+                return begun, [bits(x.grad) for x in same.parameters() if x.grad is not None]
+            except (RuntimeError, ValueError, _OwnError):
+                begun.append(same._sums._messages.begun)
+                same.zero_grad()
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_after_an_interrupted_backward_is_whole(ranks: Ranks, world: int) -> None:
+    """Also where the other rank has started messages that the interrupted one has not."""
     _, wanted = ranks(world).run(_step_after_errors, world)[0]
-    for errors, found in ranks(world).run(_step_after_errors, world - 1):
-        assert errors and all(map(torch.equal, found, wanted)) and len(found) == len(wanted) > 5
+    first = []
+    for begun, found in ranks(world).run(_step_after_errors, world - 1):
+        assert begun and all(map(torch.equal, found, wanted)) and len(found) == len(wanted) > 5
+        first.append(begun[0])
+    assert first[-1] == 0 < min(first[:-1], default=9)
+
+
+def _begun_in_backwards() -> list[int]:
+    """Numbers of messages that had begun at the end of the backwards of two steps, and of all."""
+    mesh = dist.init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "context"))
+    with patch.object(gradient_sums, "BUCKET", 2**12):
+        _, same, batch = _failing("", mesh=mesh)
+    exchange, begun = GradientSums.exchange, []
+
+    def counted(sums: GradientSums, own: Held) -> None:
+        begun.append(sums._messages.begun)
+        exchange(sums, own)
+        begun.append(sums._messages.begun)
+
+    with patch.object(GradientSums, "exchange", counted):
+        for _ in range(2):
+            cross_entropy(same(batch.tokens, batch.context), batch.labels, same).backward()
+            for x in same.parameters():
+                x.grad = None
+    return begun
+
+
+def test_messages_begin_in_the_backward_from_the_second_step_on(ranks: Ranks) -> None:
+    for first, whole, second, again in ranks(2).run(_begun_in_backwards):
+        # At the end come the second use of tied weights, and a bucket of which the model uses some parameters alone.
+        assert first == 0 and whole == again > 8 and second == whole - 2
 
 
 def test_after_an_error_a_step_begins_by_zero_grad() -> None:
