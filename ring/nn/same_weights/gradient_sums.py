@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ring.compute.tree_nodes import TreeNodes
 from ring.nn.batch_group import BatchRanks
-from ring.nn.same_weights.share_messages import Bucket, Held, messages_of
+from ring.nn.same_weights.share_messages import Bucket, Held, MicroBatch, messages_of
 from ring.plan.tile import Node
 from ring.precision import accumulator_dtype
 
@@ -57,21 +57,23 @@ class GradientSums:
         self._uses = [0] * len(parameters)  # of each parameter in the step, on any rank
         self._sequences = 0  # of the step, in the micro-batches so far
         self._number = {index: i for i, bucket in enumerate(self._buckets) for index in bucket.members}
-        self._met: tuple[Held, list[Held]] | None = None  # held in this micro-batch by this rank, and by each
+        self._met: MicroBatch | None = None
         self._missing: dict[int, int] = {}  # leaves by early bucket
 
     def forget(self) -> None:
-        """Begin a micro-batch: what ranks hold is not known."""
+        """End the micro-batch: what ranks hold of the next is not known."""
+        if self._met is not None:
+            self._messages.close(self._met)
         self._met, self._missing = None, {}
 
-    def meet(self, own: Held) -> list[Held]:
-        """Return what each rank holds of a micro-batch. Then messages may begin in its backward. Collective."""
+    def meet(self, own: Held) -> MicroBatch:
+        """Return a micro-batch. Then messages may begin in its backward. Collective."""
+        self.forget()
         early = [self._buckets[i] for i in self.early]
-        held = self._messages.meet(self._ranks, own, self._parameters[0].device, early)
+        self._met = self._messages.meet(self._ranks, own, self._parameters[0].device, early)
         leaves = own.batch * len(own.numbers)
         self._missing = {i: leaves * len(bucket.members) for i, bucket in zip(self.early, early, strict=True)}
-        self._met = own, held
-        return held
+        return self._met
 
     def insert(self, index: int, entry: int, chunk: int, count: int, gradient: Tensor) -> None:
         """Add the gradient of a parameter in a chunk of an entry; count: chunks of the sequence."""
@@ -85,9 +87,11 @@ class GradientSums:
     def _start_complete(self) -> None:
         """Start messages of complete buckets, as far as all before them in the order are."""
         assert self._met is not None
+        if not self._messages.may_begin(self._met):
+            return
         begun = self._messages.begun
         for number in itertools.takewhile(lambda number: not self._missing[number], self.early[begun:]):
-            self._start(self._buckets[number], 0, self._met[0])
+            self._start(self._buckets[number], 0, self._met.own)
 
     def _start(self, bucket: Bucket, use: int, own: Held) -> None:
         self._messages.start(self._ranks, lambda entry, node: self._flat(bucket, use, entry, node))
@@ -99,16 +103,16 @@ class GradientSums:
 
     def exchange(self, own: Held) -> None:
         """Sum the gradients of a micro-batch further, and make room for those of the next. Collective."""
-        held = self.meet(own) if self._met is None else self._met[1]
+        micro_batch = self.meet(own) if self._met is None else self._met
         uses = self._most_uses(self._parameters[0].device)
         self._fill(own, uses)
         travelling = self._travelling(uses)
-        self._messages.plan([bucket for bucket, _ in travelling])
+        self._messages.plan(micro_batch, [bucket for bucket, _ in travelling])
         for number, (bucket, use) in enumerate(travelling):
             for ahead in travelling[self._messages.begun : number + 2]:  # the next travels while these are summed
                 self._start(*ahead, own)
-            self._sum_shares(bucket, use, held)
-        self._sequences += len(sequences(held))
+            self._sum_shares(bucket, use, micro_batch.held)
+        self._sequences += len(sequences(micro_batch.held))
         self._arrived.clear()
         self.forget()
         complete = [i for i, bucket in enumerate(self._buckets) if all(uses[index] for index in bucket.members)]

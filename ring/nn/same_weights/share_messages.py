@@ -6,6 +6,9 @@ another one makes later.
 
 A backward that an error ends leaves messages that some ranks have started and others have not. When the ranks meet
 again, for the next step, these start them too, and all drop what arrives.
+
+Models over the same ranks share the group. Of two models whose micro-batches are open at a time none begins a message
+within the backward: autograd could come to them in another order on another rank.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -44,19 +48,27 @@ class Bucket:
     """Parameters of one dtype and device whose gradients travel together. members: their numbers."""
 
     def __init__(self, members: list[int], parameters: Sequence[Tensor]) -> None:
-        self.members, self.like = members, [parameters[i] for i in members]
-        self.size = sum(like.numel() for like in self.like)
+        like = parameters[members[0]]
+        self.members, self._shapes = members, [parameters[i].shape for i in members]
+        self._sizes = [shape.numel() for shape in self._shapes]
+        self.size, self._dtype, self._device = sum(self._sizes), accumulator_dtype(like.dtype), like.device
 
     def empty(self, ranks: int) -> Tensor:
         """Return new memory for the numbers of all members, a multiple of the ranks."""
-        like = self.like[0]
-        numbers = self.size + -self.size % ranks
-        return torch.empty(numbers, dtype=accumulator_dtype(like.dtype), device=like.device)
+        return torch.empty(self.size + -self.size % ranks, dtype=self._dtype, device=self._device)
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """Return the memory of each member."""
-        parts = flat[: self.size].split([like.numel() for like in self.like])
-        return [part.view(like.shape) for part, like in zip(parts, self.like, strict=True)]
+        parts = flat[: self.size].split(self._sizes)
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+class MicroBatch:
+    """A micro-batch of a model, from the meeting of its ranks until its gradients are summed. held: by each rank."""
+
+    def __init__(self, own: Held, held: Sequence[Held]) -> None:
+        self.own, self.held = own, held
+        self.places = [[(entry, node) for entry in range(one.batch) for node in one.nodes] for one in held]
 
 
 class ShareMessages:
@@ -64,14 +76,15 @@ class ShareMessages:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._places: list[list[tuple[int, Node]]] = []  # of the nodes that each rank has
-        self._order: Sequence[Bucket] = ()  # of the messages of this micro-batch
+        self._open: WeakSet[MicroBatch] = WeakSet()
+        self._current: MicroBatch | None = None  # the latest, whose messages begin
+        self._order: Sequence[Bucket] = ()  # of its messages
         self.begun = 0  # number of these
         self._started = 0  # number of all since the group was made
         self._under_way: deque[list[Callable[[], Tensor]]] = deque()  # of each message what waits for its turns
 
-    def meet(self, ranks: BatchRanks, own: Held, device: torch.device, order: Sequence[Bucket]) -> list[Held]:
-        """Return what each rank holds of a micro-batch, before its messages. Collective.
+    def meet(self, ranks: BatchRanks, own: Held, device: torch.device, order: Sequence[Bucket]) -> MicroBatch:
+        """Return a micro-batch, with what each rank holds of it. Collective.
 
         Args:
             ranks: of the group.
@@ -84,25 +97,37 @@ class ShareMessages:
         rows = ranks.gather(torch.nn.functional.pad(row, (0, longest - len(row))).to(device)).tolist()
         self._catch_up(ranks, max(started for started, *_ in rows))
         held = [Held(group, batch, count, tuple(rest[:some])) for _, group, batch, count, some, *rest in rows]
-        self._places = [[(entry, node) for entry in range(one.batch) for node in one.nodes] for one in held]
-        self._order, self.begun = order, 0
-        return held
+        self._current, self._order, self.begun = MicroBatch(own, held), order, 0
+        self._open.add(self._current)
+        return self._current
 
-    def plan(self, order: Sequence[Bucket]) -> None:
+    def may_begin(self, micro_batch: MicroBatch) -> bool:
+        """Return True if messages of a micro-batch may begin in its backward."""
+        return self._current is micro_batch and len(self._open) == 1
+
+    def plan(self, micro_batch: MicroBatch, order: Sequence[Bucket]) -> None:
         """Say which messages a micro-batch has: first those that began in the backward, the same on all ranks."""
+        if self._current is not micro_batch:
+            self._current, self.begun = micro_batch, 0
         self._order = order
 
-    def start(self, ranks: BatchRanks, flat_of: Callable[[int, Node], Tensor]) -> None:
+    def close(self, micro_batch: MicroBatch) -> None:
+        """End a micro-batch."""
+        self._open.discard(micro_batch)
+
+    def start(self, ranks: BatchRanks, flat_of: Callable[[int, Node], Tensor] | None) -> None:
         """Start the next message of the order: a share of each node to each rank.
 
         Args:
             ranks: of the group.
-            flat_of: entry of the batch and node -> its numbers, a multiple of the ranks.
+            flat_of: entry of the batch and node -> its numbers, a multiple of the ranks; None: no values.
         """
-        bucket, mine, waits = self._order[self.begun], self._places[ranks.rank], []
-        for turn in range(max(map(len, self._places))):
-            flat = flat_of(*mine[turn]) if turn < len(mine) else bucket.empty(ranks.world_size)
-            held = [turn < len(some) for some in self._places]
+        assert self._current is not None
+        bucket, places, waits = self._order[self.begun], self._current.places, []
+        mine = places[ranks.rank]
+        for turn in range(max(map(len, places))):
+            flat = bucket.empty(ranks.world_size) if flat_of is None or turn >= len(mine) else flat_of(*mine[turn])
+            held = [turn < len(some) for some in places]
             waits.append(ranks.start_all_to_all(flat.view(ranks.world_size, -1), held, self._group))
         self._under_way.append(waits)
         self.begun += 1
@@ -110,16 +135,16 @@ class ShareMessages:
 
     def finish(self) -> Iterator[tuple[int, int, Node, Tensor]]:
         """Iterate over what the oldest message brings: rank, entry, node, and this rank's share."""
+        assert self._current is not None
         for turn, wait in enumerate(self._under_way.popleft()):
-            senders = [rank for rank, some in enumerate(self._places) if turn < len(some)]
-            for rank, share in zip(senders, wait(), strict=True):
-                yield rank, *self._places[rank][turn], share
+            senders = [(rank, some[turn]) for rank, some in enumerate(self._current.places) if turn < len(some)]
+            for (rank, place), share in zip(senders, wait(), strict=True):
+                yield rank, *place, share
 
     def _catch_up(self, ranks: BatchRanks, started: int) -> None:
         """Start the messages that other ranks have started before an error, without values, and drop all."""
         while self._started < started:
-            empty = self._order[self.begun].empty(ranks.world_size)
-            self.start(ranks, lambda entry, node, empty=empty: empty)  # type: ignore[misc]
+            self.start(ranks, None)
         while self._under_way:
             for _ in self.finish():
                 pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class TokenSums:
 
     of_sequences: list[Tensor]
 
-    def __init__(self, ranks: BatchRanks, meet: Callable[[Held], list[Held]]) -> None:
+    def __init__(self, ranks: BatchRanks, meet: Callable[[Held], Sequence[Held]]) -> None:
         self._ranks, self._meet = ranks, meet
         self._latest: tuple[Forward, Held] | None = None
 

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -123,6 +123,7 @@ class SameWeights(nn.Module):
             set_to_none: as of `nn.Module`.
         """
         super().zero_grad(set_to_none)
+        self._sums.forget()
         self._sums = GradientSums(self._parameters_list, self.ranks, self._sums.early)
         if self._calls.running is not None:  # its backward may yet come
             self._calls.running.given_up = True
@@ -221,9 +222,9 @@ class SameWeights(nn.Module):
 
     # --- gradients ---
 
-    def _meet(self, held: Held) -> list[Held]:
+    def _meet(self, own: Held) -> Sequence[Held]:
         """Return what each rank holds. Collective."""
-        return self._sums.meet(held)
+        return self._sums.meet(own).held
 
     def _begin_backward(self, forward: Forward) -> None:
         """Await the end of the backward that reaches an output. Recomputation has backwards of its own within it."""

@@ -606,6 +606,39 @@ def test_messages_begin_in_the_backward_from_the_second_step_on(ranks: Ranks) ->
         assert first == 0 and whole == again > 8 and second == whole - 2
 
 
+def _two_models(together: bool) -> tuple[list[int], list[Tensor]]:
+    """Messages begun at the end of each backward, and bits of the gradients of the second step of two models."""
+    mesh = dist.init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "context"))
+    begun, exchange = [], GradientSums.exchange
+
+    def counted(sums: GradientSums, own: Held) -> None:
+        begun.append(sums._messages.begun)
+        exchange(sums, own)
+
+    with patch.object(gradient_sums, "BUCKET", 2**12), patch.object(GradientSums, "exchange", counted):
+        models = [_failing("", mesh=mesh)[1:] for _ in range(2)]
+        with torch.no_grad():
+            for x in models[1][0].parameters():
+                x.mul_(1.5)
+        for _ in range(2):
+            losses = []
+            for same, batch in models:
+                same.zero_grad()
+                losses.append(cross_entropy(same(batch.tokens, batch.context), batch.labels, same))
+            for loss in [torch.stack(losses).sum()] if together else losses:
+                loss.backward()
+    return begun, [bits(x.grad) for same, _ in models for x in same.parameters() if x.grad is not None]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_two_models_at_a_time_begin_no_messages_in_the_backward(ranks: Ranks, together: bool) -> None:
+    ((_, wanted),) = ranks(1).run(_two_models, together)
+    for begun, found in ranks(2).run(_two_models, together):
+        assert len(begun) == 4 and all(map(torch.equal, found, wanted)) and len(found) == len(wanted) > 10
+        # Another's number, of an earlier meeting, may still stand there.
+        assert begun[0] == begun[2] == 0
+
+
 def test_after_an_error_a_step_begins_by_zero_grad() -> None:
     _, same, batch = _failing(BACKWARD[0], compare=False)
     loss = cross_entropy(same(batch.tokens, batch.context), batch.labels, same)
