@@ -29,7 +29,19 @@ def noted(number: int) -> list[frozenset[int]]:
 
 
 def left() -> list[frozenset[int]]:
-    """Return the ranks of the losses of the latest backward that had any, once, unless a wrapper compared them."""
-    found = [] if _compared else list(_found)
+    """Return the ranks of the losses of the latest backward, once, unless a wrapper compared them. None if another
+    backward came later, whose gradients they may not be; so nor if one ran within it, as reentrant recomputation has.
+    """
+    found = [] if _compared or _next_backward() != _backward + 1 else list(_found)
     _found.clear()
     return found
+
+
+def _next_backward() -> int:
+    """Return the number that torch gives a backward now."""
+    numbers: list[int] = []
+    with torch.enable_grad():
+        x = torch.zeros((), requires_grad=True)
+        x.register_hook(lambda _: numbers.append(torch._C._current_graph_task_id()))
+        x.backward()
+    return numbers[0]

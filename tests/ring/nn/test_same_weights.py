@@ -130,7 +130,13 @@ SETTINGS: dict[str, tuple[torch.dtype, tuple[int, ...] | None, str, bool]] = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+SLOW = ("fp64, recomputed", "bf16 by autocast")  # drawn steps have these too
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(x, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, x in SETTINGS.items()],
+)
 def test_any_ranks_train_one_model(ranks: Ranks, setting: Any) -> None:
     (wanted,) = ranks(1).run(_trained, 1, 1, *setting)
     for world, data in ((2, 2), (3, 1), (3, 3), (4, 1), (4, 2)):
