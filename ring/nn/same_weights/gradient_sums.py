@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ring.compute.tree_nodes import TreeNodes
 from ring.nn.batch_group import BatchRanks
-from ring.nn.same_weights.share_messages import Bucket, Held, MicroBatch, messages_of
+from ring.nn.same_weights.share_messages import Awaited, Bucket, Held, MicroBatch, messages_of
 from ring.plan.tile import Node
 from ring.precision import accumulator_dtype
 
@@ -57,18 +57,26 @@ class GradientSums:
         self._uses = [0] * len(parameters)  # of each parameter in the step, on any rank
         self._sequences = 0  # of the step, in the micro-batches so far
         self._number = {index: i for i, bucket in enumerate(self._buckets) for index in bucket.members}
+        self._awaited: Awaited | None = None
         self._met: MicroBatch | None = None
+        self._sent: set[tuple[Bucket, int]] = set()  # buckets and uses of the micro-batch whose messages began
         self._missing: dict[int, int] = {}  # leaves by early bucket
+
+    def begin(self, awaited: bool) -> None:
+        """Begin a micro-batch. awaited: its forward records gradients."""
+        self.forget()
+        if awaited:
+            self._awaited = self._messages.await_backward()
 
     def forget(self) -> None:
         """End the micro-batch: what ranks hold of the next is not known."""
-        if self._met is not None:
-            self._messages.close(self._met)
-        self._met, self._missing = None, {}
+        if self._awaited is not None:
+            self._messages.close(self._awaited)
+        self._awaited, self._met, self._missing = None, None, {}
+        self._sent.clear()
 
     def meet(self, own: Held) -> MicroBatch:
         """Return a micro-batch. Then messages may begin in its backward. Collective."""
-        self.forget()
         early = [self._buckets[i] for i in self.early]
         self._met = self._messages.meet(self._ranks, own, self._parameters[0].device, early)
         leaves = own.batch * len(own.numbers)
@@ -94,6 +102,8 @@ class GradientSums:
             self._start(self._buckets[number], 0, self._met.own)
 
     def _start(self, bucket: Bucket, use: int, own: Held) -> None:
+        assert (bucket, use) not in self._sent, "a message that began in the backward was dropped"
+        self._sent.add((bucket, use))
         self._messages.start(self._ranks, lambda entry, node: self._flat(bucket, use, entry, node))
         for index, entry in ((i, b) for i in bucket.members for b in range(own.batch)):
             self._own.pop((index, use, entry), None)  # gives its memory to the next bucket

@@ -7,8 +7,8 @@ another one makes later.
 A backward that an error ends leaves messages that some ranks have started and others have not. When the ranks meet
 again, for the next step, these start them too, and all drop what arrives.
 
-Models over the same ranks share the group. Of two models whose micro-batches are open at a time none begins a message
-within the backward: autograd could come to them in another order on another rank.
+Models over the same ranks share the group. Of two models whose backwards are awaited at a time none begins a message
+within its own: autograd could come to them in another order on another rank.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring.caching.weak_cache import cached_on
+from ring.comm.missing_ranks import read_timeout
 from ring.nn.batch_group import BatchRanks
 from ring.plan.parts import whole_nodes
 from ring.plan.tile import Node
@@ -64,11 +65,15 @@ class Bucket:
 
 
 class MicroBatch:
-    """A micro-batch of a model, from the meeting of its ranks until its gradients are summed. held: by each rank."""
+    """A micro-batch of a model. held: by each rank."""
 
     def __init__(self, own: Held, held: Sequence[Held]) -> None:
         self.own, self.held = own, held
         self.places = [[(entry, node) for entry in range(one.batch) for node in one.nodes] for one in held]
+
+
+class Awaited:
+    """A backward of a model, from its forward on."""
 
 
 class ShareMessages:
@@ -76,7 +81,7 @@ class ShareMessages:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._open: WeakSet[MicroBatch] = WeakSet()
+        self._awaited: WeakSet[Awaited] = WeakSet()
         self._current: MicroBatch | None = None  # the latest, whose messages begin
         self._order: Sequence[Bucket] = ()  # of its messages
         self.begun = 0  # number of these
@@ -98,22 +103,27 @@ class ShareMessages:
         self._catch_up(ranks, max(started for started, *_ in rows))
         held = [Held(group, batch, count, tuple(rest[:some])) for _, group, batch, count, some, *rest in rows]
         self._current, self._order, self.begun = MicroBatch(own, held), order, 0
-        self._open.add(self._current)
         return self._current
+
+    def await_backward(self) -> Awaited:
+        """Return a backward that is awaited until `close`, or as long as there is another reference to it."""
+        awaited = Awaited()
+        self._awaited.add(awaited)
+        return awaited
+
+    def close(self, awaited: Awaited) -> None:
+        """End the wait for a backward."""
+        self._awaited.discard(awaited)
 
     def may_begin(self, micro_batch: MicroBatch) -> bool:
         """Return True if messages of a micro-batch may begin in its backward."""
-        return self._current is micro_batch and len(self._open) == 1
+        return self._current is micro_batch and len(self._awaited) == 1
 
     def plan(self, micro_batch: MicroBatch, order: Sequence[Bucket]) -> None:
         """Say which messages a micro-batch has: first those that began in the backward, the same on all ranks."""
         if self._current is not micro_batch:
             self._current, self.begun = micro_batch, 0
         self._order = order
-
-    def close(self, micro_batch: MicroBatch) -> None:
-        """End a micro-batch."""
-        self._open.discard(micro_batch)
 
     def start(self, ranks: BatchRanks, flat_of: Callable[[int, Node], Tensor] | None) -> None:
         """Start the next message of the order: a share of each node to each rank.
@@ -154,7 +164,8 @@ class ShareMessages:
 def _of_group(group: dist.ProcessGroup) -> ShareMessages:
     ranks = dist.get_process_group_ranks(group)
     backend = dist.get_backend_config(group)
-    return ShareMessages(dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+    timeout = read_timeout(group)
+    return ShareMessages(dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True))
 
 
 def messages_of(ranks: BatchRanks) -> ShareMessages:

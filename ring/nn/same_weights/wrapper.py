@@ -147,7 +147,7 @@ class SameWeights(nn.Module):
             compare_alone(self.module, self._calls, self._parameters_list, forward, args, kwargs, self.ranks)
             self._compare = False
         self.token_sums.begin(forward)
-        self._sums.forget()
+        self._sums.begin(torch.is_grad_enabled())
         run, doing = partial(self.module, *args, **kwargs), "the forward of SameWeights"
         with self._calls.within(forward):
             output = run_together(doing, run, self.module, forward.context, self.ranks)

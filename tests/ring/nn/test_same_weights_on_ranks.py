@@ -8,9 +8,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ring.nn import SameWeights, cross_entropy
+from ring.nn.batch_group import BatchRanks
 from ring.nn.same_weights import gradient_sums
 from ring.nn.same_weights.gradient_sums import GradientSums, Held
 from tests.support.chunked_model import (
@@ -116,8 +117,10 @@ def test_messages_begin_in_the_backward_from_the_second_step_on(ranks: Ranks) ->
         assert first == 0 and whole == again > 8 and second == whole - 2
 
 
-def _two_models(together: bool) -> tuple[list[int], list[Tensor]]:
-    """Messages begun at the end of each backward, and bits of the gradients of the second step of two models."""
+def _two_models(together: bool, of_both: bool) -> tuple[list[int], list[Tensor]]:
+    """Messages begun at the end of each backward, and bits of the gradients of the second step of two models. of_both:
+    both losses are over their models, else the second one is of the outputs alone.
+    """
     mesh = dist.init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "context"))
     begun, exchange = [], GradientSums.exchange
 
@@ -131,22 +134,97 @@ def _two_models(together: bool) -> tuple[list[int], list[Tensor]]:
             for x in models[1][0].parameters():
                 x.mul_(1.5)
         for _ in range(2):
-            losses = []
+            losses: list[Tensor] = []
             for same, batch in models:
                 same.zero_grad()
-                losses.append(cross_entropy(same(batch.tokens, batch.context), batch.labels, same))
-            for loss in [torch.stack(losses).sum()] if together else losses:
+                logits = same(batch.tokens, batch.context)
+                other = losses and not of_both
+                losses.append(logits.square().sum() if other else cross_entropy(logits, batch.labels, same))
+            for loss in [losses[0] + losses[1]] if together else losses:
                 loss.backward()
     return begun, [bits(x.grad) for same, _ in models for x in same.parameters() if x.grad is not None]
 
 
+@pytest.mark.parametrize("of_both", [True, False])
 @pytest.mark.parametrize("together", [True, False])
-def test_two_models_at_a_time_begin_no_messages_in_the_backward(ranks: Ranks, together: bool) -> None:
-    ((_, wanted),) = ranks(1).run(_two_models, together)
-    for begun, found in ranks(2).run(_two_models, together):
+def test_two_models_at_a_time_begin_no_messages_in_the_backward(ranks: Ranks, together: bool, of_both: bool) -> None:
+    ((_, wanted),) = ranks(1).run(_two_models, together, of_both)
+    for begun, found in ranks(2).run(_two_models, together, of_both):
         assert len(begun) == 4 and all(map(torch.equal, found, wanted)) and len(found) == len(wanted) > 10
         # Another's number, of an earlier meeting, may still stand there.
-        assert begun[0] == begun[2] == 0
+        assert begun[0] == 0 and (begun[2] == 0 or not of_both)
+
+
+def _two_sizes() -> list[Tensor]:
+    """Bits of the gradients of two models' second step, of many messages and of few, the latter's backward first."""
+    mesh = dist.init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "context"))
+    with patch.object(gradient_sums, "BUCKET", 2**12):
+        models = [failing("", mesh=mesh)]
+    models.append(failing("", mesh=mesh))
+    for _ in range(2):
+        losses = []
+        for _, same, batch in models:
+            for x in same.parameters():
+                x.grad = None
+            losses.append(cross_entropy(same(batch.tokens, batch.context), batch.labels, same))
+        for loss in reversed(losses):
+            loss.backward()
+    return [bits(x.grad) for _, same, _ in models for x in same.parameters() if x.grad is not None]
+
+
+def test_two_models_of_unequal_sizes_end_in_the_other_order(ranks: Ranks) -> None:
+    (wanted,) = ranks(1).run(_two_sizes)
+    for found in ranks(2).run(_two_sizes):
+        assert all(map(torch.equal, found, wanted)) and len(found) == len(wanted) > 10
+
+
+def _smaller_step_after_error(interrupted: int) -> list[Tensor]:
+    """Bits of the gradients of a step of one sequence after an error of the rank `interrupted` in a backward of two."""
+    mesh = dist.init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "context"))
+    with patch.object(gradient_sums, "BUCKET", 2**12):
+        model, same, batch = failing("", mesh=mesh)
+        cross_entropy(same(batch.tokens, batch.context), batch.labels, same).backward()
+        same.zero_grad()
+        entries = 2 if interrupted < dist.get_world_size() else 1
+        while True:
+            try:
+                model.place = BACKWARD[1] if entries == 2 and dist.get_rank() == interrupted else ""
+                logits = same(batch.tokens[:entries], batch.context)
+                cross_entropy(logits, batch.labels[:entries], same).backward()
+                return [bits(x.grad) for x in same.parameters() if x.grad is not None]
+            except (RuntimeError, ValueError, OwnError):
+                entries = 1
+                same.zero_grad()
+
+
+def test_messages_of_an_interrupted_backward_are_of_its_own_sequences(ranks: Ranks) -> None:
+    wanted = ranks(2).run(_smaller_step_after_error, 2)[0]
+    for found in ranks(2).run(_smaller_step_after_error, 1):
+        assert len(found) == len(wanted) > 5 and all(map(torch.equal, found, wanted))
+
+
+def test_a_loss_of_an_evaluation_leaves_the_next_step_alone() -> None:
+    _, same, batch = failing("", compare=False)
+    found = []
+    for evaluated in (False, True):
+        same.zero_grad()
+        if evaluated:
+            with torch.no_grad():
+                cross_entropy(same(batch.tokens[:1], batch.context), batch.labels[:1], same)
+        same(batch.tokens, batch.context).sum().backward()
+        found.append([bits(x.grad) for x in same.parameters() if x.grad is not None])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_parameter_used_twice_does_not_complete_its_bucket() -> None:
+    sums = GradientSums([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))], BatchRanks(None))
+    for _ in range(2):  # messages begin in the second step
+        sums.begin(True)
+        sums.meet(Held(0, 1, 1, (0,)))
+        for index in (0, 0, 1):
+            sums.insert(index, 0, 0, 1, torch.full((2,), index + 1.0))
+        sums.exchange(Held(0, 1, 1, (0,)))
+        assert {i: x.tolist() for i, x in sums.results().items()} == {0: [2.0, 2.0], 1: [2.0, 2.0]}
 
 
 def test_after_an_error_a_step_begins_by_zero_grad() -> None:
