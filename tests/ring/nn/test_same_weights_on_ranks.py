@@ -197,7 +197,7 @@ def _smaller_step_after_error(interrupted: int) -> list[Tensor]:
                 same.zero_grad()
 
 
-def test_messages_of_an_interrupted_backward_are_of_its_own_sequences(ranks: Ranks) -> None:
+def test_a_smaller_step_follows_an_interrupted_one(ranks: Ranks) -> None:
     wanted = ranks(2).run(_smaller_step_after_error, 2)[0]
     for found in ranks(2).run(_smaller_step_after_error, 1):
         assert len(found) == len(wanted) > 5 and all(map(torch.equal, found, wanted))
