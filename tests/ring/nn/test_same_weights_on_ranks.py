@@ -42,7 +42,7 @@ def _failing_on_rank_1(data: int, place: str, compare: bool) -> str:
 @pytest.mark.parametrize("place", [*FORWARD, *BACKWARD])
 def test_an_error_of_one_rank_is_raised_on_all(ranks: Ranks, data: int, place: str) -> None:
     for compare in (True, False)[: 1 + (place in FORWARD)]:  # otherwise others learn of a backward in the next forward
-        (answer,) = set(ranks(4).run(_failing_on_rank_1, data, place, compare, timeout=20.0))
+        (answer,) = set(ranks(4).run(_failing_on_rank_1, data, place, compare))
         assert FORWARD.get(place, "OwnError: no such token") in answer
 
 
