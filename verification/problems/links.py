@@ -2,7 +2,8 @@
 
 - Every rank's number goes all the way round the ring, and is checked at each hop.
 - A message that is not contiguous, or empty, or to a rank that does not exist, is refused by name, without damage.
-- Messages from a byte to 256 MiB between every two ranks, in each direction and in both at once, arrive unchanged.
+- Messages from a byte to 256 MiB between every two ranks, in each direction and in both at once, arrive unchanged:
+  over the process group and, where GPUs of one host share memory, through that.
   Their rates within hosts, and between hosts, are reported, not judged.
 """
 
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring.comm.process_group import ProcessGroupTransport
-from ring.comm.transport import Message, Transport
+from ring.comm.symmetric_memory import SymmetricTransport, transport_of
+from ring.comm.transport import Message, Outgoing, Transport
 from verification.failures import WrongResult
 from verification.run.rank import rank_device
 from verification.saved_fields import SavedFields, integer
@@ -45,12 +47,14 @@ class Rate:
     """The slowest rank's sending rate, in GB/s (10^9 bytes).
 
     ways: 1 to the next rank, -1 to the previous one, 2 both at once, in which case the bytes of both count.
-    between: False among the ranks of a host, True from each rank to the one at its place on the next host."""
+    between: False among the ranks of a host, True from each rank to the one at its place on the next host. shared:
+    through memory that the GPUs share."""
 
     size: int
     ways: int
     rate: float
     between: bool = False
+    shared: bool = False
 
 
 Timing = tuple[bool, int, float]  # between, ways, seconds
@@ -104,9 +108,16 @@ NAMED = {
 }
 
 
-def transfers(size: int) -> tuple[list[str], list[Timing]]:
-    """Exchange messages of so many bytes with every other rank; return errors, and the times."""
-    transport = ProcessGroupTransport()
+def shares_memory() -> bool:
+    """Return True if messages between GPUs go through memory that they share. Runs on every rank."""
+    return isinstance(transport_of(None), SymmetricTransport)
+
+
+def transfers(size: int, shared: bool = False) -> tuple[list[str], list[Timing]]:
+    """Exchange messages of so many bytes with every other rank; return errors, and the times. shared: through memory
+    that GPUs share. If there is none for messages of this size, they go over the process group, and have no times.
+    """
+    transport = transport_of(None) if shared else ProcessGroupTransport()
     wrong, timings, everyone = [], [], range(transport.world_size)
     for shift in everyone[1:]:
         wrong += _exchange(transport, size, everyone, [shift])[0]
@@ -114,7 +125,7 @@ def transfers(size: int) -> tuple[list[str], list[Timing]]:
         for ways, shifts in ((1, [1]), (-1, [-1]), (2, [1, -1])):
             rounds = [_exchange(transport, size, ring, shifts) for _ in range(ROUNDS)]
             wrong += [error for errors, _ in rounds for error in errors]
-            if len(ring) > 1:
+            if len(ring) > 1 and not (isinstance(transport, SymmetricTransport) and transport.by_nccl):
                 timings.append((between, ways, min(seconds for _, seconds in rounds)))
     return wrong, timings
 
@@ -144,7 +155,19 @@ def _exchange(transport: Transport, size: int, ring: Sequence[int], shifts: list
     shifts = shifts if count > 1 else []
     sources = [ring[(place - shift) % count] for shift in shifts]
     received = [torch.full((size,), 255, dtype=torch.uint8, device=rank_device()) for _ in shifts]
-    sends = [Message(ring[(place + x) % count], contents(size, rank, x), f"{size} bytes") for x in shifts]
+
+    def sends_of(buffers: Sequence[Tensor]) -> list[Message]:
+        return [Message(ring[(place + x) % count], y, f"{size} bytes") for x, y in zip(shifts, buffers, strict=True)]
+
+    def outgoing() -> list[Outgoing]:
+        blank = [torch.empty(size, dtype=torch.uint8, device="meta") for _ in shifts]
+        return [message.announced(f"buffer {i}") for i, message in enumerate(sends_of(blank))]
+
+    transport.prepare(("links", size, count, *shifts), outgoing)
+    buffers = [transport.empty(f"buffer {i}", (size,), torch.uint8, rank_device()) for i in range(len(shifts))]
+    for shift, buffer in zip(shifts, buffers, strict=True):
+        buffer.copy_(contents(size, rank, shift))
+    sends = sends_of(buffers)
     receives = [Message(peer, x, f"{size} bytes") for peer, x in zip(sources, received, strict=True)]
     dist.barrier()
     finish()
@@ -184,7 +207,7 @@ def check_refusals(answers: list[dict[str, str]]) -> None:
                 raise WrongResult(f"links: rank {rank} said {reply} to {name}; the error must name {word!r}")
 
 
-def check_transfers(size: int, answers: list[tuple[list[str], list[Timing]]]) -> list[Rate]:
+def check_transfers(size: int, answers: list[tuple[list[str], list[Timing]]], shared: bool = False) -> list[Rate]:
     """Return the rates. Raises WrongResult for a message that did not arrive unchanged."""
     for rank, (wrong, _) in enumerate(answers):
         if wrong:
@@ -192,7 +215,7 @@ def check_transfers(size: int, answers: list[tuple[list[str], list[Timing]]]) ->
     slowest: dict[tuple[bool, int], float] = {}
     for between, ways, seconds in sorted(timing for _, timings in answers for timing in timings):
         slowest[between, ways] = seconds
-    return [Rate(size, ways, abs(ways) * size / seconds / 1e9, far) for (far, ways), seconds in slowest.items()]
+    return [Rate(size, ways, abs(ways) * size / seconds / 1e9, far, shared) for (far, ways), seconds in slowest.items()]
 
 
 def check_links(run: Any, sizes: tuple[int, ...]) -> list[Rate]:
@@ -202,32 +225,37 @@ def check_links(run: Any, sizes: tuple[int, ...]) -> list[Rate]:
     check_round(run(pass_round))
     check_refusals(run(refusals))
     check_round(run(pass_round))  # refused messages must leave nothing behind
-    return [rate for size in sizes for rate in check_transfers(size, run(transfers, size))]
+    through = (False, True) if all(run(shares_memory)) else (False,)
+    pairs = [(size, shared) for shared in through for size in sizes]
+    return [rate for size, shared in pairs for rate in check_transfers(size, run(transfers, size, shared), shared)]
 
 
 def table(rates: list[Rate]) -> list[str]:
-    """One line for each size, for the slowest rank; within hosts, then between hosts."""
+    """One line for each size, for the slowest rank: of each kind of link."""
     lines = []
-    for between in sorted({rate.between for rate in rates}):
-        lines.append(f"  bytes       GB/s {_where(rates, between)}to the next rank, to the one before, both at once")
-        for size in dict.fromkeys(rate.size for rate in rates):
-            by_ways = {rate.ways: rate.rate for rate in rates if (rate.size, rate.between) == (size, between)}
+    for kind, some in _kinds(rates):
+        lines.append(f"  bytes       GB/s {kind}to the next rank, to the one before, both at once")
+        for size in dict.fromkeys(rate.size for rate in some):
+            by_ways = {rate.ways: rate.rate for rate in some if rate.size == size}
             lines.append(f"  {size:>9,}   " + "".join(f"{by_ways[ways]:>12.3g}" for ways in (1, -1, 2)))
     return lines
 
 
-def _where(rates: list[Rate], between: bool) -> str:
-    """Return which links a line is about, if there are several hosts."""
-    hosts = "between hosts " if between else "within a host "
-    return hosts if any(rate.between for rate in rates) else ""
+def _kinds(rates: list[Rate]) -> list[tuple[str, list[Rate]]]:
+    """Return the rates of each kind of link, with what lines say of it: nothing if all are within a host."""
+    kinds = {(False, False): "within a host ", (True, False): "between hosts ", (False, True): "through shared memory "}
+    there = {(x.between, x.shared) for x in rates}
+    name_of = dict.fromkeys(kinds, "") if there == {(False, False)} else kinds
+    return [(name_of[kind], [x for x in rates if (x.between, x.shared) == kind]) for kind in kinds if kind in there]
 
 
 def fastest(rates: list[Rate]) -> str:
     """Describe the rates of the largest messages."""
     largest = max(rate.size for rate in rates)
     lines = []
-    for between in sorted({rate.between for rate in rates}):
-        by_ways = {x.ways: f"{x.rate:.3g}" for x in rates if (x.size, x.between) == (largest, between)}
-        each = f"{by_ways[1]} GB/s to the next rank, {by_ways[-1]} to the one before, {by_ways[2]} both at once"
-        lines.append(f"{_where(rates, between)}{each}")
+    for kind, some in _kinds([x for x in rates if x.size == largest]):
+        by_ways = {x.ways: f"{x.rate:.3g}" for x in some}
+        lines.append(
+            f"{kind}{by_ways[1]} GB/s to the next rank, {by_ways[-1]} to the one before, {by_ways[2]} both at once"
+        )
     return f"links, messages of {largest:,} bytes: {'; '.join(lines)}"

@@ -82,10 +82,8 @@ TRAINING = Experiment(
 )
 
 
-# Its failures are saved and replayed as those of TRAINING, whose check is the same. Each example starts ranks anew.
-ON_OTHER_RANKS = replace(
-    TRAINING, name=SAME_WEIGHTS.title, draw=same_weights_cases, validate=validate_same_weights, timeout=60.0
-)
+# Its failures are saved and replayed as those of TRAINING, whose check is the same.
+ON_OTHER_RANKS = replace(TRAINING, name=SAME_WEIGHTS.title, draw=same_weights_cases, validate=validate_same_weights)
 
 
 def titles() -> list[str]:

@@ -125,6 +125,8 @@ def test_links_within_hosts_and_between_are_timed_apart(
     both = sorted(set.union(*kinds))
     assert [(rate.between, rate.ways) for rate in rates] == [(x, ways) for x in both for ways in (-1, 1, 2)]
     assert re.search(said, links.fastest(rates)) and len(links.table(rates)) == 2 * len(both)
+    rates += links.check_transfers(64, [([], [(False, ways, 1.0) for ways in (1, -1, 2)])], shared=True)
+    assert "through shared memory" in links.fastest(rates) and len(links.table(rates)) == 2 * len(both) + 2
 
 
 def test_a_long_case_of_ones_own() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +30,7 @@ pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[4]
 FOREVER = 3600.0  # a timeout that a test which passes never meets
 BRIEF = 0.2  # for calls that are known to hang already when it begins
+PR_SET_NAME = 15  # of prctl(2)
 
 
 def echo(*args: object) -> tuple[object, ...]:
@@ -89,6 +92,18 @@ def compute_for(seconds: float) -> None:
     began = time.process_time()
     while time.process_time() - began < seconds:
         pass
+
+
+def compute_in_a_thread(seconds: float, name: bytes) -> None:
+    """`compute_for` in a thread of that name, as torch runs backwards on GPUs, while the main one waits."""
+
+    def compute() -> None:
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name)
+        compute_for(seconds)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
 
 
 class Poisoned:
@@ -303,6 +318,7 @@ def test_a_hang_shows_every_stack(ranks: Ranks, tmp_path: Path, world: int, deed
 
 def test_computing_beyond_the_timeout_is_no_hang(ranks: Ranks) -> None:
     assert ranks(1).run(compute_for, 1.1, timeout=1.0) == [None]
+    assert ranks(1).run(compute_in_a_thread, 3.0, b"pt_autograd_0", timeout=1.0) == [None]
 
 
 def test_answers_at_the_timeout_are_no_hang(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
