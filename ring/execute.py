@@ -161,7 +161,8 @@ def _backward_by_heads(
         given.append((of_queries("gradients of lse"), _as_rows(dlse)))
     summed = programs.sums_keys
     work = accumulator_dtype(q.dtype) if summed else q.dtype
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=work), torch.zeros_like(v, dtype=work)
+    new = torch.zeros_like if summed else torch.empty_like
+    dq, dk, dv = torch.empty_like(q), new(k, dtype=work), new(v, dtype=work)
 
     def compute(stage: int, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         q, k, v, out, lse, dout, *dlse = tensors

@@ -141,24 +141,24 @@ def test_the_one_pass_merge_is_the_plain_one(dtype: torch.dtype, dim: int, sinks
     assert torch.allclose(one_sum.result(torch.float32), plain_sum.result(torch.float32), rtol=1e-5, atol=1e-5)
 
 
+LAST = (Rows(1400, 1, 100), Heads(6, 1, 0, 1, 1))
+STRIDED = [(Rows(3, 32, 40), Heads(2, 3, 0, 3, 1)), (Rows(700, 4, 100, 400, 2), Heads(3, 1, 1, 2, 1)), LAST]
+FRONTS = [(Rows(0, 1, length), Heads(6, 1, 0, 1, 1)) for length in (700, 33, 1499, 1)]
+
+
 @pytest.mark.parametrize("folds", [1, 3], ids="{} folds".format)
-@pytest.mark.parametrize("others", [0, 1, 3], ids="{} others".format)
+@pytest.mark.parametrize("others", [[], STRIDED[:1], STRIDED, [LAST], [LAST, *FRONTS[:2]], [LAST, *FRONTS]], ids=len)
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["no sinks", "sinks"])
-def test_full_parts_become_the_output(sinks: torch.Tensor | None, others: int, folds: int) -> None:
+def test_full_parts_become_the_output(sinks: torch.Tensor | None, others: list[tuple[Rows, Heads]], folds: int) -> None:
     from ring.compute.gpu.gpu_accumulator import CombinedAccumulator, CombinedSum
 
     torch.manual_seed(2)
     batch, tokens, heads, dim = 1 if folds > 1 else 2, 1500, 6, 40
     like = torch.empty(batch, tokens, heads, dim, dtype=torch.bfloat16, device="cuda")
-    small = [
-        (Rows(3, 32, 40), Heads(2, 3, 0, 3, 1)),
-        (Rows(700, 4, 100, 400, 2), Heads(3, 1, 1, 2, 1)),
-        (Rows(1400, 1, 100), Heads(6, 1, 0, 1, 1)),
-    ][:others]
     memory = torch.randn(batch, tokens, heads, dim, device="cuda").to(torch.bfloat16)
     whole = memory.view(batch, folds, tokens // folds, 2, 3, dim).permute(1, 0, 3, 4, 2, 5)
     parts = [(Rows(0, 1, tokens // folds, tokens // folds, folds), Heads(2, 3, 0, 3, 1), whole)]
-    for rows, these in small:
+    for rows, these in others:
         shape = (rows.folds, batch, these.groups, these.per_group, rows.length, dim)
         parts.insert(0, (rows, these, torch.randn(shape, device="cuda").to(torch.bfloat16)))
     sinks = None if sinks is None else sinks.cuda()

@@ -31,6 +31,7 @@ from ring.plan.ranges import Ints
 
 _MAX_ROW_STEP = 32  # most distance of a program's rows; a wider grid holds only some of them
 _ROWS, _WARPS = 32, 4  # rows, and warps, of a program
+_MOST_UNROLLED = 4  # parts of a head that are read without a branch
 _KINDS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 _MERGES, _TABLES = 256, 64  # cached merges, and tables of each by address
@@ -68,18 +69,62 @@ def _may_hold(entry, begin, span):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _add_part(  # type: ignore[no-untyped-def]
+    entry, batch, fold, index, held, changed, column, inside, total, top, weight,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, WEIGHTED: tl.constexpr,
+    WIDE: tl.constexpr, FOLDED: tl.constexpr,
+):  # fmt: skip
+    """Return (total, top, weight) with a part, whose numbers lie at (fold, index) of each row held."""
+    offset = batch * tl.load(entry + _OUT_BATCH) + index * tl.load(entry + _OUT_ROW)
+    if FOLDED:
+        offset += fold * tl.load(entry + _OUT_FOLD)
+    where = offset[:, None] + column[None, :]
+    read = held & changed
+    mask = read[:, None] & inside[None, :] if DIM < BLOCK else read[:, None]
+    if WIDE == 2:  # some parts are fp32, some are not
+        if tl.load(entry + _IS_FP32) != 0:
+            part = _load_rows(entry, where, mask, tl.float32, ALIGNED)
+        else:
+            part = _load_rows(entry, where, mask, KIND, ALIGNED)
+    else:
+        part = _load_rows(entry, where, mask, tl.float32 if WIDE else KIND, ALIGNED)
+    if WEIGHTED:
+        at = batch * tl.load(entry + _LSE_BATCH) + index * tl.load(entry + _LSE_ROW)
+        if FOLDED:
+            at += fold * tl.load(entry + _LSE_FOLD)
+        new = tl.load(tl.load(entry + _LSE).to(tl.pointer_type(tl.float32)) + at, held, other=float("-inf"))
+        higher = tl.where((top != top) | (new != new), top + new, tl.maximum(top, new))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        old_share, share = tl.exp(top - base), tl.exp(new - base)
+        total = total * old_share[:, None] + part * share[:, None]  # not held: 0 * exp(-inf)
+        weight = weight * old_share + share
+        top = higher
+    else:
+        total += part
+    return total, top, weight
+
+
+@triton.jit
+def _within(entry, row):  # type: ignore[no-untyped-def]
+    """Return (index, held): the place of each row in a part of consecutive rows, and whether it has one."""
+    index = row - tl.load(entry + _START).to(tl.int32)
+    return index, (index >= 0) & (index < tl.load(entry + _LENGTH).to(tl.int32))
+
+
+@triton.jit
 def _combine(  # type: ignore[no-untyped-def]
     entries, first, out, lse, twin, sinks,
     out_batch, out_row, out_head, lse_batch, lse_head, lse_row, tokens, heads, apart, lanes, twin_entries,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr,
     WEIGHTED: tl.constexpr, WIDE: tl.constexpr, BASES: tl.constexpr, LANES: tl.constexpr, LISTED: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Merge every `apart`-th row of one head and batch. WEIGHTED: average by lse; else sum. KIND: the 16-bit type.
     WIDE: 0: no part is fp32; 1: all are; 2: some are. BASES: rows that only a head's first parts hold, so many, are in
     `out` already. twin: a second output like `out`, with entries `twin_entries` further on. LANES: the lanes are listed
     after `first`. LISTED: some parts list their rows. SINKS: every row begins with output 0 and the head's number of
-    `sinks` as lse.
+    `sinks` as lse. PARTS: every head has so many parts, all of consecutive rows, which are read without a branch, so
+    that no part waits for the one before; 0: parts are tested one by one.
     """
     if tl.program_id(2) == 1:
         out = twin
@@ -94,67 +139,57 @@ def _combine(  # type: ignore[no-untyped-def]
     batch = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < DIM
-    begins, ends = tl.load(first + head), tl.load(first + head + 1)
     changed = row < tokens
-    if BASES:
-        others = 0
-        for number in range(begins + BASES, ends):
-            others += _may_hold(entries + number * _FIELDS, begin, ROWS * apart).to(tl.int32)
-        changed &= others > 0
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     if SINKS:
         top = weight + tl.load(sinks + head)
         weight = tl.where(top == float("-inf"), 0.0, 1.0)
-    for number in range(begins, ends):
-        entry = entries + number * _FIELDS
-        if _may_hold(entry, begin, ROWS * apart):
-            start = tl.load(entry + _START).to(tl.int32)
-            step, length = tl.load(entry + _STEP).to(tl.int32), tl.load(entry + _LENGTH).to(tl.int32)
-            fold_step, folds = tl.load(entry + _FOLD_STEP).to(tl.int32), tl.load(entry + _FOLDS).to(tl.int32)
-            within = row - start
-            fold = tl.minimum(tl.maximum(within, 0) // fold_step, folds - 1)
-            place = within - fold * fold_step
-            index = place // step
-            held = (within >= 0) & (place - index * step == 0) & (index < length) & (row < tokens)
-            if LISTED:
-                places = tl.load(entry + _PLACES)
-                there = (places != 0) & (within >= 0) & (row < tl.load(entry + _END).to(tl.int32)) & (row < tokens)
-                listed = tl.load(places.to(tl.pointer_type(tl.int32)) + within, there, other=-1)
-                fold = tl.where(places != 0, tl.maximum(listed, 0) // length, fold)
-                index = tl.where(places != 0, tl.maximum(listed, 0) - fold * length, index)
-                held = tl.where(places != 0, listed >= 0, held)
-            offset = (
-                fold * tl.load(entry + _OUT_FOLD)
-                + batch * tl.load(entry + _OUT_BATCH)
-                + index * tl.load(entry + _OUT_ROW)
-            )
-            where = offset[:, None] + column[None, :]
-            read = held & changed
-            mask = read[:, None] & inside[None, :] if DIM < BLOCK else read[:, None]
-            if WIDE == 2:  # some parts are fp32, some are not
-                if tl.load(entry + _IS_FP32) != 0:
-                    part = _load_rows(entry, where, mask, tl.float32, ALIGNED)
-                else:
-                    part = _load_rows(entry, where, mask, KIND, ALIGNED)
-            else:
-                part = _load_rows(entry, where, mask, tl.float32 if WIDE else KIND, ALIGNED)
-            if WEIGHTED:
-                at = (
-                    fold * tl.load(entry + _LSE_FOLD)
-                    + batch * tl.load(entry + _LSE_BATCH)
-                    + index * tl.load(entry + _LSE_ROW)
-                )
-                new = tl.load(tl.load(entry + _LSE).to(tl.pointer_type(tl.float32)) + at, held, other=float("-inf"))
-                higher = tl.where((top != top) | (new != new), top + new, tl.maximum(top, new))
-                base = tl.where(higher == float("-inf"), 0.0, higher)
-                old_share, share = tl.exp(top - base), tl.exp(new - base)
-                total = total * old_share[:, None] + part * share[:, None]  # not held: 0 * exp(-inf)
-                weight = weight * old_share + share
-                top = higher
-            else:
-                total += part
+    if PARTS:
+        if BASES:
+            others = row < 0
+            for number in tl.static_range(BASES, PARTS):
+                _, held = _within(entries + (head * PARTS + number) * _FIELDS, row)
+                others |= held
+            changed &= others
+        for number in tl.static_range(PARTS):
+            entry = entries + (head * PARTS + number) * _FIELDS
+            index, held = _within(entry, row)
+            held &= row < tokens
+            total, top, weight = _add_part(
+                entry, batch, index, index, held, changed, column, inside, total, top, weight,
+                DIM, BLOCK, KIND, ALIGNED, WEIGHTED, WIDE, False,
+            )  # fmt: skip
+    else:
+        begins, ends = tl.load(first + head), tl.load(first + head + 1)
+        if BASES:
+            others = 0
+            for number in range(begins + BASES, ends):
+                others += _may_hold(entries + number * _FIELDS, begin, ROWS * apart).to(tl.int32)
+            changed &= others > 0
+        for number in range(begins, ends):
+            entry = entries + number * _FIELDS
+            if _may_hold(entry, begin, ROWS * apart):
+                start = tl.load(entry + _START).to(tl.int32)
+                step, length = tl.load(entry + _STEP).to(tl.int32), tl.load(entry + _LENGTH).to(tl.int32)
+                fold_step, folds = tl.load(entry + _FOLD_STEP).to(tl.int32), tl.load(entry + _FOLDS).to(tl.int32)
+                within = row - start
+                fold = tl.minimum(tl.maximum(within, 0) // fold_step, folds - 1)
+                place = within - fold * fold_step
+                index = place // step
+                held = (within >= 0) & (place - index * step == 0) & (index < length) & (row < tokens)
+                if LISTED:
+                    places = tl.load(entry + _PLACES)
+                    there = (places != 0) & (within >= 0) & (row < tl.load(entry + _END).to(tl.int32)) & (row < tokens)
+                    listed = tl.load(places.to(tl.pointer_type(tl.int32)) + within, there, other=-1)
+                    fold = tl.where(places != 0, tl.maximum(listed, 0) // length, fold)
+                    index = tl.where(places != 0, tl.maximum(listed, 0) - fold * length, index)
+                    held = tl.where(places != 0, listed >= 0, held)
+                total, top, weight = _add_part(
+                    entry, batch, fold, index, held, changed, column, inside, total, top, weight,
+                    DIM, BLOCK, KIND, ALIGNED, WEIGHTED, WIDE, True,
+                )  # fmt: skip
     if WEIGHTED:
         base = tl.where(top == float("-inf"), 0.0, top)
         total = total * (1.0 / tl.where(weight == 0.0, 1.0, weight))[:, None]  # faster than a division for each number
@@ -261,7 +296,7 @@ class _Launch:
             "ALIGNED": dim % 8 == 0 and all(is_aligned(x) for x in (out, *(part.out for part in parts))),
             "WEIGHTED": lse is not None, "WIDE": 0 if not fp32 else 1 if fp32 == len(parts) else 2,
             "BASES": job.bases if in_place else 0, "LANES": listed is not None, "LISTED": bool(self.places),
-            "SINKS": job.sinks is not None,
+            "SINKS": job.sinks is not None, "PARTS": _unrolled(parts, np.diff(self.table[: heads + 1])),
         }  # fmt: skip
         # One launch can write two outputs of equal form.
         self.form = (
@@ -312,6 +347,13 @@ class _Launch:
             self._alone(table.entries, table.first, out, lse, out, sinks)
         else:
             self._with_twin(table.entries, table.first, out, lse, twin, sinks)
+
+
+def _unrolled(parts: Sequence[Part], counts: Ints) -> int:
+    """Return the parts of each head, whose numbers are `counts`, if the kernel reads them without a branch, else 0."""
+    straight = all(part.rows.index is None and part.rows.folds == part.rows.step == 1 for part in parts)
+    few = counts.min() == counts.max() <= _MOST_UNROLLED
+    return int(counts[0]) if straight and few else 0
 
 
 class _Merge:
