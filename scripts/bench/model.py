@@ -28,14 +28,17 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from bench.command import BenchRecord, Parser, check_place, columns, measured_on_ranks, tokens
+from bench.command import BenchRecord, Parser, check_place, columns, measured_on_ranks, stop, tokens
 from bench.rank_group import Failed, Lost, RankGroup
 from bench.step_models import KINDS, SHAPES, StepLayer, build_model
 from bench.step_run import Exact, Stepper, StepTime, Turns, Wrong, by_turns, step
+from bench.step_timeline import KINDS as KINDS_OF_WORK
+from bench.step_timeline import profiled, timeline
 from bench.step_ways import ALONE, MEANING, OURS, PEERS, UNCHECKED, StepProblem, Way, names_of, ring_attend, way_of
 from bench.workload import Unsupported, named
 from ring import Layout
@@ -66,6 +69,9 @@ STEP_COLUMNS = {
     "perfect division",
     "best_peer": "of ours: the fastest peer",
     "of_best_peer": "of ours: ms / (ms of best_peer)",
+    "timeline": "with --timeline, of each rank: milliseconds of a step by kind of work on its GPU: "
+    f"{', '.join(KINDS_OF_WORK)}: it computes nothing",
+    "new_segments": "with --timeline: times that torch's allocator asks the GPU for memory in a step, most of a rank",
     "loss": "mean loss of the first step over all tokens",
     "losses_off": "at the smallest size: |losses - exact| / |exact|, in norms over all tokens; exact: of an fp32 model "
     "with the oracle's attention",
@@ -116,9 +122,14 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=count, default=3, metavar="N", help="turns of each way (default: 3)")
     add("--steps", type=count, default=5, metavar="N", help="steps per turn; 3 from 32Ki tokens (default: 5)")
     add("--minutes", type=float, default=9.0, metavar="M", help="start no section after M minutes (default: 9)")
+    add("--timeline", action="store_true", help="also trace a step of each way: milliseconds by kind of work")
     add("--recompute", choices=RECOMPUTED, nargs="+", help="under FSDP2: layers to recompute")
     add("--compare", action="store_true", help="with --recompute: compare the loss with one GPU's")
     options = parser.parsed(arguments)
+    if options.timeline and options.device == "cpu":
+        stop("--timeline traces a GPU: leave out --device cpu")
+    if options.timeline and options.recompute:
+        stop("--timeline traces the ways: leave out --recompute")
     options.tokens = options.tokens or (RECOMPUTED_TOKENS if options.recompute else TOKENS)[options.device]
     return options
 
@@ -213,12 +224,32 @@ class StepSection:
         for name, stepper in ready.items():
             stepper.turn(self.ranks, max(1, self.turns.warmup - 1))
             by_way[name]["peak_bytes"] = stepper.peak(self.ranks)
+            if self.options.timeline:
+                by_way[name] |= self._traced(stepper)
         for name, rounds in by_turns(self.ranks, ready, self.turns).items():
             by_way[name] |= asdict(StepTime.each(statistics.median, rounds))
             by_way[name] |= {"rounds": [asdict(one) for one in rounds]}
             by_way[name] |= {"warmup": self.turns.warmup, "steps": self.turns.steps}
         compare(by_way, self.problem)
         return by_way
+
+    def _traced(self, stepper: Stepper) -> dict[str, Any]:
+        """Trace a step on every rank, which start it together."""
+
+        def segments() -> int:
+            return int(torch.cuda.memory_stats(self.ranks.device)["segment.all.allocated"])
+
+        def own() -> tuple[dict[str, float], int]:
+            before = segments()
+            with stepper.inside():
+                dist.all_reduce(torch.zeros(1, device=self.ranks.device))
+                torch.cuda.synchronize(self.ranks.device)
+                ms = timeline(profiled(stepper.run))
+            stepper.clear()
+            return ms, segments() - before
+
+        everyone = self.ranks.attempt(own)
+        return {"timeline": [ms for ms, _ in everyone], "new_segments": max(count for _, count in everyone)}
 
     def _first_step(self, way: Way, exact: Exact | None) -> tuple[dict[str, Any], Stepper]:
         """Compile a way, make its first step and check it. Raises Failed and Wrong on every rank."""

@@ -17,7 +17,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bench import attention, baselines, command, fused, kernel_rates, longest, model, peers, published, step_run
+from bench import (
+    attention,
+    baselines,
+    command,
+    fused,
+    kernel_rates,
+    longest,
+    model,
+    peers,
+    published,
+    step_run,
+    step_timeline,
+)
 from bench.rank_group import Failed, RankGroup
 from bench.workload import AttentionShape, Unsupported, Workload, document_lengths, named
 
@@ -250,6 +262,24 @@ def _steps(arguments: str, spoilt: bool = False) -> tuple[list[dict[str, Any]], 
         if spoilt:
             patch.setattr(baselines, "all_to_all", lambda workload: lambda q, k, v: 2 * right(workload)(q, k, v))
         return record.rows, model.measure_ways(_here(), record, given)
+
+
+def test_the_time_of_a_step_by_kinds_of_work() -> None:
+    events = [
+        ("nvjet_sm90_tst", 100.0, 40.0), ("Memcpy PtoP (Device -> Device)", 110.0, 70.0), ("_put", 150.0, 5.0),
+        ("kernel_cutlass_kernel_flash_attncuteflash_fwd", 150.0, 20.0), ("_combine", 160.0, 20.0),
+        ("void at::native::index_put_kernel", 190.0, 5.0), ("ncclDevKernel_SendRecv", 200.0, 3.0),
+    ]  # fmt: skip
+    found = step_timeline.timeline(step_timeline.Event(*event) for event in reversed(events))
+    assert found == pytest.approx(
+        {
+            "matrix products": 0.04, "messages": 0.078, "attention": 0.02, "merges": 0.02, "other kernels": 0.005,
+            "idle": 0.01 + 0.01 + 0.008,
+        }
+    )  # fmt: skip
+    assert set(found) == set(step_timeline.KINDS) == set(step_timeline.timeline([]))
+    with pytest.raises(SystemExit):
+        model.parsed(["--device", "cpu", "--timeline"])
 
 
 @pytest.mark.ranks

@@ -104,6 +104,12 @@ class SameWeights(nn.Module):
         self._calls.restore()
         return self.module
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: the group of the ranks cannot be."""
+        raise NotImplementedError(
+            "SameWeights cannot be copied or pickled: write copy.deepcopy(model.module), or save model.state_dict()"
+        )
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Return a context in which backwards leave no gradients yet, but keep them for the step's last micro-batch, as

@@ -306,6 +306,7 @@ WRONG: dict[str, tuple[Callable[[SameWeights, ContextParallel, Tensor], object],
     "average": (lambda same, context, x: average_gradients(same.parameters(), same), "SameWeights sums gradients"),  # type: ignore[arg-type]
     "a hook": (_hooked, "must have no hooks, which get no gradient of a chunk, got some of embedding.weight"),
     "another parameter": (_another_parameter, "must be those that SameWeights was made with"),
+    "a copy": (lambda same, context, x: copy.deepcopy(same), r"write copy.deepcopy\(model.module\)"),
     "a loss too early": (lambda same, context, x: token_mean(x.double(), x, same), "which was not called yet"),
     "the loss of a wrapper": (_other_loss, "losses must be over the model with SameWeights"),
     "averaged": (
@@ -343,10 +344,10 @@ def test_a_restored_model_is_plain() -> None:
 def test_a_copy_is_a_model_of_its_own() -> None:
     model = Model()
     SameWeights(model)
-    other = copy.deepcopy(model.norm)
+    other = copy.deepcopy(model)
     with torch.no_grad():
-        other.weight.zero_()
-    assert not other(torch.randn(5, 32)).any() and model.norm(torch.randn(5, 32)).any()
+        other.norm.weight.zero_()
+    assert not other.norm(torch.randn(5, 32)).any() and model.norm(torch.randn(5, 32)).any()
 
 
 def test_chunks_without_a_gradient_count_as_zero() -> None:
