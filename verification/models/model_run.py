@@ -31,7 +31,7 @@ from verification.models.step_case import Split, StepCase
 from verification.models.strategies import chunked_cases, has_labels, if_valid, model_cases, other_splits
 from verification.report.coverage import Coverage
 from verification.report.report import Report
-from verification.run.backends import PRELOAD, Backend, GlooBackend, PoolBackend, Task, open_backend
+from verification.run.backends import PRELOAD, Backend, PoolBackend, Task, open_backend
 from verification.runner import Profile, RunPlan
 from verification.search.claim import apply_claim
 from verification.search.experiment import Experiment, ToolError
@@ -75,13 +75,14 @@ class ModelExperiment:
         load(name)
         self.name, self.facts, self.only, self.same_bits = name, facts, only, same_bits
         self.alone = AloneBackend(TIMEOUT, partial(begin_alone, name), STEP_PRELOAD)
-        # Ranks that save checkpoints, or the other ranks of a Case.
-        self._others, self._number_of_others = GlooBackend(TIMEOUT, preload=list_preload(name)), 0
+        self._others: Backend | None = None  # ranks that save checkpoints, or the other ranks of a Case
+        self._number_of_others = 0
 
     def close(self) -> None:
         """End the processes beside those of the backend."""
         self.alone.close()
-        self._others.close()
+        if self._others is not None:
+            self._others.close()
 
     def draw(self, world: int) -> SearchStrategy[ModelCase | None]:
         if self.same_bits is None:
@@ -126,14 +127,16 @@ class ModelExperiment:
         expectation, observations = self._results(backend, case)
         ratios = check_model_step(case, expectation, observations, self.only)
         if SAME_WEIGHTS.concerns(case) and (not self.only or SAME_WEIGHTS.title in self.only):
-            ratios |= self._check_same_bits(case, observations)
+            ratios |= self._check_same_bits(backend, case, observations)
         return ratios
 
-    def _check_same_bits(self, case: ModelCase, observations: Sequence[ModelObservation]) -> dict[str, float]:
+    def _check_same_bits(
+        self, backend: Backend, case: ModelCase, observations: Sequence[ModelObservation]
+    ) -> dict[str, float]:
         from verification.models.steps import train_on_rank
 
         try:
-            elsewhere = self._on_others(train_on_rank, case.elsewhere, self.name, False, "", case)
+            elsewhere = self._on_others(backend, train_on_rank, case.elsewhere, self.name, False, "", case)
         except RankFailure as failure:
             raise self._explained(failure) from None
         try:
@@ -190,18 +193,22 @@ class ModelExperiment:
         with TemporaryDirectory(prefix="ring-checkpoint-") as folder:
             try:
                 if case.resumed_after:
-                    self._save(case, folder)
+                    self._save(backend, case, folder)
                 backend.submit(train_on_rank, case, self.name, traced, folder)
                 return None, backend.collect()
             except RankFailure as failure:
                 return failure, ()
 
-    def _save(self, case: ModelCase, folder: str) -> None:
+    def _save(self, backend: Backend, case: ModelCase, folder: str) -> None:
         from verification.models.steps import save_on_rank
 
-        self._on_others(save_on_rank, case.before(), self.name, case, folder)
+        self._on_others(backend, save_on_rank, case.before(), self.name, case, folder)
 
-    def _on_others(self, task: Task, case: ModelCase, *arguments: Any) -> list[Any]:
+    def _on_others(self, backend: Backend, task: Task, case: ModelCase, *arguments: Any) -> list[Any]:
+        """Run a task on ranks of the same kind as those of the backend."""
+        if self._others is None:
+            self._others = open_backend(backend.name)
+            self._others.timeout, self._others.preload = TIMEOUT, list_preload(self.name)
         if self._number_of_others != case.world:
             self._others.start(case.world)
             self._number_of_others = case.world

@@ -79,6 +79,10 @@ class Backend(Protocol):
         Raises a `VerificationFailure` if a rank crashed, hung or raised; the next `submit` then meets new ranks."""
         ...
 
+    def beside(self, world: int) -> Backend:
+        """Return so many ranks more, of this kind, which remain until these close. Raises Unavailable."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -106,6 +110,7 @@ class PoolBackend:
         self._warm: int | None = None  # the generation of ranks that was prepared
         self._under_way: tuple[Ticket, CaseLike] | None = None
         self.earlier: list[Any] = []
+        self._beside: dict[int, Backend] = {}  # by the number of ranks
 
     def open_pool(self, world: int, joined_by: str = "gloo") -> None:
         self.close()
@@ -148,6 +153,9 @@ class PoolBackend:
         if self._pool is not None:
             self._pool.close()
             self._pool = self._warm = None
+        for other in self._beside.values():
+            other.close()
+        self._beside.clear()
 
 
 class GlooBackend(PoolBackend):
@@ -165,6 +173,15 @@ class GlooBackend(PoolBackend):
     def collect(self) -> list[Any]:
         case, answers = self.answers(self.timeout)
         return [answers[rank] for rank in case.ranks]
+
+    def beside(self, world: int) -> Backend:
+        other = self._beside.get(world)
+        if other is None:
+            other = type(self)(self.timeout, self.prepare, self.preload)
+            other.start(world)
+            self._beside[world] = other
+        other.timeout = self.timeout
+        return other
 
 
 def need_gpus(world: int) -> None:
@@ -205,6 +222,9 @@ class SimBackend(PoolBackend):
 
     def submit(self, task: Task, case: CaseLike, *arguments: Any) -> None:
         self.post(simulate, task, case, (self.delivery, *arguments))
+
+    def beside(self, world: int) -> Backend:
+        return self  # a simulation takes Cases of any world size
 
     def collect(self) -> list[Any]:
         assert self._under_way is not None

@@ -30,16 +30,11 @@ def check_same_weights(
 
 
 def _observe_elsewhere(backend: Backend, case: TrainingCase) -> Sequence[StepObservation]:
-    """Return the Observations of the other ranks, which take the place of the Case's for it."""
+    """Return the Observations of the other ranks."""
     from verification.training.rank.own_setup import OwnSetup  # lazy: importing FSDP slows every command
     from verification.training.rank.rank_step import train_on_rank
 
     other = case.elsewhere
-    try:
-        if other.world != case.world:
-            backend.start(other.world)
-        backend.submit(train_on_rank, other, OwnSetup, case)
-        return backend.collect()
-    finally:
-        if other.world != case.world:
-            backend.start(case.world)
+    ranks = backend if other.world == case.world else backend.beside(other.world)
+    ranks.submit(train_on_rank, other, OwnSetup, case)
+    return ranks.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from tests.support.plain_case import plain
 from verification.case import Case
 from verification.check.checks import check_buffers, check_traffic
 from verification.check.properties import prepare
+from verification.problems import links
 from verification.run.observation import Observation
 from verification.run.rank import observe
 from verification.run.simulation.simulated_transport import SimulatedTransport
@@ -241,3 +243,22 @@ def test_bytes_of_puts_equal_the_references(exchange: str, order: str, cuts: tup
         assert all(observation.one_sided for observation in found)
         check_traffic(case, prepare(case), found)
         check_buffers(case, prepare(case), found)
+
+
+@pytest.mark.usefixtures("in_one_process")
+@pytest.mark.parametrize("kind", [InOneProcess, WithoutMemory])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_messages_of_links_are_copied(ranks: int, kind: type[InOneProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+    own = threading.local()
+    monkeypatch.setattr(links, "transport_of", lambda group: own.transport)
+    monkeypatch.setattr(links.dist, "barrier", lambda: None)
+    monkeypatch.setattr(InOneProcess, "hosts", (0,) * ranks, raising=False)
+
+    def step(transport: SimulatedTransport) -> list[tuple[list[str], list[links.Timing]]]:
+        own.transport = kind(transport)
+        assert links.shares_memory()
+        return [links.transfers(size, shared=True) for size in (1, 7, 4096, 65_537, 7)]
+
+    found = Simulation(ranks, 0).run(step)
+    assert all(not wrong and len(times) == 3 * (kind is InOneProcess) for rank in found for wrong, times in rank)
+    assert InOneProcess.sent and (kind is WithoutMemory or InOneProcess.sent == InOneProcess.copied)

@@ -17,7 +17,8 @@ from tests.support.training_cases import drawn_from, small_model, small_step
 from verification.check.properties import broken_by
 from verification.failures import WrongResult
 from verification.models.same_bits import SAME_WEIGHTS
-from verification.run.backends import GlooBackend
+from verification.run.backends import Backend, GlooBackend
+from verification.run.processes.process_tree import alive
 from verification.runner import RunPlan
 from verification.training.strategies import same_weights_cases
 from verification.training.training_case import OtherRanks, TrainingCase
@@ -68,6 +69,26 @@ backend = shared(gloo, 2)
 )
 def test_a_step_has_the_same_bits(backend: GlooBackend, changes: dict[str, Any]) -> None:
     assert ON_OTHER_RANKS.check(backend, two_ranks(**changes))[SAME_WEIGHTS.title] == 0.0
+
+
+@pytest.mark.ranks
+def test_other_ranks_remain_until_the_own_ones_end() -> None:
+    with closing(gloo()) as backend:
+        backend.start(2)
+        for _ in range(2):
+            ON_OTHER_RANKS.check(backend, two_ranks(steps=1))
+        beside = backend.beside(1)
+        assert beside is backend.beside(1) is not backend.beside(2)
+        pids = _pids(backend) | _pids(beside)
+        assert alive(pids) == pids and len(pids) == 3
+        ON_OTHER_RANKS.check(backend, two_ranks(steps=1))
+        assert _pids(backend) | _pids(beside) == pids
+    assert not alive(pids)
+
+
+def _pids(backend: Backend) -> set[int]:
+    assert isinstance(backend, GlooBackend) and backend._pool is not None
+    return set(backend._pool.pids)
 
 
 def _number_entry_by_entry() -> None:
