@@ -1,4 +1,4 @@
-"""Where the time of a step goes on a GPU: by kind of work, and the time in which it computes nothing.
+"""The time of a step on a GPU by kind of work, and that in which it computes nothing.
 
 events of torch's profiler -> kinds -> milliseconds
 """
