@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -17,6 +18,7 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 _BRANCH = ("segment_length", "dilation_rate", "offset", "window", "slices")
 NAMES = (*(field.name for field in fields(Case) if field.name != "pattern"), "causal", "documents", *_BRANCH)
+_PARTS = re.compile(r'(?:[^\s"]|"[^"]*"?)+')  # spaces divide them, except between quotes
 _TYPES = {field.name: str(field.type) for kind in (Branch, Pattern, Case) for field in fields(kind)}
 
 
@@ -26,14 +28,14 @@ def read_case_line(text: str) -> Case:
     Args:
         text: `name=value` parts with spaces between. A name is a field of Case but `pattern`, or one of its pattern
             with one branch: causal, documents, segment_length, dilation_rate, offset, window, slices. A value is JSON,
-            or a word; of several numbers, `3,5,8`; of slices, `[[0,8,0,8,null,0]]`; `none` for None. What is missing
-            is as in DEFAULTS; kv_heads are as many as heads.
+            or a word; of several words, `"dealt chunks"`; of several numbers, `3,5,8`; of slices,
+            `[[0,8,0,8,null,0]]`; `none` for None. What is missing is as in DEFAULTS; kv_heads are as many as heads.
 
     Raises:
         ValueError: an unknown name, one given twice or without a value, or a value that the field does not allow.
     """
     given: dict[str, Any] = {}
-    for part in text.split():
+    for part in _PARTS.findall(text):
         name, _, value = part.partition("=")
         if name not in NAMES or not value:
             raise ValueError(f"{part!r} is no name=value of a Case; the names are {', '.join(NAMES)}")
@@ -55,7 +57,7 @@ def write_case_line(case: Case) -> str | None:
     written, usual = (_flat(x) for x in (case, read_case_line(f"world={case.world} heads={case.heads}")))
     usual |= {"world": None, "heads": DEFAULTS["heads"]}
     line = " ".join(
-        f"{name}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
+        f"{name}={value if isinstance(value, str) and ' ' not in value else json.dumps(value, separators=(',', ':'))}"
         for name, value in written.items() if value != usual[name]
     )  # fmt: skip
     try:

@@ -114,6 +114,14 @@ def test_slices_fit_both_sequences_and_a_line() -> None:
     assert (crossed.tokens, crossed.key_tokens) == (13, 9)
 
 
+def test_an_order_of_two_words_is_written_between_quotes() -> None:
+    dealt = read_case_line('tokens=70 world=3 order="dealt chunks" bucket=16 same_bits=16')
+    line = write_case_line(dealt)
+    assert dealt.order == "dealt chunks" and line is not None and read_case_line(line) == dealt
+    with pytest.raises(ValueError, match="'chunks' is no name=value of a Case"):
+        read_case_line(line.replace('"', ""))
+
+
 @pytest.mark.parametrize("keys", (None, Keys(5), Keys(20, "shuffled", (0, 0, 20, 20)), Keys(1, "hilbert")))
 def test_keys_may_have_a_sequence_of_their_own(keys: Keys | None) -> None:
     """Shards and tensors of the queries stay; the layout of the keys is the defined one."""

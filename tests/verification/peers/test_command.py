@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -16,6 +17,7 @@ from tests.support.peer_examples import EXAMPLES
 from tests.support.printed import unbroken
 from verification.__main__ import main
 from verification.case import Case
+from verification.cli import peers
 from verification.peers.known_peers import load
 
 pytestmark = pytest.mark.ranks
@@ -102,8 +104,9 @@ def test_expected_failures_leave_the_verdict(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("name", ("causal_by_heads", "worse_at_third", "worse_after_fp64"))
 def test_replays_the_earlier_calls_that_a_failure_needs(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(peers, "PROFILE", replace(peers.PROFILE, budget=math.inf))  # runs are limited, not seconds
     attention, file = f"{EXAMPLES}:{name}", tmp_path / "without.json"
     assert main(("peers", attention, "--examples", "30", "--seed", "2", "--failures", str(tmp_path))) == 1
     assert "cause: earlier calls: alone on new ranks the example holds; it fails after" in unbroken(
