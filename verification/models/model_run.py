@@ -75,14 +75,10 @@ class ModelExperiment:
         load(name)
         self.name, self.facts, self.only, self.same_bits = name, facts, only, same_bits
         self.alone = AloneBackend(TIMEOUT, partial(begin_alone, name), STEP_PRELOAD)
-        self._others: Backend | None = None  # ranks that save checkpoints, or the other ranks of a Case
-        self._number_of_others = 0
 
     def close(self) -> None:
-        """End the processes beside those of the backend."""
+        """End the process beside those of the backend."""
         self.alone.close()
-        if self._others is not None:
-            self._others.close()
 
     def draw(self, world: int) -> SearchStrategy[ModelCase | None]:
         if self.same_bits is None:
@@ -136,7 +132,9 @@ class ModelExperiment:
         from verification.models.steps import train_on_rank
 
         try:
-            elsewhere = self._on_others(backend, train_on_rank, case.elsewhere, self.name, False, "", case)
+            others = backend.beside(case.elsewhere.world)
+            others.submit(train_on_rank, case.elsewhere, self.name, False, "", case)
+            elsewhere = others.collect()
         except RankFailure as failure:
             raise self._explained(failure) from None
         try:
@@ -202,18 +200,9 @@ class ModelExperiment:
     def _save(self, backend: Backend, case: ModelCase, folder: str) -> None:
         from verification.models.steps import save_on_rank
 
-        self._on_others(backend, save_on_rank, case.before(), self.name, case, folder)
-
-    def _on_others(self, backend: Backend, task: Task, case: ModelCase, *arguments: Any) -> list[Any]:
-        """Run a task on ranks of the same kind as those of the backend."""
-        if self._others is None:
-            self._others = open_backend(backend.name)
-            self._others.timeout, self._others.preload = TIMEOUT, list_preload(self.name)
-        if self._number_of_others != case.world:
-            self._others.start(case.world)
-            self._number_of_others = case.world
-        self._others.submit(task, case, *arguments)
-        return self._others.collect()
+        others = backend.beside(case.before().world)
+        others.submit(save_on_rank, case.before(), self.name, case, folder)
+        others.collect()
 
     def experiment(self) -> Experiment:
         return Experiment(
