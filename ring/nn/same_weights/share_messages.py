@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from ring.caching.weak_cache import cached_on
 from ring.comm.missing_ranks import read_timeout
@@ -160,12 +162,31 @@ class ShareMessages:
                 pass
 
 
+_made = 0  # groups for messages that ranks of this process have agreed on
+
+
 @cached_on
 def _of_group(group: dist.ProcessGroup) -> ShareMessages:
+    global _made  # noqa: PLW0603 - one count for all groups of the process
     ranks = dist.get_process_group_ranks(group)
-    backend = dist.get_backend_config(group)
-    timeout = read_timeout(group)
-    return ShareMessages(dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True))
+    number = int(BatchRanks(group).gather(torch.tensor([_made])).max())
+    _made = number + 1
+    backend, timeout = dist.get_backend_config(group), read_timeout(group)
+    with _named(f"messages {number} of ranks {ranks}"):
+        return ShareMessages(dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True))
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Give this name to a group that its ranks make. torch's has the number of groups of a process: where ranks are in
+    different numbers of other groups, they would wait for each other under different names.
+    """
+    before = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = before
 
 
 def messages_of(ranks: BatchRanks) -> ShareMessages:

@@ -250,3 +250,15 @@ def test_a_part_of_the_world_is_flattened(ranks: Ranks) -> None:
     errors, found = zip(*ranks(8).run(_part_of_the_world), strict=True)
     assert "write mesh['data', 'context']._flatten()" in errors[0] and len(set(errors)) == 1
     assert all(torch.equal(x, y) for other in found for x, y in zip(other, found[0], strict=True))
+
+
+def _made_by_ranks_in_different_groups() -> str:
+    for _ in range(dist.get_rank()):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    model = SameWeights(Model(), compare=False)
+    again = SameWeights(Model(), dist.new_group([0, 1, 2]), compare=False)
+    return f"{model.ranks.world_size} {again.ranks.world_size}"
+
+
+def test_ranks_in_different_groups_make_a_model(ranks: Ranks) -> None:
+    assert ranks(3).run(_made_by_ranks_in_different_groups) == ["3 3"] * 3
