@@ -49,7 +49,9 @@ def forward(
             value = view(arrival.value, tile.key_rows, tile.key_heads)
             out, lse = kernel_calls.forward(call.kernel, query, key, value, tile, scoring)
             accumulator.merge(tile.query_rows, tile.query_heads, out, lse)
-    return accumulator.result(q.dtype)
+    results = accumulator.result(q.dtype)
+    exchange.finish()
+    return results
 
 
 def backward(
@@ -67,7 +69,7 @@ def backward(
     q, k, v, out, lse, dout = tensors
     sums = sum_class_for(q)
     dq, dk, dv = sums(q), sums(k), sums(v)
-    rows = _QueryRows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq, (dk, dv))
+    rows = _QueryRows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq)
     exchange = Exchange(block.plan, transport, k, v)
     for arrival, calls in zip(exchange.round_trips(dk, dv), program.arrivals, strict=True):
         for call in calls:
@@ -81,7 +83,7 @@ def backward(
 
 @dataclass(eq=False)
 class _QueryRows:
-    """The local query rows in backward, and the sums of the gradients of own keys and values."""
+    """The local query rows in backward, and the sum of their gradients."""
 
     q: StridedView
     dout: StridedView
@@ -89,7 +91,6 @@ class _QueryRows:
     lse: StridedView
     dlse: torch.Tensor | None
     dq: TensorSum
-    own: tuple[TensorSum, TensorSum]
 
     @cached_property
     def delta(self) -> StridedView:
@@ -123,7 +124,9 @@ def _add_gradients(scoring: Scores, call: KernelCall, arrival: Arrival, rows: _Q
     key, value = view(arrival.key, *keys), view(arrival.value, *keys)
     if call.kernel.batched:
         dlse = None if rows.dlse is None else lse_view(rows.dlse).batched(*queries, aligned=False)
-        saved = SavedRows(dout, out, rows.lse.batched(*queries, aligned=False), None, dlse, _in_place(call, rows))
+        saved = SavedRows(
+            dout, out, rows.lse.batched(*queries, aligned=False), None, dlse, _in_place(call, rows.dq, arrival)
+        )
     else:
         lse = rows.lse.view(*queries).squeeze(-1)
         saved = SavedRows(dout, out, lse, rows.delta.view(*queries).squeeze(-1) if call.kernel.reads_delta else None)
@@ -133,14 +136,14 @@ def _add_gradients(scoring: Scores, call: KernelCall, arrival: Arrival, rows: _Q
     arrival.value_grad.add(*keys, dv)
 
 
-def _in_place(call: KernelCall, rows: _QueryRows) -> Into:
+def _in_place(call: KernelCall, dq: TensorSum, arrival: Arrival) -> Into:
     """Return the memory of the gradients that a call writes in place."""
-    tile, (dk, dv) = call.tile, rows.own
-    keys = tile.key_rows, tile.key_heads
+    assert arrival.key_grad is not None and arrival.value_grad is not None
+    tile, keys = call.tile, (call.tile.key_rows, call.tile.key_heads)
     return (
-        rows.dq.place(tile.query_rows, tile.query_heads) if call.queries_in_place else None,
-        dk.place(*keys) if call.keys_in_place else None,
-        dv.place(*keys) if call.keys_in_place else None,
+        dq.place(tile.query_rows, tile.query_heads) if call.queries_in_place else None,
+        arrival.key_grad.place(*keys) if call.keys_in_place else None,
+        arrival.value_grad.place(*keys) if call.keys_in_place else None,
     )
 
 

@@ -39,7 +39,9 @@ def forward(
         for call in calls:
             assert call.tile.part is not None
             outputs.merge(call.tile.part.query, *_forward(call, queries, arrival, block.scoring))
-    return outputs.result()
+    results = outputs.result()
+    exchange.finish()
+    return results
 
 
 def backward(

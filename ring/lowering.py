@@ -31,8 +31,8 @@ from ring.plan.tile import Tile
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
-    """A tile and its kernel. queries_in_place, keys_in_place: it writes the gradients of its queries, or own keys, in
-    place (`ring.plan.cover`).
+    """A tile and its kernel. queries_in_place, keys_in_place: it writes gradients of its queries, or keys, in place: by
+    `ring.plan.cover`, or those of received keys into the buffer in which they return.
     """
 
     kernel: Kernel
@@ -84,18 +84,22 @@ class BlockPrograms:
         return program if self.plan.chunked else self._in_place(program, q)
 
     def _in_place(self, program: Program, q: torch.Tensor) -> Program:
-        """Mark the calls that write gradients in place. None is marked for an exchange by heads, where a
-        block has other rows and heads than q.
+        """Mark the calls that write gradients in place. For an exchange by heads none writes those of queries and own
+        keys, since a block has other rows and heads than q.
         """
         calls = [call for calls in program.arrivals for call in calls]
         tiles = [call.tile if call.kernel.writes_in_place(call.tile) else None for call in calls]
         if not any(tiles):
             return program
         own = tiles[: len(program.arrivals[0])]
+        onces = (
+            step.once for step, of_step in zip(self.plan.steps, program.arrivals[1:], strict=True) for _ in of_step
+        )
+        received = {i for i, once in enumerate(onces, start=len(own)) if once and tiles[i] is not None}
         queries = [None if tile is None else (tile.query_rows, tile.query_heads) for tile in tiles]
         keys = [None if tile is None else (tile.key_rows, tile.key_heads) for tile in own]
         of_queries = cover(queries, q.shape[1], q.shape[2])
-        of_keys = cover(keys, self.plan.tokens, q.shape[2] // self._setting.share)
+        of_keys = cover(keys, self.plan.tokens, q.shape[2] // self._setting.share) | received
         marked = (
             replace(call, queries_in_place=i in of_queries, keys_in_place=i in of_keys) for i, call in enumerate(calls)
         )

@@ -79,7 +79,9 @@ class StridedView:
         return x.as_strided(place.sizes, place.strides, self._begin + place.offset)
 
     def place(self, rows: Rows, heads: Heads) -> torch.Tensor | None:
-        """Return a regular tile to write, (F B, groups per_group, L, D), in 16-byte words; None if there is no view."""
+        """Return a tile to write, (F B, groups per_group, L, D), in 16-byte words; None if there is no view."""
+        if rows.index is not None or heads.ids is not None:
+            return None
         place = _place(rows, heads, self._batch, self._dim, self._strides, self._whole.itemsize, True)
         if place is None or (self._whole.data_ptr() + self._skip + place.skip) % 16:
             return None
@@ -108,10 +110,11 @@ class StridedView:
 
 
 class OverwritingView(StridedView):
-    """A view whose tiles never overlap: `add` overwrites."""
+    """A view whose tiles never overlap: `add` overwrites. A tile that lies in its place already is not copied."""
 
     def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
-        self.put(rows, heads, tile)
+        if tile.untyped_storage().data_ptr() != self._whole.untyped_storage().data_ptr():
+            self.put(rows, heads, tile)
 
 
 class GradientSum(Protocol):
@@ -119,6 +122,10 @@ class GradientSum(Protocol):
 
     def add(self, rows: Rows, heads: Heads, tile: torch.Tensor) -> None:
         """Add a summand, (F, B, groups, per_group, L, D)."""
+        ...
+
+    def place(self, rows: Rows, heads: Heads) -> torch.Tensor | None:
+        """Return memory of the sum for a summand that is then added, (F B, heads, L, D); None: there is none."""
         ...
 
     def materialize(self) -> None:

@@ -14,12 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
 from ring.comm import signals
 from ring.comm.signals import Signals
 from ring.comm.transport import Message, Put
+
+SHARES = 32  # programs of a kernel that reads a message, with a flag each
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +36,10 @@ class Flags:
         """Address, in the memory of rank `at`, of the flag "the sender's buffers are filled"."""
         return self.begins[at] + signals.BYTES * sender
 
+    def share(self, at: int, sender: int) -> int:
+        """Address, in the memory of rank `at`, of the first flag "ready" of the programs that read the sender."""
+        return self.begins[at] + signals.BYTES * (2 * len(self.begins) + SHARES * sender)
+
     def done(self, at: int, receiver: int) -> int:
         """Address, in the memory of rank `at`, of the flag "the receiver has copied"."""
         return self.begins[at] + signals.BYTES * (len(self.begins) + receiver)
@@ -45,6 +52,19 @@ class Copy:
     place: int
     source: int
     size: int
+
+
+class Lane(NamedTuple):
+    """A rank that reads here, and one that is read here, for `ring.comm.pull_kernel`. Either may be missing.
+
+    ready_there, ready_here: addresses of the first flag of SHARES; done_there: of a count; 0: none.
+    copies: (source, to, size) in bytes, from the start of the own shared memory, and of the buffer of the receives.
+    """
+
+    ready_there: int = 0
+    ready_here: int = 0
+    done_there: int = 0
+    copies: Sequence[tuple[int, int, int]] = ()
 
 
 class Consumer:
@@ -113,6 +133,30 @@ class CopyBatch:
             _copy(producer, receives, side)
         self._received.record(side)
         self._after(side)
+        self._complete.record(side)
+        return PendingCopies(self._received, self._complete, current)
+
+
+class PullBatch:
+    """The batch of one label whose messages a kernel reads, for one kind of call. pull, wait: see
+    `ring.comm.pull_kernel`.
+    """
+
+    def __init__(
+        self, pull: Callable[[torch.Tensor | None], None], wait: Callable[[], None], side: torch.cuda.Stream
+    ) -> None:
+        self._side, self._pull, self._wait = side, pull, wait
+        self._begun, self._received, self._complete = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
+
+    def run(self, receives: Sequence[Message], current: torch.cuda.Stream) -> PendingCopies:
+        """receives: the same sizes in every call, in one buffer at any address. current: the stream of the call."""
+        side = self._side
+        self._begun.record(current)
+        side.wait_event(self._begun)
+        with torch.cuda.stream(side):
+            self._pull(receives[0].buffer if receives else None)
+            self._received.record(side)
+            self._wait()
         self._complete.record(side)
         return PendingCopies(self._received, self._complete, current)
 

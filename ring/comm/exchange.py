@@ -27,6 +27,8 @@ from ring.plan.tile import Node, SumTree
 from ring.precision import accumulator_dtype
 from ring.strided_view import GradientSum, OverwritingView, Slot, StridedView
 
+# Most bytes of messages that a kernel reads: keys of a forward, which so few hide; gradients while nothing is computed.
+_PULLED_KEYS, _PULLED_GRADIENTS = 2**21, 2**24
 # Limit on a shard's rows and a buffer's slots: `ring.comm.packing` has them, and twice the slots, in 32-bit integers.
 _MAX_COUNTED = 2**30
 
@@ -64,18 +66,19 @@ class Exchange:
         self.plan, self.transport, self.k, self.v = plan, transport, k, v
         self._allocated = 0
         self._last: tuple[tuple[Step, Pending], torch.Tensor] | None = None  # the last return, and its buffer
+        self._sent: Pending | None = None  # the last keys and values
 
     @cached_property
     def _slot(self) -> Slot:
         return make_slot(self.k, self.v)
 
     def arrivals(self) -> Iterator[Arrival]:
-        """Yield the arrivals of a forward: the local keys, then the received ones."""
+        """Yield the arrivals of a forward: the local keys, then the received ones. Call `finish` after them."""
         if not self.plan.steps:
             yield Arrival(StridedView(self.k), StridedView(self.v))
             return
         with self._buffers("forward"):
-            for arrival, _ in self._numbered_arrivals():
+            for arrival, _ in self._numbered_arrivals(_PULLED_KEYS):
                 yield arrival
 
     def round_trips(self, dk: GradientSum, dv: GradientSum) -> Iterator[Arrival]:
@@ -155,15 +158,17 @@ class Exchange:
             self._add_returned(*self._last, dk, dv)
 
     def finish(self) -> None:
-        """Wait until peers have read the last messages. Call it once the gradients are summed."""
+        """Wait until peers have read the last messages. Call it once the results are merged, which need not wait."""
+        if self._sent is not None:
+            self._sent.wait()
         if self._last is not None:
             (_, pending), _ = self._last
             pending.wait()
 
     def _return(self, step: Step, number: int, grad: torch.Tensor, returned: torch.Tensor) -> Pending:
+        label, pulled = f"gradients {number}", _PULLED_GRADIENTS if number == len(self.plan.steps) else 0
         return self.transport.post(
-            _messages(step.return_sends, grad, f"gradients {number}"),
-            _messages(step.return_receives, returned, f"gradients {number}"),
+            _messages(step.return_sends, grad, label, pulled), _messages(step.return_receives, returned, label, pulled)
         )
 
     def _add_returned(
@@ -178,8 +183,10 @@ class Exchange:
             dv.add(scatter.rows, scatter.heads, value.view(scatter.slots, scatter.columns))
         return returned[: step.carried]
 
-    def _numbered_arrivals(self) -> Iterator[tuple[Arrival, int]]:
-        """Yield (arrival, number); number 0 is the local keys. Step n + 1 is in flight while n is computed."""
+    def _numbered_arrivals(self, pulled: int = 0) -> Iterator[tuple[Arrival, int]]:
+        """Yield (arrival, number); number 0 is the local keys. Step n + 1 is in flight while n is computed. pulled: see
+        `Message`.
+        """
         plan, sizes, dtype = self.plan, self.plan.sizes, self.k.dtype
         send_buffer = self._allocate("send buffer", sizes.send, dtype)
         received = [self._allocate(f"receive buffer {i}", sizes.receive, dtype) for i in range(sizes.receive_buffers)]
@@ -190,16 +197,16 @@ class Exchange:
                 pending.wait()
             into, before = received[(number - 1) % len(received)], received[number % len(received)]
             self._pack(step.gathers, send_buffer)
+            label = f"keys and values {number}"
             pending = self.transport.post(
-                _messages(step.sends, before if step.relayed else send_buffer, f"keys and values {number}"),
-                _messages(step.receives, into, f"keys and values {number}"),
+                _messages(step.sends, before if step.relayed else send_buffer, label, pulled),
+                _messages(step.receives, into, label, pulled),
             )
             yield arrival, number - 1
             pending.arrive()
             arrival = Arrival(*StridedView.of_slots(into, self._slot))
+        self._sent = pending
         yield arrival, len(plan.steps)
-        if pending is not None:
-            pending.wait()
 
     def _pack(self, gathers: tuple[SlotMap, ...], send_buffer: torch.Tensor) -> None:
         """Fill the send buffer with the rows that a step sends."""
@@ -282,5 +289,5 @@ def _gradient_views(step: Step, grad: torch.Tensor, slot: Slot) -> Iterator[tupl
         grad.copy_(sums)
 
 
-def _messages(transfers: Sequence[Transfer], buffer: torch.Tensor, label: str) -> list[Message]:
-    return [Message(part.peer, buffer, label, part.start, part.stop) for part in transfers]
+def _messages(transfers: Sequence[Transfer], buffer: torch.Tensor, label: str, pulled: int) -> list[Message]:
+    return [Message(part.peer, buffer, label, part.start, part.stop, pulled) for part in transfers]

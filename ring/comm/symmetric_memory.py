@@ -17,6 +17,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from ring.caching.bounded_cache import BoundedCache
 from ring.caching.graph_keepalive import keep_alive
 from ring.comm import signals
-from ring.comm.copy_batch import Consumer, Copy, CopyBatch, Flags, Producer, PutBatch
+from ring.comm.copy_batch import SHARES, Consumer, Copy, CopyBatch, Flags, Lane, Producer, PullBatch, PutBatch
 from ring.comm.process_group import ProcessGroupTransport, backends_of
 from ring.comm.put_table import Entry, entries
 from ring.comm.transport import EmptyBatch, Message, Outgoing, Pending, Put, SoloTransport, Transport, all_gather_json
@@ -44,8 +45,15 @@ class _Route:
     ranges: list[_Ranges]
     pool: _SharedMemory | None
     by_nccl: bool = False
-    copy_batches: dict[str, CopyBatch] = field(default_factory=dict)  # by label
+    copy_batches: dict[str, CopyBatch | PullBatch] = field(default_factory=dict)  # by label
     put_batches: dict[str, PutBatch] = field(default_factory=dict)  # by label
+
+    def pulls(self, message: Message) -> bool:
+        """Return True if a kernel reads the messages with this one's label: if the longest of any rank is short."""
+        of_label = (
+            span for of_rank in self.ranges for spans in of_rank.get(message.label, {}).values() for span in spans
+        )
+        return max(stop - start for start, stop in of_label) <= message.pulled
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,15 +171,49 @@ class SymmetricTransport(ProcessGroupTransport):
 
     def _copy_batch(
         self, route: _Route, pool: _SharedMemory, sends: Sequence[Message], receives: Sequence[Message]
-    ) -> CopyBatch:
+    ) -> CopyBatch | PullBatch:
         """Return the batch for these messages, which share a label and recur in every call of this kind."""
-        label = (*receives, *sends)[0].label
-        batch = route.copy_batches.get(label)
+        first = (*receives, *sends)[0]
+        batch = route.copy_batches.get(first.label)
         if batch is None:
-            consumers = [Consumer(peer, pool.flags) for peer in self._nearest_first(sends)]
-            producers = [self._producer(route, pool, peer, receives) for peer in self._nearest_first(receives)]
-            batch = route.copy_batches[label] = CopyBatch(consumers, producers, self._side)
+            make = self._pull_batch if route.pulls(first) else self._engine_batch
+            batch = route.copy_batches[first.label] = make(route, pool, sends, receives)
         return batch
+
+    def _engine_batch(
+        self, route: _Route, pool: _SharedMemory, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> CopyBatch:
+        """Return the batch of messages that copy engines copy."""
+        consumers = [Consumer(peer, pool.flags) for peer in self._nearest_first(sends)]
+        producers = [self._producer(route, pool, peer, receives) for peer in self._nearest_first(receives)]
+        return CopyBatch(consumers, producers, self._side)
+
+    def _pull_batch(
+        self, route: _Route, pool: _SharedMemory, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> PullBatch:
+        """Return the batch of messages that a kernel reads."""
+        from ring.comm.pull_kernel import Puller, Waiter  # not at the top: torch for CPUs has no Triton
+
+        lanes, done = self.pull_lanes(route, pool, sends, receives)
+        return PullBatch(Puller(lanes, pool.own), Waiter(done, pool.own.device), self._side)
+
+    def pull_lanes(
+        self, route: _Route, pool: _SharedMemory, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> tuple[list[Lane], list[int]]:
+        """Return the ranks that read here and are read, and the counts in which the former say that they have read."""
+        flags, rank, lanes = pool.flags, self.rank, []
+        readers, read = self._nearest_first(sends), self._nearest_first(receives)
+        for reader, peer in zip_longest(readers, read):
+            there = 0 if reader is None else flags.share(reader, rank)
+            if peer is None:
+                lanes.append(Lane(there))
+                continue
+            copies = [
+                (copy.source - pool.begins[rank], receives[copy.place].offset, copy.size)
+                for copy in self._producer(route, pool, peer, receives).copies
+            ]
+            lanes.append(Lane(there, flags.share(rank, peer), flags.done(peer, rank), copies))
+        return lanes, [flags.done(rank, peer) for peer in readers]
 
     def _nearest_first(self, messages: Sequence[Message]) -> list[int]:
         """Peers of the messages, the next rank first: so ranks copy from different ranks at a time."""
@@ -232,7 +274,7 @@ class SymmetricTransport(ProcessGroupTransport):
 
             global _rendezvous  # noqa: PLW0603 - one count for all transports of the process
             _rendezvous += 1
-            front = -(-2 * self.world_size * signals.BYTES // _ALIGNMENT) * _ALIGNMENT
+            front = -(-(2 + SHARES) * self.world_size * signals.BYTES // _ALIGNMENT) * _ALIGNMENT
             device = torch.device("cuda", torch.cuda.current_device())
             whole = symmetric.empty(front + size, dtype=torch.uint8, device=device)
             whole[:front].zero_()

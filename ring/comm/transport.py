@@ -56,6 +56,8 @@ class Message:
     """A contiguous tensor to send to, or to receive from, a peer (a rank in the group). `label` names its contents.
 
     With `stop` it is the entries start .. stop - 1 of a contiguous buffer. It is created lazily: GPUs need an address.
+    pulled: most bytes at which a kernel of the receiver reads it, if it can read the sender's memory. The kernel is
+    sooner done than a copy engine, but takes multiprocessors. All receives of such a batch have one buffer.
     """
 
     peer: int
@@ -63,6 +65,7 @@ class Message:
     label: str
     start: int = 0
     stop: int | None = None
+    pulled: int = 0
 
     @cached_property
     def tensor(self) -> torch.Tensor:
@@ -74,12 +77,16 @@ class Message:
 
     def announced(self, buffer: str) -> Outgoing:
         """Announce it. buffer: name of its buffer."""
-        start = self.start * self._entry
-        return Outgoing(buffer, self.buffer.nbytes, self.label, self.peer, start, start + self.bytes)
+        return Outgoing(buffer, self.buffer.nbytes, self.label, self.peer, self.offset, self.offset + self.bytes)
 
     @property
     def address(self) -> int:
-        return self.buffer.data_ptr() + self.start * self._entry
+        return self.buffer.data_ptr() + self.offset
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the buffer's start."""
+        return self.start * self._entry
 
     @property
     def _entry(self) -> int:

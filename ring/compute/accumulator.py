@@ -48,10 +48,6 @@ class TensorSum(GradientSum, Protocol):
 
     def __init__(self, like: torch.Tensor) -> None: ...
 
-    def place(self, rows: Rows, heads: Heads) -> torch.Tensor | None:
-        """Return memory of the sum for a summand that is then added, (F B, heads, L, D); None: there is none."""
-        ...
-
     @staticmethod
     def results(sums: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
         """Return each sum in `dtype`. sums: all of this class."""

@@ -10,7 +10,8 @@ as long as a run.
 Besides kernels of tiles are counted:
 
     keys     rows that are packed for messages, in forward and again in backward
-    returns  gradients of received keys, written to the buffer in which they return, or added to it
+    returns  gradients of received keys, copied to the buffer in which they return, or added to it; not those that
+             FlashAttention-4 writes there
     merges   partial results that become the output, or summands that become gradients: all are read, and the result is
              written. If one of them covers everything, or several that FlashAttention-4 writes in place, only what
              others cover as well is read and written (`ring.compute.gpu.gpu_accumulator`).
@@ -67,6 +68,7 @@ def rank_work(
         return _of_runs(problem, int(problem.rows[rank, 0]) // runs, rates.kernels)
     plan = rank_plan(problem, exchange, bucket, by_default, rates.kernels, rank)
     tiles, kernels = plan.tiles, kernels_for(problem, rates.kernels)
+    in_place = any(kernel.in_place for kernel in kernels)
     if strict and any(tile.mask is Mask.POSITION for tile in tiles):
         raise ValueError(
             "rates have no time of masks by position, which queries and keys at unequal distances need here: give "
@@ -83,7 +85,10 @@ def rank_work(
     besides = [
         packed / (rates.packing or inf) + merged / (rates.kernels.merging or inf) + starts * rates.kernels.launch
         for packed, merged, starts in zip(
-            _packed(plan, problem, narrow), _merged(plan, problem, narrow, rates.kernels), _starts(plan), strict=True
+            _packed(plan, problem, narrow, in_place),
+            _merged(plan, problem, narrow, in_place),
+            _starts(plan, in_place),
+            strict=True,
         )
     ]
     return RankWork((own[0], own[1]), (others[0], others[1]), (besides[0], besides[1]))
@@ -125,19 +130,23 @@ def rank_plan(
     )  # fmt: skip
 
 
-def _starts(plan: Plan) -> tuple[int, int]:
+def _starts(plan: Plan, in_place: bool) -> tuple[int, int]:
     """Count the kernels that are started, forward and backward."""
     tiles, packs = len(plan.tiles), sum(bool(step.gathers) for step in plan.steps)
     # A received tile's gradients of keys and of values are written, or added to a buffer that was zeroed.
-    returns = sum(2 * len(step.tiles) + (not step.once) + bool(step.carried) for step in plan.steps)
+    returns = sum(
+        2 * len(step.tiles) * (not (step.once and in_place)) + (not step.once) + bool(step.carried)
+        for step in plan.steps
+    )
     return tiles + packs + 1, tiles + packs + returns + 2  # merges of out; of dq, and of dk and dv
 
 
-def _packed(plan: Plan, problem: Problem, narrow: bool) -> tuple[float, float]:
+def _packed(plan: Plan, problem: Problem, narrow: bool, in_place: bool) -> tuple[float, float]:
     """Count the bytes of rows that are copied for messages, forward and backward."""
     slot, gradient = problem.slot_bytes(narrow)
     keys = sum(size_of(x.rows, x.heads) for step in plan.steps for x in step.gathers) * slot
-    written = sum(size_of(x.key_rows, x.key_heads) for step in plan.steps for x in step.tiles)
+    copied = (step.tiles for step in plan.steps if not (step.once and in_place))
+    written = sum(size_of(x.key_rows, x.key_heads) for tiles in copied for x in tiles)
     zeroed = sum(x.stop - x.start for step in plan.steps if not step.once for x in step.receives)
     # A copy reads and writes; zeroing writes, and a sum reads twice.
     return keys, keys + written * (slot + gradient) / 2 + zeroed * gradient / 2 + (
@@ -145,10 +154,9 @@ def _packed(plan: Plan, problem: Problem, narrow: bool) -> tuple[float, float]:
     )
 
 
-def _merged(plan: Plan, problem: Problem, narrow: bool, kernels: Kernels) -> tuple[int, int]:
+def _merged(plan: Plan, problem: Problem, narrow: bool, in_place: bool) -> tuple[int, int]:
     """Count the bytes that merges read and write, forward and backward."""
     (dim, value_dim), item = problem.dims, problem.batch * problem.itemsize
-    in_place = any(kernel.in_place for kernel in kernels_for(problem, kernels))
     slot, gradient = problem.slot_bytes(narrow)
     tokens, keys = problem.rows[plan.rank].tolist()
     of_queries = [(x.query_rows, x.query_heads) for x in plan.tiles]

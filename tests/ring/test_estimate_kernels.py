@@ -82,12 +82,14 @@ def test_copies_merges_and_starts_by_hand() -> None:
     problem = call.problem(layout, layout)
     plan = plan_of(call.pattern, layout, 1, 1, 1, DIRECT, 8)
     slot = 4
-    assert rank_work._starts(plan) == (2 + 1 + 1, 2 + 1 + 2 + 2)
-    assert rank_work._packed(plan, problem, True) == (4 * slot, 4 * slot + 2 * slot)
+    assert rank_work._starts(plan, False) == (2 + 1 + 1, 2 + 1 + 2 + 2)
+    assert rank_work._starts(plan, True) == (2 + 1 + 1, 2 + 1 + 2)  # both gradients of the other tile are in place
+    assert rank_work._packed(plan, problem, True, False) == (4 * slot, 4 * slot + 2 * slot)
+    assert rank_work._packed(plan, problem, True, True) == (4 * slot, 4 * slot)
     out = 4 * 2 + 2 * 4 * 2  # the other tile is read, and the own one, which is everything, read and written
     keys = 4 * slot + 2 * 4 * slot  # four returned gradients
-    for names in (("cudnn",), ("fa4",)):
-        assert rank_work._merged(plan, problem, True, Kernels(names)) == (out, out + keys)
+    for in_place in (False, True):
+        assert rank_work._merged(plan, problem, True, in_place) == (out, out + keys)
     assert rank_work._rows_merged([(Rows(0, 1, 2), Heads(1, 1, 0, 1, 1)), (Rows(2, 1, 2), Heads(1, 1, 0, 1, 1))], 4, 1,
                                   True) == 0  # fmt: skip
 

@@ -115,12 +115,15 @@ def test_no_route_is_made_while_a_graph_is_captured(transport: OnNoGPU) -> None:
 
 class InOneProcess(SymmetricTransport):
     """Symmetric memory of a simulated rank. The simulation carries the messages; `sent` has their addresses, and
-    `copied` those from which the receivers would copy. Puts write to the memory of other ranks.
+    `copied` those from which the receivers would copy, and `set_flags` less `awaited` nothing. Puts write to the memory
+    of other ranks.
     """
 
     sent: Counter[tuple[int, ...]]
     copied: Counter[tuple[int, ...]]
     written: Counter[int]  # targets, by rank
+    set_flags: Counter[int]  # addresses
+    awaited: Counter[int]
 
     def __init__(self, inner: SimulatedTransport) -> None:
         self._inner, self._routes, self._pools, self.by_nccl = inner, BoundedCache(64), [], False
@@ -143,11 +146,27 @@ class InOneProcess(SymmetricTransport):
             peers = self._nearest_first(receives)
             found = [(peer, self._producer(route, route.pool, peer, receives).copies) for peer in peers]
             copies = [(self.rank, peer, copy.source, copy.size) for peer, some in found for copy in some]
-            label = (*receives, *sends)[0].label  # by which a batch is found again
-            assert self._batches.setdefault((route, label), copies) == copies
+            first = (*receives, *sends)[0]
+            if route.pulls(first):
+                self._check_lanes(route, sends, receives, copies)
+            # Its label finds a batch again.
+            assert self._batches.setdefault((route, first.label), copies) == copies
         self.sent.update((m.peer, self.rank, m.address, m.bytes) for m in sends)
         self.copied.update(copies)
         return self._inner.post(sends, receives)
+
+    def _check_lanes(
+        self, route: _Route, sends: Sequence[Message], receives: Sequence[Message], copies: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Check where a kernel would read and write, and count its flags."""
+        assert route.pool is not None and len({id(message.buffer) for message in receives}) <= 1
+        lanes, done = self.pull_lanes(route, route.pool, sends, receives)
+        found = [(route.pool.own.data_ptr() + source, size) for lane in lanes for source, _, size in lane.copies]
+        assert found == [(source, size) for *_, source, size in copies]
+        begins = sorted((to, size) for lane in lanes for _, to, size in lane.copies)
+        assert begins == sorted((message.address - message.buffer.data_ptr(), message.bytes) for message in receives)
+        self.set_flags.update(x for lane in lanes for x in (lane.ready_there, lane.done_there) if x)
+        self.awaited.update([*(lane.ready_here for lane in lanes if lane.ready_here), *done])
 
     def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
         """Write by the table of the kernel, once the receivers are ready, and tell them."""
@@ -189,7 +208,7 @@ def _write(entry: Entry, put: Put, begin: torch.Tensor) -> None:
 def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for counter in ("sent", "copied", "written"):
+    for counter in ("sent", "copied", "written", "set_flags", "awaited"):
         monkeypatch.setattr(InOneProcess, counter, Counter(), raising=False)
 
 
@@ -201,12 +220,14 @@ def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_receivers_copy_from_message_offsets(exchange: str, order: str) -> None:
     """Also those of an exchange within an exchange, of which some ranks may have none."""
     for heads, bucket, name in CASES:
-        for counter in (InOneProcess.sent, InOneProcess.copied, InOneProcess.written):
+        for counter in (InOneProcess.sent, InOneProcess.copied, InOneProcess.written, InOneProcess.set_flags):
             counter.clear()
+        InOneProcess.awaited.clear()
         pattern, layout = patterns(heads[0])[name], layout_of(order, 21, 4)
         check(pattern, heads, layout, wrap=InOneProcess, bucket=bucket, exchange=exchange)
-        assert InOneProcess.sent == InOneProcess.copied
+        assert InOneProcess.sent == InOneProcess.copied and InOneProcess.set_flags == InOneProcess.awaited
         assert bool(InOneProcess.written) == ("all-to-all" in exchange)
+        assert InOneProcess.awaited or exchange == "all-to-all", "no message is short"
 
 
 class WithoutMemory(InOneProcess):
