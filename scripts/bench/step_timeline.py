@@ -13,7 +13,14 @@ from torch.profiler import ProfilerActivity, profile
 
 IDLE, OTHER = "idle", "other kernels"
 MESSAGES = "messages"
-OWN = {"_put": MESSAGES, "_pack": "merges", "_combine": "merges", "_merge_pair": "merges"}  # kernels of `ring`, by name
+OWN = {
+    "_put": MESSAGES,
+    "_pull": MESSAGES,
+    "_wait": MESSAGES,
+    "_pack": "merges",
+    "_combine": "merges",
+    "_merge_pair": "merges",
+}  # kernels of `ring`, by name
 # A kind, and parts of the names of its kernels and copies, in small letters. The first that fits counts.
 PARTS = {
     MESSAGES: ("nccl", "memcpy ptop", "memcpy peer"),
