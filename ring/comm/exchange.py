@@ -27,8 +27,9 @@ from ring.plan.tile import Node, SumTree
 from ring.precision import accumulator_dtype
 from ring.strided_view import GradientSum, OverwritingView, Slot, StridedView
 
-# Most bytes of messages that a kernel reads: keys of a forward, which so few hide; gradients while nothing is computed.
-_PULLED_KEYS, _PULLED_GRADIENTS = 2**21, 2**24
+# Most bytes of a message that a kernel reads: keys of a forward, which is done with its own keys before a copy engine
+# is; the gradients that return last, while nothing is computed. A backward hides its keys.
+_PULLED_KEYS, _PULLED_GRADIENTS = 2**21, 2**23
 # Limit on a shard's rows and a buffer's slots: `ring.comm.packing` has them, and twice the slots, in 32-bit integers.
 _MAX_COUNTED = 2**30
 

@@ -5,8 +5,9 @@ and receives would take some of them. Sender and receiver synchronise by flags i
 "ready" at the receiver, which copies and sets "done" at the sender; each resets the flag that it waited for. All of
 this happens on streams (`ring.comm.signals`), so the host never waits and a call can be captured in a CUDA graph.
 
-In a put each rank writes into the memory of the others (`ring.comm.put_kernel`): the owner of a free buffer sets
-"ready" at the writers, which write and set "done".
+Short messages that too little work hides are read by a kernel, which sets the flags and waits for them itself
+(`ring.comm.pull_kernel`). In a put each rank writes into the memory of the others (`ring.comm.put_kernel`): the owner
+of a free buffer sets "ready" at the writers, which write and set "done".
 
 A receiver must know the addresses of its messages in the sender's memory, which follow from the sender's plan. So the
 ranks exchange them once for each kind of call. Only then does the memory grow, on all ranks together.

@@ -20,7 +20,8 @@ def warm_up(sizes: tuple[tuple[int, int, int], ...]) -> None:
     from ring.comm.pull_kernel import Puller, Waiter
 
     memory, done = torch.zeros(2**22, dtype=torch.uint8, device="cuda"), torch.full((1,), SHARES, device="cuda").int()
-    Puller([Lane(copies=sizes)], memory)(memory.fill_(1).clone())
+    for lane in (Lane(copies=sizes), Lane()):
+        Puller([lane], memory)(memory.fill_(1).clone())
     Waiter([done.data_ptr()], done.device)()
     assert not done.any()
 
