@@ -22,15 +22,22 @@ from ring.comm import signals
 from ring.comm.signals import Signals
 from ring.comm.transport import Message, Put
 
-SHARES = 32  # programs of a kernel that reads a message, with a flag each
+SHARES, SHARE_WARPS = 32, 8  # programs of a kernel that reads a message, with a flag each; warps of a program
 
 
 @dataclass(frozen=True, eq=False)
 class Flags:
-    """Addresses of the flags of all ranks, valid on this one: each rank has two flags for every other rank."""
+    """Addresses of the flags of all ranks, valid on this one. Each rank has for every other one "ready", "done", and
+    "ready" of each program that reads it.
+    """
 
     rank: int
     begins: list[int]
+
+    @staticmethod
+    def nbytes(ranks: int) -> int:
+        """Count the bytes of a rank's flags."""
+        return (2 + SHARES) * ranks * signals.BYTES
 
     def ready(self, at: int, sender: int) -> int:
         """Address, in the memory of rank `at`, of the flag "the sender's buffers are filled"."""
@@ -189,6 +196,18 @@ class PutBatch:
         self._done(side)
         self._complete.record(side)
         return PendingCopies(self._complete, self._complete, current, [put.tensor for put in puts])
+
+
+def can_pull(device: int, ranks: int) -> bool:
+    """Return True if kernels of a GPU can add to its peers' memory in one step, and half of it has room for a batch of
+    so many ranks.
+    """
+    mine = torch.cuda.get_device_properties(device)
+    room = mine.multi_processor_count * mine.max_threads_per_multi_processor // (32 * SHARE_WARPS)
+    peers = [
+        i for i in range(torch.cuda.device_count()) if i != device and torch.cuda.can_device_access_peer(device, i)
+    ]
+    return 2 * SHARES * (ranks - 1) <= room and all(signals.has_atomics(device, peer) for peer in peers)
 
 
 def _all(signals_of: Iterable[list[signals.Operation]]) -> list[signals.Operation]:

@@ -5,7 +5,7 @@ call computes nothing. The kernel needs multiprocessors, but a short message lea
 
 A program reads the same share of every message of one rank. It has flags of its own, so programs do not wait for each
 other: it sets "ready" at a rank that reads here, waits for "ready" of the rank that it reads, reads, and adds one to
-"done" there. All programs of a batch fit on a GPU at once, next to a kernel that has left room for them or ends.
+"done" there. All programs of a batch must fit on a GPU at once: one that waits for room would set no flag.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 
 from ring.caching.triton_launcher import Launcher
-from ring.comm.copy_batch import SHARES, Lane
+from ring.comm.copy_batch import SHARE_WARPS, SHARES, Lane
 
-_WARPS, _BLOCK = 8, 2**14  # per program; bytes
+_BLOCK = 2**14  # bytes that a program reads at a time
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -87,18 +87,23 @@ class Puller:
         rows += [number // word for copy in copies for number in copy]
         self._lanes, self._word = len(lanes), word
         self._table = torch.tensor(rows, dtype=torch.int64, device=shared.device)
-        self._shared = shared[: shared.numel() // word * word].view(_WORDS[word])
+        self._shared = _as_words(shared, word)
 
     def __call__(self, buffer: torch.Tensor | None) -> None:
         """Read the messages into a buffer, on the current stream. None: there are none, but others read here."""
         buffer = self._shared if buffer is None else buffer
-        words = buffer.view(-1).view(torch.uint8)
+        words = _as_words(buffer.view(-1).view(torch.uint8), self._word)
         launch = _launcher(self._lanes, buffer.device, self._word, self._divisor // self._word, words.data_ptr() % 16)
-        launch(self._table, self._shared, words.view(_WORDS[self._word]))
+        launch(self._table, self._shared, words)
+
+
+def _as_words(memory: torch.Tensor, word: int) -> torch.Tensor:
+    """View bytes as words, without those at the end that are none: no copy ends there."""
+    return memory[: memory.numel() // word * word].view(_WORDS[word])
 
 
 @lru_cache(maxsize=1024)
 def _launcher(lanes: int, device: torch.device, word: int, align: int, begin: int) -> Launcher:
     """Return the launcher for so many lanes. begin: address of the buffer modulo 16."""
     constants = {"LANES": lanes, "ALIGN": align, "SHARES": SHARES, "BLOCK": _BLOCK // word}
-    return Launcher(_pull, (SHARES, lanes, 1), _WARPS, (), constants)
+    return Launcher(_pull, (SHARES, lanes, 1), SHARE_WARPS, (), constants)

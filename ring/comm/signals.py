@@ -16,6 +16,7 @@ import torch
 BYTES = 4  # per flag
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class Operation(ctypes.Structure):
@@ -56,6 +57,15 @@ def _batch() -> Callable[..., int]:
     function = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
     function.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.POINTER(Operation), ctypes.c_uint)
     return function
+
+
+def has_atomics(device: int, peer: int) -> bool:
+    """Return True if kernels of a device can add to memory of another in one step, as over NVLink."""
+    value = ctypes.c_int()
+    error = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(value), _ATOMICS, device, peer)
+    if error:
+        raise RuntimeError(f"CUDA's cuDeviceGetP2PAttribute failed with error {error}")
+    return value.value == 1
 
 
 def copy(to: int, source: int, size: int, stream: torch.cuda.Stream) -> None:

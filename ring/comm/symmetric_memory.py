@@ -26,8 +26,7 @@ import torch.distributed as dist
 
 from ring.caching.bounded_cache import BoundedCache
 from ring.caching.graph_keepalive import keep_alive
-from ring.comm import signals
-from ring.comm.copy_batch import SHARES, Consumer, Copy, CopyBatch, Flags, Lane, Producer, PullBatch, PutBatch
+from ring.comm.copy_batch import Consumer, Copy, CopyBatch, Flags, Lane, Producer, PullBatch, PutBatch, can_pull
 from ring.comm.process_group import ProcessGroupTransport, backends_of
 from ring.comm.put_table import Entry, entries
 from ring.comm.transport import EmptyBatch, Message, Outgoing, Pending, Put, SoloTransport, Transport, all_gather_json
@@ -46,15 +45,18 @@ class _Route:
     ranges: list[_Ranges]
     pool: _SharedMemory | None
     by_nccl: bool = False
+    by_kernels: bool = True  # they may read messages
     copy_batches: dict[str, CopyBatch | PullBatch] = field(default_factory=dict)  # by label
     put_batches: dict[str, PutBatch] = field(default_factory=dict)  # by label
 
     def pulls(self, message: Message) -> bool:
-        """Return True if a kernel reads the messages with this one's label: if the longest of any rank is short."""
+        """Return True if a kernel reads the messages with this one's label: if it may, and the longest of any rank is
+        short.
+        """
         of_label = (
             span for of_rank in self.ranges for spans in of_rank.get(message.label, {}).values() for span in spans
         )
-        return max(stop - start for start, stop in of_label) <= message.pulled
+        return self.by_kernels and max(stop - start for start, stop in of_label) <= message.pulled
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +84,7 @@ class SymmetricTransport(ProcessGroupTransport):
         self._routes: BoundedCache[Hashable, _Route] = BoundedCache(_ROUTES)
         self._route: _Route | None = None
         self.by_nccl = False  # True once some kind of call uses NCCL
+        self._can_pull = can_pull(self._side.device.index, self.world_size)
         self._pools: list[_SharedMemory] = []  # never freed: a captured graph may use any of them
 
     def prepare(self, key: Hashable, outgoing: Callable[[], list[Outgoing]]) -> None:
@@ -257,14 +260,15 @@ class SymmetricTransport(ProcessGroupTransport):
             begin = begins[message.buffer]
             to_peer = ranges.setdefault(message.label, {}).setdefault(str(message.peer), [])
             to_peer.append([begin + message.start, begin + message.stop])
-        gathered: list[Any] = all_gather_json([end, ranges, _rendezvous], self)
-        size = max(size for size, _, _ in gathered)
+        gathered: list[Any] = all_gather_json([end, ranges, _rendezvous, self._can_pull], self)
+        size = max(size for size, *_ in gathered)
         grows = size > 0 and (not self._pools or self._pools[-1].own.numel() < size)
         # torch counts the rendezvous of a process over all groups, and hangs if ranks differ in their counts. They
         # differ where groups overlap and one rank is in more groups than another.
-        if grows and len({count for _, _, count in gathered}) > 1:
+        if grows and len({count for _, _, count, _ in gathered}) > 1:
             return _Route({}, [], None, by_nccl=True)
-        return _Route(begins, [theirs for _, theirs, _ in gathered], self._pool(size))
+        by_kernels = all(can for *_, can in gathered)
+        return _Route(begins, [theirs for _, theirs, *_ in gathered], self._pool(size), by_kernels=by_kernels)
 
     def _pool(self, size: int) -> _SharedMemory | None:
         """Return memory of at least `size` bytes, the same on all ranks. Collective."""
@@ -275,7 +279,7 @@ class SymmetricTransport(ProcessGroupTransport):
 
             global _rendezvous  # noqa: PLW0603 - one count for all transports of the process
             _rendezvous += 1
-            front = -(-(2 + SHARES) * self.world_size * signals.BYTES // _ALIGNMENT) * _ALIGNMENT
+            front = -(-Flags.nbytes(self.world_size) // _ALIGNMENT) * _ALIGNMENT
             device = torch.device("cuda", torch.cuda.current_device())
             whole = symmetric.empty(front + size, dtype=torch.uint8, device=device)
             whole[:front].zero_()

@@ -86,6 +86,14 @@ def test_copies_merges_and_starts_by_hand() -> None:
     assert rank_work._starts(plan, True) == (2 + 1 + 1, 2 + 1 + 2)  # both gradients of the other tile are in place
     assert rank_work._packed(plan, problem, True, False) == (4 * slot, 4 * slot + 2 * slot)
     assert rank_work._packed(plan, problem, True, True) == (4 * slot, 4 * slot)
+    added = replace(plan, steps=tuple(replace(step, once=False) for step in plan.steps))
+    assert rank_work._starts(added, True) == rank_work._starts(added, False)
+    assert rank_work._packed(added, problem, True, True) == rank_work._packed(added, problem, True, False)
+    assert MEASURED.kernels is not None
+    fa4, cudnn = (replace(MEASURED, kernels=replace(MEASURED.kernels, names=(name,))) for name in ("fa4", "cudnn"))
+    how: dict[str, Any] = {"bucket": 8, "by_default": False, "narrow": True, "strict": True}
+    in_place, copied = (rank_work.rank_work(problem, DIRECT, rates=rates, **how).besides[1] for rates in (fa4, cudnn))
+    assert in_place < copied
     out = 4 * 2 + 2 * 4 * 2  # the other tile is read, and the own one, which is everything, read and written
     keys = 4 * slot + 2 * 4 * slot  # four returned gradients
     for in_place in (False, True):

@@ -8,22 +8,27 @@ import itertools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import ring.comm.exchange
+from reference.pattern import Pattern
+from ring import Layout
 from ring.caching import graph_keepalive
 from ring.caching.bounded_cache import BoundedCache
 from ring.caching.graph_keepalive import keep_alive_for_one_graph
-from ring.comm import symmetric_memory
-from ring.comm.copy_batch import Flags
+from ring.comm import signals, symmetric_memory
+from ring.comm.copy_batch import SHARES, Flags
 from ring.comm.put_table import Entry
 from ring.comm.symmetric_memory import SymmetricTransport, _Route, _SharedMemory
 from ring.comm.transport import Message, Outgoing, Pending, Put, all_gather_json
 from tests.ring.test_all_to_all import CASES, check, layout_of, patterns
+from tests.support.attention_cases import plain as plain_call
 from tests.support.plain_case import plain
 from verification.case import Case
 from verification.check.checks import check_buffers, check_traffic
@@ -43,7 +48,7 @@ class OnNoGPU(SymmetricTransport):
     def __init__(self) -> None:
         self._routes = BoundedCache(KINDS)
         self._side = SimpleNamespace(device=None)  # type: ignore[assignment]
-        self.by_nccl = False
+        self.by_nccl, self._can_pull = False, True
         self._pools, self.made, self.capturing = [], 0, False
 
     def _pool(self, size: int) -> None:
@@ -124,9 +129,12 @@ class InOneProcess(SymmetricTransport):
     written: Counter[int]  # targets, by rank
     set_flags: Counter[int]  # addresses
     awaited: Counter[int]
+    pulled: Counter[str]  # messages, by label
+    weak_rank: int | None = None  # a rank whose kernels cannot read
 
     def __init__(self, inner: SimulatedTransport) -> None:
         self._inner, self._routes, self._pools, self.by_nccl = inner, BoundedCache(64), [], False
+        self._can_pull = inner.rank != InOneProcess.weak_rank
         self.rank, self.world_size, self.calls = inner.rank, inner.world_size, inner.calls
         self._batches: dict[object, Sequence[tuple[int, ...]]] = {}
         self.all_equal, self.all_gather = inner.all_equal, inner.all_gather  # type: ignore[method-assign]
@@ -147,26 +155,39 @@ class InOneProcess(SymmetricTransport):
             found = [(peer, self._producer(route, route.pool, peer, receives).copies) for peer in peers]
             copies = [(self.rank, peer, copy.source, copy.size) for peer, some in found for copy in some]
             first = (*receives, *sends)[0]
-            if route.pulls(first):
-                self._check_lanes(route, sends, receives, copies)
+            self._copy_batch(route, route.pool, sends, receives)
             # Its label finds a batch again.
             assert self._batches.setdefault((route, first.label), copies) == copies
         self.sent.update((m.peer, self.rank, m.address, m.bytes) for m in sends)
         self.copied.update(copies)
         return self._inner.post(sends, receives)
 
-    def _check_lanes(
-        self, route: _Route, sends: Sequence[Message], receives: Sequence[Message], copies: Sequence[tuple[int, ...]]
-    ) -> None:
+    def _pull_batch(
+        self, route: _Route, pool: _SharedMemory, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> Any:
         """Check where a kernel would read and write, and count its flags."""
-        assert route.pool is not None and len({id(message.buffer) for message in receives}) <= 1
-        lanes, done = self.pull_lanes(route, route.pool, sends, receives)
-        found = [(route.pool.own.data_ptr() + source, size) for lane in lanes for source, _, size in lane.copies]
-        assert found == [(source, size) for *_, source, size in copies]
-        begins = sorted((to, size) for lane in lanes for _, to, size in lane.copies)
-        assert begins == sorted((message.address - message.buffer.data_ptr(), message.bytes) for message in receives)
-        self.set_flags.update(x for lane in lanes for x in (lane.ready_there, lane.done_there) if x)
+        assert len({id(message.buffer) for message in receives}) <= 1
+        lanes, done = self.pull_lanes(route, pool, sends, receives)
+        found = {(pool.own.data_ptr() + source, size) for lane in lanes for source, _, size in lane.copies}
+        read = {message.peer for message in receives}
+        assert found == {(x.source, x.size) for p in read for x in self._producer(route, pool, p, receives).copies}
+        places = sorted((to, size) for lane in lanes for _, to, size in lane.copies)
+        assert places == sorted((message.address - message.buffer.data_ptr(), message.bytes) for message in receives)
+        assert {lane.ready_here for lane in lanes} <= {0, *(pool.flags.share(self.rank, peer) for peer in read)}
+        self._count(x for lane in lanes for x in (lane.ready_there, lane.done_there))
         self.awaited.update([*(lane.ready_here for lane in lanes if lane.ready_here), *done])
+        self.pulled.update([(*receives, *sends)[0].label])
+
+    def _engine_batch(
+        self, route: _Route, pool: _SharedMemory, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> Any:
+        """Count the flags that copies would set and await."""
+        flags, readers, read = pool.flags, {m.peer for m in sends}, {m.peer for m in receives}
+        self._count([*(flags.ready(x, self.rank) for x in readers), *(flags.done(x, self.rank) for x in read)])
+        self.awaited.update([*(flags.ready(self.rank, x) for x in read), *(flags.done(self.rank, x) for x in readers)])
+
+    def _count(self, flags: Iterable[int]) -> None:
+        self.set_flags.update(flag for flag in flags if flag)
 
     def put(self, puts: Sequence[Put], receives: Sequence[Message]) -> Pending:
         """Write by the table of the kernel, once the receivers are ready, and tell them."""
@@ -208,7 +229,7 @@ def _write(entry: Entry, put: Put, begin: torch.Tensor) -> None:
 def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for counter in ("sent", "copied", "written", "set_flags", "awaited"):
+    for counter in ("sent", "copied", "written", "set_flags", "awaited", "pulled"):
         monkeypatch.setattr(InOneProcess, counter, Counter(), raising=False)
 
 
@@ -227,7 +248,55 @@ def test_receivers_copy_from_message_offsets(exchange: str, order: str) -> None:
         check(pattern, heads, layout, wrap=InOneProcess, bucket=bucket, exchange=exchange)
         assert InOneProcess.sent == InOneProcess.copied and InOneProcess.set_flags == InOneProcess.awaited
         assert bool(InOneProcess.written) == ("all-to-all" in exchange)
-        assert InOneProcess.awaited or exchange == "all-to-all", "no message is short"
+        assert InOneProcess.pulled or exchange == "all-to-all", "no message is short"
+
+
+@pytest.mark.usefixtures("in_one_process")
+@pytest.mark.parametrize("weak", (False, True))
+@pytest.mark.parametrize(("keys", "gradients"), [(0, 0), (300, 1000), (2**30, 2**30)])
+@pytest.mark.parametrize("order", ("zigzag", "uneven"))
+def test_all_ranks_read_alike(
+    order: str, keys: int, gradients: int, weak: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some messages of a label may be short and others not, and one rank's kernels unable: no other waits for them."""
+    monkeypatch.setattr(ring.comm.exchange, "_PULLED_KEYS", keys)
+    monkeypatch.setattr(ring.comm.exchange, "_PULLED_GRADIENTS", gradients)
+    monkeypatch.setattr(InOneProcess, "weak_rank", 2 if weak else None)
+    for heads, bucket, name in CASES:
+        check(
+            patterns(heads[0])[name],
+            heads,
+            layout_of(order, 21, 4),
+            wrap=InOneProcess,
+            bucket=bucket,
+            exchange="direct",
+        )
+    assert InOneProcess.set_flags == InOneProcess.awaited and InOneProcess.sent == InOneProcess.copied
+    assert bool(InOneProcess.pulled) == (keys > 0 and not weak)
+
+
+@pytest.mark.usefixtures("in_one_process")
+def test_kernels_read_keys_of_a_forward_and_the_last_gradients() -> None:
+    """Others are hidden by the work of their step, which a kernel would slow down."""
+    steps = 6  # of a shard of 12 rows and a bucket of 2
+    layout = Layout.contiguous(24, 2)
+
+    def step(transport: SimulatedTransport) -> None:
+        q, k, v = (torch.randn(1, 12, 1, 4).requires_grad_() for _ in range(3))
+        out = plain_call(q, k, v, Pattern.dense(), layout, group=InOneProcess(transport), exchange="direct", bucket=2)
+        torch.autograd.grad(out.sum(), (q, k, v))
+
+    Simulation(2, 0).run(step)
+    counted = {f"keys and values {number}": 2 for number in range(1, steps + 1)} | {f"gradients {steps}": 2}
+    assert InOneProcess.pulled == counted
+
+
+@pytest.mark.parametrize("ranks", (2, 3, 8))
+def test_flags_do_not_overlap(ranks: int) -> None:
+    flags, peers = Flags(0, [0] * ranks), range(ranks)
+    found = [at for peer in peers for at in (flags.ready(0, peer), flags.done(0, peer))]
+    found += [flags.share(0, peer) + signals.BYTES * share for peer in peers for share in range(SHARES)]
+    assert sorted(found) == list(range(0, Flags.nbytes(ranks), signals.BYTES))
 
 
 class WithoutMemory(InOneProcess):
