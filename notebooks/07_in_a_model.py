@@ -16,7 +16,7 @@
 # %% [markdown]
 # # The attention in a model
 #
-# What does a training step of a whole model take with each way to share a sequence over GPUs? Two recorded runs of
+# What does a training step of a whole model take with each way to share a sequence over GPUs? Recorded runs of
 # `scripts/bench model`: a Llama-shaped and a LongNet-shaped model in eager mode, and the first with `torch.compile`;
 # only the attention differs. A step is forward and backward, and gradients are not reduced. In each section (model,
 # mode, tokens) the ways were measured by turns, so their times can be compared; those of different sections cannot.
@@ -24,6 +24,7 @@
 # 1. Do all ways compute the same?
 # 2. How does ours compare with the fastest of the others, and with one GPU's time divided by the number of GPUs?
 # 3. What does a step cost the host, and how much memory does it take?
+# 4. What does the GPU do in a step?
 
 # %%
 import sys
@@ -35,6 +36,7 @@ from notebooks.figures import BLACK, COLOURS, DATA, binary, binary_ticks, record
 sys.path.append(str(DATA.parents[1] / "scripts"))
 from bench.model import STEP_COLUMNS, TITLE, table_line
 from bench.step_run import MOST
+from bench.step_timeline import IDLE, KINDS, MESSAGES
 from bench.step_ways import MEANING, OURS, PEERS, UNCHECKED
 
 style()
@@ -42,6 +44,8 @@ style()
 # %% tags=["parameters"]
 EAGER = "model_steps_2xh200"  # record of steps in eager mode
 COMPILED = "model_steps_compiled_2xh200"  # record of steps with torch.compile
+TRACED = "fa4/model_timeline_2xh200"  # record of steps with `--timeline`
+KERNELS_SHARE = 1.06  # of the kernels of one GPU / the number of GPUs, at most, those of ours at the longest
 HOST_SHARE = 1.001  # of the time of a step on the wall, at most, in which the host has launched all of it
 
 # %%
@@ -166,3 +170,44 @@ for (kind, mode), sizes in sections.items():
     )
     if "one-gpu" in peaks:
         assert peaks[OURS] < peaks["one-gpu"]
+
+# %% [markdown]
+# ## What the GPU does
+#
+# A traced step of the Llama-shaped model, every way on FlashAttention-4, in milliseconds by kind of work, on the GPU
+# that computes longest; for one GPU with the whole sequence, divided by the number of GPUs. Messages run meanwhile and
+# have no bar. "Idle" is the time in which the GPU computes nothing: it waits for messages, another GPU, or the host.
+
+# %%
+traced = record(TRACED, FIELDS, MADE_BY.format("eager --models llama --timeline", TRACED))
+print(traced["world"], "x", traced["device"], "| torch", traced["torch"], "|", traced["command"])
+
+
+def busy(ms):
+    return sum(one for kind, one in ms.items() if kind not in (MESSAGES, IDLE))
+
+
+spent = {}
+for row in traced["rows"]:
+    ms, share = max(row["timeline"], key=busy), traced["world"] if row["way"].startswith("one-gpu") else 1
+    spent.setdefault(row["tokens"], {})[row["way"]] = {kind: one / share for kind, one in ms.items()}
+figure, grid = plt.subplots(len(spent), 1, figsize=(7.2, 1.6 * len(spent)), squeeze=False)
+for axes, (tokens, ways) in zip(grid[:, 0], sorted(spent.items()), strict=True):
+    left = [0.0] * len(ways)
+    for number, kind in enumerate(kind for kind in KINDS if kind != MESSAGES):
+        widths = [ms[kind] for ms in ways.values()]
+        axes.barh(list(ways), widths, left=left, color=COLOURS[number], label=kind)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set(title=f"{binary(tokens)} tokens a GPU", xlabel="ms")
+grid[0][0].legend(ncol=3, fontsize=7)
+plt.show()
+for tokens, ways in sorted(spent.items()):
+    alone = next(busy(ms) for way, ms in ways.items() if way.startswith("one-gpu"))
+    for way, ms in ways.items():
+        print(
+            f"{binary(tokens):>6} {way:18} kernels {busy(ms):7.2f} ms, {busy(ms) / alone:5.3f} of one GPU's / GPUs;",
+            f"idle {ms[IDLE]:6.2f}, messages {ms[MESSAGES]:6.2f}",
+        )
+longest = spent[max(spent)]
+share = busy(longest[OURS]) / next(busy(ms) for way, ms in longest.items() if way.startswith("one-gpu"))
+assert share <= KERNELS_SHARE
