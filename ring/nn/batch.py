@@ -213,8 +213,10 @@ def _check_batch(
             local = x.dim() > 1 and x.shape[1] == context.tokens
             hint = ": pass the whole tensor, shard_batch shards it" if local else ""
             raise ValueError(f"{name} must have the layout's {n} tokens along dimension 1, got {_describe(x)}{hint}")
-        if x.shape[0] != tokens.shape[0] or not x.shape[0]:
-            raise ValueError(f"{name} must have tokens' batch size, at least 1, {tokens.shape[0]}, got {_describe(x)}")
+        if not x.shape[0]:
+            raise ValueError(f"{name} must have at least one sequence on every rank, got {_describe(x)}")
+        if x.shape[0] != tokens.shape[0]:
+            raise ValueError(f"{name} must have tokens' batch size, {tokens.shape[0]}, got {_describe(x)}")
         if x.device != tokens.device:
             raise ValueError(f"{name} must be on tokens' device {tokens.device}, got {x.device}")
     if "labels" in integers:

@@ -5,7 +5,6 @@ Every operation on tokens is computed for one chunk of one sequence by itself, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,14 +95,12 @@ class Join(torch.autograd.Function):
 
 
 def joined(pieces: tuple[Tensor, ...], chunks: ChunkRows, batch: int) -> Tensor:
-    """Return the pieces as one tensor (B, N, ...)."""
+    """Return the pieces as one tensor (B, N, ...), a new one: a model may change what a module returns."""
     per = len(chunks.rows)
-    entries = [_concatenated(pieces[b * per : (b + 1) * per], 1) for b in range(batch)]
-    return _concatenated(entries, 0)
-
-
-def _concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    return pieces[0].view_as(pieces[0]) if len(pieces) == 1 else torch.cat(list(pieces), dim)
+    if per == 1:
+        return torch.cat(pieces)
+    entries = [torch.cat(pieces[b * per : (b + 1) * per], 1) for b in range(batch)]
+    return entries[0] if batch == 1 else torch.cat(entries)
 
 
 def _alone(piece: Tensor) -> Tensor:

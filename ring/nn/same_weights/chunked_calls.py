@@ -44,17 +44,21 @@ Insert = Callable[[Forward, int, int, int, Tensor], None]  # forward, parameter,
 
 
 class _Copy(torch.autograd.Function):
-    """A parameter, for one chunk. Its gradient goes to `insert`, and not to the parameter."""
+    """A parameter of a module, for one chunk. Its gradient goes to `insert`, and not to the parameter."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, insert: Callable[[Tensor], None]) -> Tensor:
-        ctx.insert = insert
+    def forward(ctx: Any, parameter: Tensor, where: str, insert: Callable[[Tensor], None]) -> Tensor:
+        ctx.where, ctx.insert = where, insert
         return parameter.view_as(parameter)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        if gradient.layout is not torch.strided:
+            raise NotImplementedError(
+                f"{ctx.where} must have dense gradients, got {gradient.layout}: write Embedding(sparse=False)"
+            )
         ctx.insert(gradient)
-        return None, None
+        return None, None, None
 
 
 def by_chunks(forward: Forward, where: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
@@ -177,7 +181,7 @@ class ChunkedCalls:
             def call(piece: int, *args: Any, **kwargs: Any) -> Any:
                 if self.probing and piece == 0:
                     _check_rows(where, own, args, kwargs)
-                with self._copies(module, where, running, *places[piece]):
+                with self._copies(module, where, running, *places[piece]), _unchanged(where):
                     return own(*args, **kwargs)
 
             try:
@@ -197,11 +201,24 @@ class ChunkedCalls:
         for name, x in before.items():
             if x is not None and x.requires_grad and torch.is_grad_enabled():
                 insert = partial(self.insert, running, self._numbers[id(x)], entry, chunk)
-                module._parameters[name] = _Copy.apply(x, insert)
+                module._parameters[name] = _Copy.apply(x, where, insert)
         try:
             yield
         finally:
             module._parameters.update(before)
+
+
+@contextmanager
+def _unchanged(where: str) -> Iterator[None]:
+    """Name the module if it changes its parameters in place, which torch refuses for those of a chunk."""
+    try:
+        yield
+    except RuntimeError as error:
+        if f"Output 0 of {_Copy.__name__}" not in str(error):
+            raise
+        raise NotImplementedError(
+            f"{where} must leave its parameters as they are in a forward: without Embedding(max_norm=), for one"
+        ) from error
 
 
 def _own_parameters(module: nn.Module) -> list[str]:

@@ -165,8 +165,26 @@ def _compare(
 def _text(what: str, piece: Piece) -> str:
     return (
         f"{what} must not depend on the chunks beside one, but rows {piece.begin} to {piece.end - 1} alone have other "
-        f"bits: dropout, or what mixes tokens, cannot be the same on any number of ranks. {OFF}"
+        f"bits: dropout, what mixes tokens, what is compiled, or an operation before it, between modules, whose bits "
+        f"depend on the number of tokens, cannot be the same on any number of ranks. {OFF}"
     )
+
+
+@contextmanager
+def no_random_numbers(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Raise NotImplementedError if random numbers are drawn inside, as by dropout that began after the comparison."""
+    before = _random_states(parameters)
+    yield
+    if any(not torch.equal(x, y) for x, y in zip(before, _random_states(parameters), strict=True)):
+        raise NotImplementedError(
+            "the model must draw no random numbers, but this forward drew some: dropout, for one, cannot be the same "
+            f"on any number of ranks. {OFF}"
+        )
+
+
+def _random_states(parameters: Sequence[Tensor]) -> list[Tensor]:
+    devices = sorted({x.device.index for x in parameters if x.is_cuda})
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
 
 
 # --- handles ---

@@ -54,6 +54,8 @@ def _filled(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return x
         return torch.cat((x.expand(shape).reshape(-1), x.new_ones(-size % WHOLE)))
 
-    args, kwargs = tree_unflatten([fill(x) for x in values], structure)
-    result = func(*args, **kwargs)
+    filled, named = tree_unflatten([fill(x) for x in values], structure)
+    result = func(*filled, **named)
+    if not isinstance(result, Tensor) or result.shape != (size + -size % WHOLE,):
+        return func(*args, **kwargs)  # a reduction of the same name, as max over a dim is
     return result[:size].view(shape)

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from ring.nn.context import ContextParallel
 from ring.nn.replicas import check_plain, check_replicas
 from ring.nn.same_weights.chunk_rows import chunks_of_ranks
 from ring.nn.same_weights.chunked_calls import ChunkedCalls, Forward
-from ring.nn.same_weights.comparison import compare_alone
+from ring.nn.same_weights.comparison import compare_alone, no_random_numbers
 from ring.nn.same_weights.errors_of_one_rank import run_together
 from ring.nn.same_weights.gradient_sums import GradientSums
 from ring.nn.same_weights.share_messages import Held
@@ -71,9 +71,11 @@ class SameWeights(nn.Module):
 
         def checked() -> tuple[dict[str, object], ChunkedCalls]:
             wrappers = SameWeights, DistributedDataParallel
-            wrapped = any(isinstance(x, wrappers) or hasattr(x, "_orig_mod") for x in module.modules())  # or compiled
+            compiled = any(hasattr(x, "_orig_mod") or x._compiled_call_impl is not None for x in module.modules())
+            wrapped = compiled or any(isinstance(x, wrappers) for x in module.modules())
             if wrapped or not tensors:
-                raise ValueError(f"module must be a plain model with parameters to train, got {type(module).__name__}")
+                got = f"{type(module).__name__}{', compiled' if compiled else ''}"
+                raise ValueError(f"module must be a plain model with parameters to train, got {got}")
             if not self.ranks.is_one_group:
                 raise NotImplementedError(
                     "over must be a process group, a mesh of one dimension or one of the whole world, got a part of "
@@ -96,7 +98,7 @@ class SameWeights(nn.Module):
             check_replicas([x.detach() for x in module.parameters()], self.ranks)
             self._parameters_list, self._sums = tensors, GradientSums(tensors, self.ranks)
         self.token_sums = TokenSums(self.ranks, self._meet)
-        self._compare, self._synchronized = compare, True
+        self._compare, self._promises, self._synchronized = compare, compare, True
         self._backward: int | None = None  # torch's number of the backward whose end is awaited
 
     def restore(self) -> nn.Module:
@@ -154,7 +156,7 @@ class SameWeights(nn.Module):
             self._compare = False
         self.token_sums.begin(forward)
         self._sums.begin(torch.is_grad_enabled())
-        run, doing = partial(self.module, *args, **kwargs), "the forward of SameWeights"
+        run, doing = partial(self._call, args, kwargs), "the forward of SameWeights"
         with self._calls.within(forward):
             output = run_together(doing, run, self.module, forward.context, self.ranks)
         differentiable = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
@@ -163,6 +165,11 @@ class SameWeights(nn.Module):
         if not differentiable:
             self._close(forward)
         return output
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
+        checked = self._promises and torch.is_grad_enabled()
+        with no_random_numbers(self._parameters_list) if checked else nullcontext():
+            return self.module(*args, **kwargs)
 
     def _close(self, forward: Forward) -> None:
         forward.done, self._calls.running, self._backward = True, None, None

@@ -142,7 +142,7 @@ REFUSALS: dict[str, list[tuple[str, Callable[[Any], Any], str]]] = {
         ("tokens", lambda x: x.float(), r"tokens must be a \(batch, tokens\) int64 or int32 tensor, got torch.float32"),
         ("tokens", lambda x: x.tolist(), "tokens must be a plain dense tensor of whole sequences"),
         ("tokens", _dtensor, "tokens must be a plain dense tensor of whole sequences"),
-        ("tokens", lambda x: x[:0], "tokens must have tokens' batch size, at least 1"),
+        ("tokens", lambda x: x[:0], "tokens must have at least one sequence on every rank"),
         ("tokens", lambda x: x.int(), "tokens must be the same on every rank"),
         ("tokens", lambda x: x + 1, "tokens must be the same on every rank: rank 0 has .*, rank 2"),
         ("labels", lambda x: x[:, :6], "labels must have the layout's 13 tokens"),

@@ -139,6 +139,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": partial(functional.gelu, approximate="tanh"),
     "power": lambda x: x.abs() ** 0.3 + x.exp(),
     "elu": functional.elu,
+    "in place": lambda x: functional.silu(functional.relu(x, inplace=True)),
+    "the most of a row": lambda x: x - x.max(-1, keepdim=True).values,  # not elementwise, as max of two tensors is
+    "mantissa": lambda x: x * torch.frexp(x).exponent,
 }
 
 
@@ -238,6 +241,38 @@ def test_refuses_what_mixes_tokens_by_name(between: Callable[[Broken, Tensor], T
         _step(Broken(between))
 
 
+class Embedded(Model):
+    """A model with an embedding of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32, **options)
+        self.head = nn.Linear(32, VOCABULARY)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"max_norm": 1.0}, r"module 'embedding' \(Embedding\) must leave its parameters as they are"),
+    ({"sparse": True}, r"module 'embedding' \(Embedding\) must have dense gradients, got torch.sparse_coo: write"),
+])  # fmt: skip
+def test_embeddings_that_cannot_be_held_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        _step(Embedded(**options))
+
+
+def test_dropout_that_begins_later_is_refused() -> None:
+    """The comparison was before the first step, and this is seen in each."""
+    model = Broken(lambda model, x: model.dropout(x))
+    model.dropout.p = 0.0
+    same = _step(model)
+    same.zero_grad()
+    model.dropout.p = 0.5
+    context = ContextParallel(Layout.contiguous(TOKENS, 1), same_bits=CHUNK)
+    with pytest.raises(NotImplementedError, match="must draw no random numbers, but this forward drew some"):
+        same(torch.zeros(2, TOKENS, dtype=torch.long), context)
+    with torch.no_grad():
+        same(torch.zeros(2, TOKENS, dtype=torch.long), context)
+
+
 def test_a_comparison_leaves_nothing_behind() -> None:
     torch.manual_seed(7)
     first, second = Model(), Model()
@@ -323,11 +358,18 @@ def test_refusals_say_what_to_write(call: Callable[..., object], message: str) -
         call(same, context, torch.zeros(2, TOKENS, dtype=torch.long))
 
 
+def _with_a_compiled_norm() -> Model:
+    model = Model()
+    model.norm.compile()
+    return model
+
+
 @pytest.mark.parametrize("model, message", [
     (Beside, r"the model \(Beside\) must have no parameters of its own beside modules, got sinks"),
     (nn.ReLU, "parameters to train, got ReLU"),
     (lambda: SameWeights(Model()), "must be a plain model"),
     (lambda: torch.compile(Model()), "must be a plain model"),
+    (_with_a_compiled_norm, "must be a plain model with parameters to train, got Model, compiled"),
 ])  # fmt: skip
 def test_models_that_cannot_be_held_are_refused(model: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=message):
