@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 
@@ -12,9 +13,12 @@ _forever: list[object] = []  # read by graphs that the user captured: we never l
 
 
 class _ThreadState(threading.local):
-    """Objects read by the graph that this thread captures; None: by a graph of the user's."""
+    """Objects read by the graph that this thread captures, and the stream on which it is replayed; None: a graph of the
+    user's.
+    """
 
     objects: list[object] | None = None
+    stream: torch.cuda.Stream | None = None
 
 
 _state = _ThreadState()
@@ -32,11 +36,23 @@ def keep_alive_in_graph(*tables: torch.Tensor) -> None:
 
 
 @contextmanager
-def keep_alive_for_one_graph() -> Iterator[list[object]]:
-    """Collect what the graph captured inside reads, alive as long as the yielded list."""
+def keep_alive_for_one_graph(stream: torch.cuda.Stream | None = None) -> Iterator[list[object]]:
+    """Collect what the graph captured inside reads, alive as long as the yielded list. stream: of its replays."""
     objects: list[object] = []
-    _state.objects = objects
+    _state.objects, _state.stream = objects, stream
     try:
         yield objects
     finally:
-        _state.objects = None
+        _state.objects = _state.stream = None
+
+
+def stream_of_replays(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream for writing what the graph being captured reads. Once that is freed, the next write there runs
+    after the last replay. A graph of the user's runs on any stream, but what it reads is never freed.
+    """
+    return _side_stream(device) if _state.stream is None else _state.stream
+
+
+@lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -36,9 +36,6 @@ class _PendingParts:
         self._in_place = 0  # number of these
         self._bytes = 0
         self._plain: Accumulator | Sum | None = None
-        self.created: torch.cuda.Event | None = None  # in a graph capture
-        if torch.cuda.is_current_stream_capturing():
-            self.created = torch.cuda.current_stream().record_event()
 
     def place(self, rows: Rows, heads: Heads) -> torch.Tensor | None:
         if self._output is None:
@@ -61,12 +58,12 @@ class _PendingParts:
             self._plain = Accumulator(self._like) if self._weighted else Sum(self._like)
         if self._parts:
             lse = self._plain.lse if isinstance(self._plain, Accumulator) else None
-            run([self._job(self._plain.out, lse)], self.created)
+            run([self._job(self._plain.out, lse)])
         return self._plain
 
     def result(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         job = self.final_job(dtype)
-        run([job], self.created)
+        run([job])
         return job.out, job.lse
 
     def final_job(self, dtype: torch.dtype) -> Job:
@@ -156,13 +153,9 @@ class CombinedSum:
     def final_job(self, dtype: torch.dtype) -> Job:
         return self._pending.final_job(dtype)
 
-    @property
-    def created(self) -> torch.cuda.Event | None:
-        return self._pending.created
-
     @staticmethod
     def results(sums: list[CombinedSum], dtype: torch.dtype) -> list[torch.Tensor]:
         """Return each sum in `dtype`, computed together."""
         jobs = [x.final_job(dtype) for x in sums]
-        run(jobs, sums[0].created)
+        run(jobs)
         return [job.out for job in jobs]

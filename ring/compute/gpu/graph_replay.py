@@ -115,7 +115,7 @@ def _captured_in(
     graph_inputs, outputs = tensors[: len(inputs)], tensors[len(inputs) :]
     graph = torch.cuda.CUDAGraph()
     memory.stream.wait_stream(current)
-    with keep_alive_for_one_graph() as reads, torch.no_grad(), torch.cuda.stream(memory.stream):
+    with keep_alive_for_one_graph(current) as reads, torch.no_grad(), torch.cuda.stream(memory.stream):
         memory.capture_in(graph)
         try:
             for output, result in zip(outputs, compute(*graph_inputs), strict=True):

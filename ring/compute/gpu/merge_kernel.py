@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ import triton.language as tl
 
 from ring.caching.bounded_cache import BoundedCache
 from ring.caching.graph_keepalive import keep_alive
+from ring.caching.graph_table import graph_table
 from ring.caching.triton_launcher import Launcher
 from ring.compute.gpu.merge_table import Field, list_lanes, list_places, make_entries
 from ring.compute.gpu.partial_results import Part, is_aligned
@@ -373,23 +373,23 @@ class _Merge:
         self._twins = len(jobs) == 2 and first.form == second.form
         self._tables: BoundedCache[tuple[int, ...], list[_Table]] = BoundedCache(_TABLES)
 
-    def run(self, jobs: Sequence[Job], created: torch.cuda.Event | None) -> None:
-        tables = self._find_tables(jobs, created)
+    def run(self, jobs: Sequence[Job]) -> None:
+        tables = self._find_tables(jobs)
         if self._twins:
             self._launches[0](jobs[0], tables[0], jobs[1].out)
             return
         for launch, job, table in zip(self._launches, jobs, tables, strict=True):
             launch(job, table, None)
 
-    def _find_tables(self, jobs: Sequence[Job], created: torch.cuda.Event | None) -> list[_Table]:
+    def _find_tables(self, jobs: Sequence[Job]) -> list[_Table]:
         """Return the jobs' tables on the GPU. Allocators give tensors the addresses of the step before, so tables are
         cached by the addresses in them and by the stream of their copy.
         """
         addresses = [address for job in jobs for address in job.addresses()]
         device = jobs[0].out.device
-        if created is not None:
+        if torch.cuda.is_current_stream_capturing():
             keep_alive([launch.places for launch in self._launches])
-            return self._split_tables(_captured_copy(self._with_addresses(addresses), device, created))
+            return self._split_tables(graph_table(self._with_addresses(addresses), device))
         key = torch._C._cuda_getCurrentRawStream(device.index), *addresses
         tables = self._tables.get(key)
         if tables is None:
@@ -407,32 +407,11 @@ class _Merge:
         return table
 
 
-def _captured_copy(table: Ints, device: torch.device, created: torch.cuda.Event) -> torch.Tensor:
-    """Copy a table within a CUDA graph: every replay repeats the copy. It waits only for the event `created`. Waiting
-    for kernels would delay those after it in a short call.
-    """
-    host = torch.from_numpy(table).pin_memory()
-    keep_alive(host)
-    current, other = torch.cuda.current_stream(), _copy_stream(device)
-    other.wait_event(created)
-    with torch.cuda.stream(other):
-        copy = host.to(device, non_blocking=True)
-    current.wait_stream(other)
-    copy.record_stream(current)
-    return copy
-
-
-@lru_cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream for copies that wait for no kernel."""
-    return torch.cuda.Stream(device)
-
-
 _merges: BoundedCache[tuple[object, ...], _Merge] = BoundedCache(_MERGES)
 
 
-def run(jobs: Sequence[Job], created: torch.cuda.Event | None) -> None:
-    """Run jobs. created: in a CUDA graph capture, an event before their first part; else None."""
+def run(jobs: Sequence[Job]) -> None:
+    """Run jobs."""
     jobs = [job for job in jobs if not job.done]
     if not jobs:
         return
@@ -440,4 +419,4 @@ def run(jobs: Sequence[Job], created: torch.cuda.Event | None) -> None:
     merge = _merges.get(key)
     if merge is None:
         merge = _merges.put(key, _Merge(jobs))
-    merge.run(jobs, created)
+    merge.run(jobs)
