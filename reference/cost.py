@@ -28,13 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reference import validators
-from reference.head_groups import ALL_TO_ALL, KEY_EXCHANGES, Groups, groups_of, head_blocks, ways
+from reference.head_groups import ALL_TO_ALL, DIRECT_KEPT, KEY_EXCHANGES, Groups, groups_of, head_blocks, ways
 from reference.pattern import Pattern
 from reference.remote_rows import Need, branch_need
 from reference.returned_sums import returned_sums
 
 Ints = NDArray[np.int64]
-EXCHANGES = (*KEY_EXCHANGES, ALL_TO_ALL)
+EXCHANGES = (*KEY_EXCHANGES, DIRECT_KEPT, ALL_TO_ALL)
 _UNBOUNDED = 1 << 60  # slots
 
 
@@ -243,7 +243,8 @@ class Traffic:
 
     Args:
         forward: keys and values; "all-to-all": queries, keys, values, outputs and lse.
-        backward_kv: keys and values once more; "all-to-all": all these once more, and the gradients of outputs.
+        backward_kv: keys and values once more; "direct-kept": none; "all-to-all": all these once more, and the
+            gradients of outputs.
         backward_gradients: gradients of keys and values, in the accumulator's type unless they are narrow;
             "all-to-all": of queries, too.
     """
@@ -261,7 +262,8 @@ class Traffic:
 def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
     """Return the bytes sent from rank to rank, for any bucket.
 
-    direct  d receives from s the slots that it needs; their gradients go the same way back.
+    direct  d receives from s the slots that it needs; their gradients go the same way back. "direct-kept" does so, too,
+            but sends no keys in the backward.
     ring    a slot goes from rank to rank of a group for so many hops. Its gradient starts at the first rank visited,
             follows it for one hop less, and the last rank returns it to its owner: as many messages.
     gather  every shard, all rows and heads, to every other rank; its gradients back from every other rank.
@@ -298,7 +300,7 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
     if setting.chunk is not None:
         gradients, narrow = setting.returned_slots, False
     size, gradient_size = setting.slot_bytes(narrow)
-    return Traffic(keys * size, keys * size, gradients * gradient_size)
+    return Traffic(keys * size, keys * size * (not groups.kept), gradients * gradient_size)
 
 
 @dataclass(frozen=True)
@@ -310,12 +312,14 @@ class Buffers:
         send: own keys and values that are sent, working type.
         gradients: gradients of the received keys and values, in the type in which they are sent; backward only.
         returned: gradients that are returned to their owner, in the same type.
+        kept: True if `receive` stays until the backward, which sends no keys.
     """
 
     receive: Ints
     send: Ints
     gradients: Ints
     returned: Ints
+    kept: bool = False
 
     @property
     def forward(self) -> Ints:
@@ -325,7 +329,8 @@ class Buffers:
     @property
     def backward(self) -> Ints:
         """Bytes of all buffers of the backward, (p,)."""
-        return self.forward + self.gradients + self.returned
+        keys = self.receive if self.kept else self.forward
+        return keys + self.gradients + self.returned
 
 
 def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False, one_sided: bool = False) -> Buffers:
@@ -347,7 +352,8 @@ def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False, 
 
     Forward: the receive buffers (two, so that one fills while the other is used; one for gather) and the send buffer,
     in the working type. Backward: the same again, plus as many gradient buffers as receive buffers and `returned`, in
-    the type in which gradients are sent.
+    the type in which gradients are sent. With "direct-kept" a buffer of all received slots takes the place of the
+    receive buffers, forward and backward, and backward has no send buffer.
 
     Args:
         setting: the problem.
@@ -368,7 +374,10 @@ def buffers(setting: Setting, exchange: str, bucket: int, narrow: bool = False, 
         (gradients, returned), narrow = _sums_slots(setting, groups, bucket), False
     copies = 1 if groups.exchange == "gather" else 2
     size, gradient_size = setting.slot_bytes(narrow)
-    return Buffers(copies * receive * size, send * size, copies * gradients * gradient_size, returned * gradient_size)
+    received = setting.slots.sum(axis=0) if groups.kept else copies * receive
+    return Buffers(
+        received * size, send * size, copies * gradients * gradient_size, returned * gradient_size, groups.kept
+    )
 
 
 def _sums_slots(setting: Setting, groups: Groups, bucket: int) -> tuple[Ints, Ints]:

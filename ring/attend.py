@@ -36,11 +36,14 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of the rows and heads of a block. transport: of the ranks with these heads."""
+    keeps: bool = False,
+) -> list[torch.Tensor]:
+    """Return (out, lse) of the rows and heads of a block, and received keys if some are kept. transport: of the ranks
+    with these heads. keeps: see `Exchange`.
+    """
     like = output_like(q, v)
     accumulator, queries, scoring = accumulator_for(like, sinks), StridedView(q), block.scoring
-    exchange = Exchange(block.plan, transport, k, v)
+    exchange = Exchange(block.plan, transport, k, v, keeps=keeps)
     for arrival, calls in zip(exchange.arrivals(), block.forward.arrivals, strict=True):
         for call in calls:
             tile, view = call.tile, StridedView.batched if call.kernel.batched else StridedView.view
@@ -51,7 +54,7 @@ def forward(
             accumulator.merge(tile.query_rows, tile.query_heads, out, lse)
     results = accumulator.result(q.dtype)
     exchange.finish()
-    return results
+    return [*results, *exchange.keeping]
 
 
 def backward(
@@ -61,17 +64,19 @@ def backward(
     tensors: Sequence[torch.Tensor],
     dlse: torch.Tensor | None = None,
     wide: bool = False,
+    kept: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Return (dq, dk, dv) of the rows and heads of a block.
 
-    tensors: q, k, v, out, lse, dout. wide: leave gradients of keys and values in the accumulator's dtype.
+    tensors: q, k, v, out, lse, dout. wide: leave gradients of keys and values in the accumulator's dtype. kept: see
+    `Exchange`.
     """
     q, k, v, out, lse, dout = tensors
     sums = sum_class_for(q)
     dq, dk, dv = sums(q), sums(k), sums(v)
     rows = _QueryRows(StridedView(q), StridedView(dout), StridedView(out), lse_view(lse), dlse, dq)
-    exchange = Exchange(block.plan, transport, k, v)
-    for arrival, calls in zip(exchange.round_trips(dk, dv), program.arrivals, strict=True):
+    exchange = Exchange(block.plan, transport, k, v, kept=kept)
+    for arrival, calls in zip(exchange.round_trips(dk, dv), exchange.in_order(program.arrivals), strict=True):
         for call in calls:
             _add_gradients(block.scoring, call, arrival, rows)
     grads = sums.results([dq], q.dtype)  # while the last gradients of keys are in flight

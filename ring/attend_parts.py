@@ -30,31 +30,32 @@ from ring.strided_view import StridedView, batched
 
 def forward(
     block: BlockPrograms, transport: Transport, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return (out, lse) of the rows and heads of a block. transport: of the ranks with these heads."""
+    sinks: torch.Tensor | None = None, keeps: bool = False,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return the results of a block, as `ring.attend.forward` does."""
     outputs, queries = PartOutputs(output_like(q, v), sinks, block.plan.disjoint), StridedView(q)
-    exchange = Exchange(block.plan, transport, k, v)
+    exchange = Exchange(block.plan, transport, k, v, keeps=keeps)
     for arrival, calls in zip(exchange.arrivals(), block.forward.arrivals, strict=True):
         for call in calls:
             assert call.tile.part is not None
             outputs.merge(call.tile.part.query, *_forward(call, queries, arrival, block.scoring))
     results = outputs.result()
     exchange.finish()
-    return results
+    return [*results, *exchange.keeping]
 
 
 def backward(
     block: BlockPrograms, transport: Transport, program: Program, tensors: Sequence[torch.Tensor],
-    dlse: torch.Tensor | None = None, wide: bool = False,
+    dlse: torch.Tensor | None = None, wide: bool = False, kept: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Return (dq, dk, dv) of the rows and heads of a block. tensors, wide: as in `ring.attend.backward`."""
+    """Return (dq, dk, dv) of the rows and heads of a block. tensors, wide, kept: as in `ring.attend.backward`."""
     q, k, v, out, lse, dout = tensors
     dq, dk, dv = PartSum(), PartSum(), PartSum()
     rows = [StridedView(q), StridedView(dout), StridedView(out), lse_view(lse)]
     rows += [] if dlse is None else [lse_view(dlse)]
-    exchange = Exchange(block.plan, transport, k, v)
-    for (arrival, *of_keys), calls in zip(exchange.part_round_trips(dk, dv, PartSum), program.arrivals, strict=True):
+    exchange = Exchange(block.plan, transport, k, v, kept=kept)
+    trips, arrivals = exchange.part_round_trips(dk, dv, PartSum), exchange.in_order(program.arrivals)
+    for (arrival, *of_keys), calls in zip(trips, arrivals, strict=True):
         for call in calls:
             part = call.tile.part
             assert part is not None

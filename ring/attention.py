@@ -69,8 +69,9 @@ def ring_attention(
         group: a process group, a `DeviceMesh` of one dimension, a `Transport`, or None: the default group, or no group
             for a layout of one rank. Only one thread may call on a group. Errors in `group` are raised on their own
             rank, since ranks communicate through it; errors in other arguments are raised on every rank.
-        exchange: "ring" (keys from neighbour to neighbour), "direct" (needed keys, from their owner), "gather" (all
-            keys, O(n) memory), "all-to-all" (each rank computes some heads of the whole sequence), or two: in
+        exchange: "ring" (keys from neighbour to neighbour), "direct" (needed keys, from their owner), "direct-kept"
+            (the same, kept for the backward: O(n) memory where all keys are needed), "gather" (all keys, O(n) memory),
+            "all-to-all" (each rank computes some heads of the whole sequence), or two: in
             "all-to-all:4+ring" 4 neighbours divide the heads of their rows, and keys go round rings of the ranks with
             the same heads; in "ring+all-to-all:4" rings are of neighbours. By "ring:8+direct" a key goes to each group
             of 8 neighbours once, such as the ranks of a host, and is passed round inside. Without a number, as
@@ -203,21 +204,21 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, execution: Execution
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with _without_autocast(q):
-            out, lse = as_one_operator(partial(forward, execution), q, k, v, sinks)
+            out, lse, kept = as_one_operator(partial(forward, execution), q, k, v, sinks)
         ctx.execution = execution
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *kept)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
         # Reading the saved tensors first makes checkpointing recompute now: its calls precede this backward.
         with ctx.execution.transport.calls.lock(), _backward_context(q):
             agree_backward(ctx.execution.numbered, ctx.execution.transport, ctx.execution.check)
             dout_or_zeros = torch.zeros_like(out) if dout is None else dout
             differentiated = sinks if ctx.needs_input_grad[3] else None
-            grads = backward(ctx.execution, q, k, v, out, lse, dout_or_zeros, dlse, differentiated)
+            grads = backward(ctx.execution, q, k, v, out, lse, dout_or_zeros, dlse, differentiated, kept=kept)
         if torch.is_grad_enabled():  # create_graph=True: gradients may be used, but not differentiated
             sources = [x for x in (q, k, v, sinks, dout, dlse) if x is not None]
             grads = _NoDoubleBackward.apply(len(grads), *grads, *sources)

@@ -13,26 +13,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+Results = tuple[Tensor, Tensor, list[Tensor]]
+Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None], Results]
 
 _numbers = itertools.count()
 _prepared: dict[int, Forward] = {}
 
 
-def as_one_operator(run: Forward, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def as_one_operator(run: Forward, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Results:
     """Return run(q, k, v, sinks). Operators take only tensors and numbers, so `run` is passed by a number."""
     number = next(_numbers)
     _prepared[number] = run
     try:
-        out, lse = torch.ops.ring.attention.default(q, k, v, sinks, number)
+        out, lse, kept = torch.ops.ring.attention.default(q, k, v, sinks, number)
     finally:
         del _prepared[number]
-    return out, lse
+    return out, lse, kept
 
 
-def run_prepared(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, prepared: int) -> tuple[Tensor, Tensor]:
+def run_prepared(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, prepared: int) -> Results:
     """Run the operator's forward, visible to dispatch modes: q (B, N, H, D), k (B, N, Hk, D), v (B, N, Hk, Dv) and
-    sinks (H,) -> out (B, N, H, Dv), lse (B, H, N). prepared: the number of a forward.
+    sinks (H,) -> out (B, N, H, Dv), lse (B, H, N), and the keys that are kept. prepared: the number of a forward.
 
     Raises ValueError for any other number: call `ring_attention`, not the operator.
     """
@@ -41,9 +42,9 @@ def run_prepared(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, prepared
     return _prepared[prepared](q, k, v, sinks)
 
 
-def _run_latest(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, prepared: int) -> tuple[Tensor, Tensor]:
+def _run_latest(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, prepared: int) -> Results:
     """Delegate to the latest import of this module, since a process registers an operator only once."""
-    results: tuple[Tensor, Tensor] = sys.modules[__name__].run_prepared(q, k, v, sinks, prepared)
+    results: Results = sys.modules[__name__].run_prepared(q, k, v, sinks, prepared)
     return results
 
 
@@ -51,6 +52,8 @@ def _run_latest(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, prepared:
 # compiled graphs have operators of their own (`ring.torch_compile`).
 if not hasattr(torch.ops.ring, "attention"):
     _library = torch.library.Library("ring", "FRAGMENT")
-    _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, int prepared) -> (Tensor, Tensor)")
+    _library.define(
+        "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, int prepared) -> (Tensor, Tensor, Tensor[])"
+    )
     _library.impl("attention", _run_latest, "CompositeExplicitAutograd")
     vars(_run_latest)["library"] = _library  # keep it: its deletion would delete the operator

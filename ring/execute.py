@@ -7,6 +7,8 @@ block is computed (`ring.comm.head_exchange`). Otherwise there is one block, the
 send q, k, v, the output and lse again, so nothing is kept for it. Gradients of keys are summed over the blocks that had
 their head; where some head was in several, they travel in the accumulator's dtype.
 
+By "direct-kept" a forward that will have a backward returns the keys that it received, and backward takes them.
+
 On GPUs a short call that repeats is replayed as a CUDA graph (`ring.compute.gpu.graph_replay`).
 """
 
@@ -45,12 +47,13 @@ _programs: BoundedCache[CallSetting, Programs] = BoundedCache(128, most_bytes=MA
 
 @dataclass(eq=False)
 class Execution:
-    """The state that forward and backward of one call share."""
+    """The state that forward and backward of one call share. keeps: the forward keeps the keys that it receives."""
 
     programs: Programs
     transport: Transport
     numbered: NumberedCall
     check: bool
+    keeps: bool
 
 
 def execution_of(call: Call, setting: CallSetting, numbered: NumberedCall, transport: Transport) -> Execution:
@@ -58,7 +61,8 @@ def execution_of(call: Call, setting: CallSetting, numbered: NumberedCall, trans
 
     make = partial(_make, call, setting.exchange, transport.rank)
     programs = _programs.get_or_make(setting, make, lambda programs: programs.nbytes)
-    return Execution(programs, transport, numbered, call.settings.check)
+    keeps = setting.exchange.keys.kept and call.differentiated
+    return Execution(programs, transport, numbered, call.settings.check, keeps)
 
 
 # Selective checkpointing wants the same operators in a recomputation, which finds a plan.
@@ -67,26 +71,31 @@ _make = _disable_current_modes()(make_programs)
 
 def forward(
     run: Execution, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse): out like q with the head dim of v, lse (B, H, N) in the accumulator's dtype."""
-    batch, tokens, heads, _ = q.shape
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Return (out, lse, kept): out like q with the head dim of v, lse (B, H, N) in the accumulator's dtype, received
+    keys that are kept for the backward, if any.
+    """
     programs, transport = run.programs, run.transport
-    if not (q.is_cuda and _is_replayed(transport, programs.forward, q)):
-        return _forward(programs, transport, q, k, v, sinks)
-    results = (((batch, tokens, heads, v.shape[3]), q.dtype), ((batch, heads, tokens), accumulator_dtype(q.dtype)))
     inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
-    key = _graph_key(transport, programs.forward, inputs)
-    out, lse = graph_replay.replayed(key, inputs, results, partial(_forward, programs, transport))
-    return out, lse
+    compute = partial(_forward, programs, transport, run.keeps)
+    if q.is_cuda and _is_replayed(transport, programs.forward, q):
+        out, lse, *kept = graph_replay.replayed(
+            _graph_key(transport, programs.forward, inputs, run.keeps), inputs, compute
+        )
+    else:
+        out, lse, *kept = compute(*inputs)
+    return out, lse, kept
 
 
 def _forward(
-    programs: Programs, transport: Transport, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    programs: Programs, transport: Transport, keeps: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> Sequence[torch.Tensor]:  # fmt: skip
+    """Return out, lse and the keys that are kept, if any."""
     if not programs.divides_heads:
         block, ranks = programs.block(transport, 0)
-        return _attend(block).forward(block, ranks, q, k, v, sinks)
+        results: list[torch.Tensor] = _attend(block).forward(block, ranks, q, k, v, sinks, keeps)
+        return results
     batch, tokens, heads, _ = q.shape
     out = q.new_empty(batch, tokens, heads, v.shape[3])
     lse = q.new_empty(batch, tokens, heads, 1, dtype=accumulator_dtype(q.dtype))
@@ -119,32 +128,38 @@ def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    *,
+    kept: Sequence[torch.Tensor] = (),
 ) -> Sequence[torch.Tensor]:
-    """Return (dq, dk, dv), like q, k, v, and with sinks their gradient: the sum over the own rows."""
+    """Return (dq, dk, dv), like q, k, v, and with sinks their gradient: the sum over the own rows. kept: as the forward
+    returned it.
+    """
     programs, transport = run.programs, run.transport
     if programs.divides_heads and programs.returns_lse and dlse is None:
         dlse = torch.zeros_like(lse)  # other ranks may have one, so all send it
     through_lse, given_sinks = dlse is not None, () if sinks is None else (sinks,)
-    tensors = (q, k, v, out, lse, dout, *(() if dlse is None else (dlse,)), *given_sinks)
+    tensors = (*kept, q, k, v, out, lse, dout, *(() if dlse is None else (dlse,)), *given_sinks)
     program = programs.backward(q, through_lse)
-    compute = partial(_backward, transport, program, through_lse)
+    compute = partial(_backward, transport, program, through_lse, len(kept))
     if not (q.is_cuda and _is_replayed(transport, program, q)):
         return compute(*tensors)
-    results = tuple((x.shape, x.dtype) for x in (q, k, v, *given_sinks))
-    return graph_replay.replayed(_graph_key(transport, program, tensors), tensors, results, compute)
+    return graph_replay.replayed(_graph_key(transport, program, tensors, bool(kept)), tensors, compute)
 
 
 def _backward(
-    transport: Transport, program: CallProgram, through_lse: bool, *tensors: torch.Tensor
+    transport: Transport, program: CallProgram, through_lse: bool, count: int, *tensors: torch.Tensor
 ) -> list[torch.Tensor]:
-    """tensors: q, k, v, out, lse, dout; with `through_lse` dlse; and sinks, if their gradient is wanted."""
+    """tensors: as many kept ones as `count`, 0 or 1; q, k, v, out, lse, dout; with `through_lse` dlse; and sinks, if
+    their gradient is wanted.
+    """
+    kept, tensors = tensors[:count], tensors[count:]
     (*shards, out, lse, dout), sinks = tensors[:6], [*tensors[6:]]
     dlse, programs = sinks.pop(0) if through_lse else None, program.programs
     if programs.divides_heads:
         grads = _backward_by_heads(transport, program, shards, (out, lse, dout), dlse)
     else:
         block, ranks = programs.block(transport, 0)
-        grads = _attend(block).backward(block, ranks, program.blocks[0], tensors[:6], dlse)
+        grads = _attend(block).backward(block, ranks, program.blocks[0], tensors[:6], dlse, False, *kept)
     return grads + [_sink_gradient(x, lse, row_delta(dout, out, dlse)) for x in sinks]
 
 
@@ -226,11 +241,11 @@ def select_transport(q: torch.Tensor, transport: Transport) -> Transport:
     return transport
 
 
-def _graph_key(transport: Transport, program: CallProgram, tensors: Sequence[torch.Tensor]) -> Hashable:
+def _graph_key(transport: Transport, program: CallProgram, tensors: Sequence[torch.Tensor], keeps: bool) -> Hashable:
     """The key of a captured graph: everything but the tensors. Transports of one rank are interchangeable. A backward
-    takes sinks only where their gradient is wanted.
+    takes sinks only where their gradient is wanted. keeps: keys are kept in this call.
     """
-    return program, transport if transport.world_size > 1 else None, len(tensors)
+    return program, transport if transport.world_size > 1 else None, len(tensors), keeps
 
 
 def _is_replayed(transport: Transport, program: CallProgram, q: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ from ring.comm.transport import SoloTransport, Transport
 from ring.consensus import agree, agree_backward, hosts_of, setting_of
 from ring.execute import backward, execution_of, forward, select_transport
 from ring.layout import Layout, numbered_layout
+from ring.plan.exchanges import DIRECT_KEPT
 from ring.precision import accumulator_dtype
 from ring.settings import OPERATOR_SCHEMA, Settings
 from ring.validation import Call, wants_gradients
@@ -47,12 +48,14 @@ def traced(
 
     Raises ValueError while traced if the group has no name. Other errors are raised when the graph runs.
     """
-    out, lse, _ = torch.ops.ring.attention_forward(
+    differentiated = wants_gradients(q, k, v, sinks)
+    out, lse, *_ = torch.ops.ring.attention_forward(
         q, k, v, sinks, layout=layout.number, key_layout=(layout if key_layout is None else key_layout).number,
         pattern=pattern.text, sliced=pattern.number if pattern.has_slices else 0,
         packed=(0 if pattern.documents is None else pattern.number) if packed is None else packed,
         group=group_name(group),
-        differentiated=wants_gradients(q, k, v, sinks), sinks_differentiated=wants_gradients(sinks),
+        differentiated=differentiated, sinks_differentiated=wants_gradients(sinks),
+        keeps=differentiated and settings.get("exchange") == DIRECT_KEPT.name,
         **Settings(**settings).for_operator(),
     )  # fmt: skip
     return (out, lse) if settings.get("return_lse", False) else out
@@ -99,7 +102,7 @@ def named_transport(group: str) -> Transport:
 
 _CALL = (
     "SymInt layout, SymInt key_layout, str pattern, SymInt sliced, SymInt packed, str group, bool differentiated, "
-    f"bool sinks_differentiated, {OPERATOR_SCHEMA}"
+    f"bool sinks_differentiated, bool keeps, {OPERATOR_SCHEMA}"
 )
 
 
@@ -113,9 +116,9 @@ def _call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: dict
     )  # fmt: skip
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, N, H, D), k (B, N, Hk, D), v (B, N, Hk, Dv), sinks (H,) -> out (B, N, H, Dv), lse (B, H, N), and the number
-    of the call, (1,) int64.
+def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **arguments: Any) -> tuple[Tensor, ...]:
+    """q (B, N, H, D), k (B, N, Hk, D), v (B, N, Hk, Dv), sinks (H,) -> out (B, N, H, Dv), lse (B, H, N), the number of
+    the call, (1,) int64, and the keys that are kept, (slots, numbers of a slot).
     """
     transport = named_transport(arguments["group"])
     with torch.cuda.device_of(q), transport.calls.lock(), torch.autocast(q.device.type, enabled=False):
@@ -123,30 +126,42 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **arguments:
         call = _call(q, k, v, sinks, arguments)
         setting = agree(call, numbered, transport)
         execution = execution_of(call, setting, numbered, select_transport(q, transport))
-        out, lse = forward(execution, q, k, v, sinks)
-        return out.contiguous(), lse, torch.tensor([numbered.number], device="cpu")
+        out, lse, kept = forward(execution, q, k, v, sinks)
+        number = torch.tensor([numbered.number], device="cpu")
+        return out.contiguous(), lse, number, kept[0] if kept else k.new_empty(_nothing(k, v))
 
 
 attention_forward = torch.library.custom_op(
     "ring::attention_forward", _forward, mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, *, {_CALL}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, *, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
 
 
 @attention_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **arguments: Any) -> tuple[Tensor, ...]:
     batch, tokens, heads, _ = q.shape
     lse = q.new_empty((batch, heads, tokens), dtype=accumulator_dtype(q.dtype))
-    return q.new_empty((batch, tokens, heads, v.shape[3])), lse, torch.empty(1, dtype=torch.int64, device="cpu")
+    slots: int | torch.SymInt
+    slots, numbers = _nothing(k, v)
+    if arguments["keeps"]:
+        slots = torch.library.get_ctx().new_dynamic_size()  # known only when the graph runs
+    number = torch.empty(1, dtype=torch.int64, device="cpu")
+    return q.new_empty((batch, tokens, heads, v.shape[3])), lse, number, k.new_empty((slots, numbers))
+
+
+def _nothing(k: Tensor, v: Tensor) -> tuple[int, int]:
+    """Return the shape of no kept keys."""
+    return 0, k.shape[0] * (k.shape[3] + v.shape[3])
 
 
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor,
-    number: Tensor, **arguments: Any,
+    *number_and_kept: Tensor, **arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dq, dk, dv, dsinks, like q, k, v, sinks; an empty dsinks if they have no gradient. number: of the call, as
+    """Return dq, dk, dv, dsinks, like q, k, v, sinks; an empty dsinks if they have no gradient. number_and_kept: as
     returned by the forward.
     """
+    number, kept = number_and_kept
     transport = named_transport(arguments["group"])
     with torch.cuda.device_of(q), transport.calls.lock(), torch.autocast(q.device.type, enabled=False):
         numbered = transport.calls.get(int(number), arguments["name_"])
@@ -154,7 +169,9 @@ def _backward(
         agree_backward(numbered, transport, call.settings.check)
         setting = setting_of(call, transport, hosts_of(call, numbered, transport))
         execution = execution_of(call, setting, numbered, select_transport(q, transport))
-        grads = backward(execution, q, k, v, out, lse, dout, dlse, sinks if call.sinks_differentiated else None)
+        differentiated = sinks if call.sinks_differentiated else None
+        received = (kept,) if arguments["keeps"] else ()
+        grads = backward(execution, q, k, v, out, lse, dout, dlse, differentiated, kept=received)
         dq, dk, dv, *dsinks = (grad.contiguous() for grad in grads)
     return dq, dk, dv, dsinks[0] if dsinks else q.new_empty(0)
 
@@ -162,7 +179,7 @@ def _backward(
 attention_backward = torch.library.custom_op(
     "ring::attention_backward", _backward, mutates_args=(),
     schema="(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, "
-    f"Tensor number, *, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor number, Tensor kept, *, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
 
 
@@ -181,7 +198,7 @@ def _setup_context(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], o
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     out = ctx.saved_tensors[4]
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv, dsinks = torch.ops.ring.attention_backward(dout, dlse, *ctx.saved_tensors, **ctx.arguments)

@@ -5,6 +5,9 @@ The exchange owns the buffers: a send buffer for local rows and two alternating 
 backward it has two more alternating buffers for gradients, and one for returned gradients. They are allocated once for
 a call and reused at every step. A slot is the key, then the value, of one row and head: `ring.strided_view.Slot`.
 
+Where received keys are kept (`direct-kept`), one buffer has those of all steps. The backward computes with them first,
+and with the local keys last, while the last gradients return.
+
 Gradients travel in the accumulator's dtype, except with `direct` between GPUs. There a slot's gradient is complete when
 it is sent, and most kernels return it in 16 bits anyway. The owner sums it in fp32.
 """
@@ -47,6 +50,7 @@ class NodeSums(Protocol):
 
 
 Sums = TypeVar("Sums", bound=NodeSums)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,17 @@ class Arrival:
 
 
 class Exchange:
-    """The messages of one call. k, v: (B, local tokens, Hk, head dim), any strides; their head dims may differ."""
+    """The messages of one call. k, v: (B, local tokens, Hk, head dim), any strides; their head dims may differ.
 
-    def __init__(self, plan: Plan, transport: Transport, k: torch.Tensor, v: torch.Tensor) -> None:
+    keeps: keep received keys. kept: those of the forward, (slots, numbers of a slot); a backward with them sends none.
+    """
+
+    def __init__(
+        self, plan: Plan, transport: Transport, k: torch.Tensor, v: torch.Tensor, *, keeps: bool = False,
+        kept: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         assert (plan.rank, plan.tokens) == (transport.rank, k.shape[1])
-        self.plan, self.transport, self.k, self.v = plan, transport, k, v
+        self.plan, self.transport, self.k, self.v, self.kept, self._keeps = plan, transport, k, v, kept, keeps
         self._allocated = 0
         self._last: tuple[tuple[Step, Pending], torch.Tensor] | None = None  # the last return, and its buffer
         self._sent: Pending | None = None  # the last keys and values
@@ -167,7 +177,8 @@ class Exchange:
             pending.wait()
 
     def _return(self, step: Step, number: int, grad: torch.Tensor, returned: torch.Tensor) -> Pending:
-        label, pulled = f"gradients {number}", _PULLED_GRADIENTS if number == len(self.plan.steps) else 0
+        exposed = number == len(self.plan.steps) and self.kept is None  # nothing is computed in the meantime
+        label, pulled = f"gradients {number}", _PULLED_GRADIENTS if exposed else 0
         return self.transport.post(
             _messages(step.return_sends, grad, label, pulled), _messages(step.return_receives, returned, label, pulled)
         )
@@ -189,8 +200,11 @@ class Exchange:
         `Message`.
         """
         plan, sizes, dtype = self.plan, self.plan.sizes, self.k.dtype
+        if self.kept is not None:
+            yield from self._kept_arrivals(self.kept)
+            return
         send_buffer = self._allocate("send buffer", sizes.send, dtype)
-        received = [self._allocate(f"receive buffer {i}", sizes.receive, dtype) for i in range(sizes.receive_buffers)]
+        received = self._received(sizes.receive_buffers, dtype)
         arrival = Arrival(StridedView(self.k), StridedView(self.v))
         pending: Pending | None = None
         for number, step in enumerate(plan.steps, start=1):
@@ -208,6 +222,30 @@ class Exchange:
             arrival = Arrival(*StridedView.of_slots(into, self._slot))
         self._sent = pending
         yield arrival, len(plan.steps)
+
+    def _received(self, buffers: int, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """Allocate the buffers that receive keys by turns; if they are kept, one for each step, side by side."""
+        if not self._keeps:
+            return [self._allocate(f"receive buffer {i}", self.plan.sizes.receive, dtype) for i in range(buffers)]
+        slots = received_slots(self.plan)
+        self.kept = self._allocate("kept keys", sum(slots), dtype)
+        return self.kept.split(slots)
+
+    def _kept_arrivals(self, kept: torch.Tensor) -> Iterator[tuple[Arrival, int]]:
+        """Yield the arrivals of keys kept, then the local keys, with their numbers."""
+        self._count(kept)
+        for number, slots in enumerate(kept.split(received_slots(self.plan)), start=1):
+            yield Arrival(*StridedView.of_slots(slots, self._slot)), number
+        yield Arrival(StridedView(self.k), StridedView(self.v)), 0
+
+    @property
+    def keeping(self) -> list[torch.Tensor]:
+        """The keys that are kept, if any."""
+        return [] if self.kept is None else [self.kept]
+
+    def in_order(self, of_arrivals: Sequence[T]) -> Sequence[T]:
+        """Return what belongs to the local keys and to each step in the order in which a backward yields these."""
+        return of_arrivals if self.kept is None else (*of_arrivals[1:], of_arrivals[0])
 
     def _pack(self, gathers: tuple[SlotMap, ...], send_buffer: torch.Tensor) -> None:
         """Fill the send buffer with the rows that a step sends."""
@@ -227,10 +265,12 @@ class Exchange:
     def _allocate(self, name: str, slots: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate a buffer, (slots, numbers of a slot)."""
         buffer = self.transport.empty(name, (slots, self._slot.numbers), dtype, self.k.device)
-        size = buffer.numel() * buffer.element_size()
-        self._allocated += size
-        buffer_meter.count(self.transport, size)
+        self._count(buffer)
         return buffer
+
+    def _count(self, buffer: torch.Tensor) -> None:
+        self._allocated += buffer.nbytes
+        buffer_meter.count(self.transport, buffer.nbytes)
 
     @contextmanager
     def _buffers(self, direction: str) -> Iterator[None]:
@@ -260,11 +300,17 @@ def outgoing(plan: Plan, direction: str, k: torch.Tensor, v: torch.Tensor) -> li
         source, slots = "send buffer", sizes.send
         if step.relayed:
             source, slots = f"receive buffer {number % sizes.receive_buffers}", sizes.receive
-        messages += sent(source, slots, k.dtype, f"keys and values {number}", step.sends)
+        if direction == "forward" or not plan.exchange.kept:
+            messages += sent(source, slots, k.dtype, f"keys and values {number}", step.sends)
         if direction == "backward":
             source = f"gradients {(number - 1) % sizes.receive_buffers}"
             messages += sent(source, sizes.sent_back, kind, f"gradients {number}", step.return_sends)
     return messages
+
+
+def received_slots(plan: Plan) -> list[int]:
+    """Count the slots that each step receives."""
+    return [max((x.stop for x in step.receives), default=0) for step in plan.steps]
 
 
 def _gradient_dtype(plan: Plan, k: torch.Tensor) -> torch.dtype:

@@ -188,6 +188,11 @@ class KeyStages(NamedTuple):
     sizes: Sizes
     pairs: np.ndarray
 
+    @property
+    def received(self) -> int:
+        """Slots that are received in all stages."""
+        return sum(x.stop - x.start for stage in self.messages[1] for x in stage)
+
 
 def _query_heads(blocks: Sequence[Block]) -> Ints:
     return np.array([sum(g.query.groups * g.query.per_group for g in block.head_sets) for block in blocks], np.int64)

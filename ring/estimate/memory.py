@@ -22,10 +22,12 @@ def memory_of(
     blocks = [problem.of_heads(exchange, stage[own]) for stage in stages if stage[own].queries]
     buffers, held = np.zeros(2, np.int64), np.zeros(2, np.int64)
     for block in blocks:
-        sizes = block.stages(exchange.keys, bucket, place).sizes
-        slot, gradient = block.slot_bytes(narrow)
-        forward = (sizes.receive_buffers * sizes.receive + sizes.send) * slot
-        backward = forward + (sizes.receive_buffers * sizes.receive + sizes.returned) * gradient
+        keys = block.stages(exchange.keys, bucket, place)
+        sizes, (slot, gradient) = keys.sizes, block.slot_bytes(narrow)
+        received = keys.received if exchange.keys.kept else sizes.receive_buffers * sizes.receive
+        forward = (received + sizes.send) * slot
+        again = received * slot if exchange.keys.kept else forward
+        backward = again + (sizes.receive_buffers * sizes.receive + sizes.returned) * gradient
         buffers = np.maximum(buffers, (forward, backward))
         held = np.maximum(held, _sums(block, place))
     if exchange.degree > 1:

@@ -138,7 +138,8 @@ def _starts(plan: Plan, in_place: bool) -> tuple[int, int]:
         2 * len(step.tiles) * (not (step.once and in_place)) + (not step.once) + bool(step.carried)
         for step in plan.steps
     )
-    return tiles + packs + 1, tiles + packs + returns + 2  # merges of out; of dq, and of dk and dv
+    again = 0 if plan.exchange.kept else packs
+    return tiles + packs + 1, tiles + again + returns + 2  # merges of out; of dq, and of dk and dv
 
 
 def _packed(plan: Plan, problem: Problem, narrow: bool, in_place: bool) -> tuple[float, float]:
@@ -149,7 +150,7 @@ def _packed(plan: Plan, problem: Problem, narrow: bool, in_place: bool) -> tuple
     written = sum(size_of(x.key_rows, x.key_heads) for tiles in copied for x in tiles)
     zeroed = sum(x.stop - x.start for step in plan.steps if not step.once for x in step.receives)
     # A copy reads and writes; zeroing writes, and a sum reads twice.
-    return keys, keys + written * (slot + gradient) / 2 + zeroed * gradient / 2 + (
+    return keys, keys * (not plan.exchange.kept) + written * (slot + gradient) / 2 + zeroed * gradient / 2 + (
         written * gradient / 2 if zeroed else 0
     )
 

@@ -7,6 +7,7 @@ stage i - 1 are in flight, and goes on when both are done:
 
     forward   T =       sum_{i=0..S} max(C_i, K_{i+1})
     backward  T = G_S + sum_{i=0..S} max(C_i, K_{i+1} + G_{i-1})
+    kept      T =       sum_{i=1..S} max(C_i, G_{i-1}) + max(C_0, G_S), with G_0 = 0
 
     C_i = pairs of stage i * operations of a pair / rate of the kernels + seconds of a stage
     K_i, G_i = latency * messages + bytes / rate of the link, of the direction that has more; of the links within a
@@ -84,7 +85,8 @@ class HeadStage(NamedTuple):
 
     pairs: of own keys, and of the keys of each stage. keys, gradients: messages of the stages. rows: bytes to the ranks
     of the heads and of the results back, forward, then backward. degree: ranks that divide the heads. work: of the GPU;
-    None: only rates are known. one_sided: ranks write into each other's memory.
+    None: only rates are known. one_sided: ranks write into each other's memory. kept: backward has the keys that
+    forward received, and computes with own keys last.
     """
 
     pairs: np.ndarray
@@ -94,6 +96,7 @@ class HeadStage(NamedTuple):
     degree: int
     work: RankWork | None
     one_sided: bool
+    kept: bool
 
     def packed(self, backward: bool) -> int:
         """Count the bytes of rows that are copied in a pass: own ones before they are sent; results before they are
@@ -119,14 +122,19 @@ class HeadStage(NamedTuple):
             rows = tuple(x._replace(out=np.minimum(x.out, 1), into=np.minimum(x.into, 1)) for x in rows)
         return [float(x.seconds(1, rates).sum()) for x in rows]
 
+    def sends_keys(self, backward: bool) -> bool:
+        """Return True if keys are sent in a pass."""
+        return not (self.kept and backward)
+
     def count(self, backward: bool) -> int:
         """Count the messages that are sent in a pass."""
-        keys = self.keys.out.sum() + (self.gradients.out.sum() if backward else 0)
+        keys = self.keys.out.sum() * self.sends_keys(backward) + (self.gradients.out.sum() if backward else 0)
         return int(keys + sum(x.out.sum() for x in self.rows[2 * backward :][:2]))
 
     def sent(self, backward: bool, slots: tuple[int, int]) -> int:
         """Count the bytes that are sent in a pass. slots: bytes of a slot, and of its gradient."""
-        keys = self.keys.sent.sum() * slots[0] + (self.gradients.sent.sum() * slots[1] if backward else 0)
+        keys = self.keys.sent.sum() * slots[0] * self.sends_keys(backward)
+        keys += self.gradients.sent.sum() * slots[1] if backward else 0
         return int(keys + sum(x.sent.sum() for x in self.rows[2 * backward :][:2]))
 
 
@@ -165,7 +173,7 @@ def stages_of(
             )
             keys, gradients = Messages.of(sends, receives, far), Messages.of(return_sends, return_receives, far)
         rows = _rows(problem, dividing, own, stage, sizes, far) if exchange.degree > 1 else (none,) * 4
-        blocks.append(HeadStage(pairs, keys, gradients, rows, exchange.degree, known, one_sided))
+        blocks.append(HeadStage(pairs, keys, gradients, rows, exchange.degree, known, one_sided, exchange.keys.kept))
     return blocks
 
 
@@ -237,12 +245,16 @@ def _block_seconds(
     starts = 2 * rates.stage if rates.kernels is None else block.copies(backward) * rates.kernels.launch
     packing = packed / (rates.packing or np.inf) + starts * (packed > 0)
     kernels = block.pairs * np.array([own] + [others] * (len(block.pairs) - 1)) + rates.stage
+    if not block.sends_keys(backward):
+        kernels = np.roll(kernels, -1)
     kernels[-1] += besides
     computing = np.array([*kernels, 0.0, packing, 0.0])
     messages, several = np.zeros_like(computing), len(block.pairs) - 1
-    messages[:several] = block.keys.seconds(slots[0], rates)
+    if block.sends_keys(backward):
+        messages[:several] = block.keys.seconds(slots[0], rates)
     if backward:
-        messages[2 : several + 2] += block.gradients.seconds(slots[1], rates)
+        first = 2 if block.sends_keys(backward) else 1  # the stage during which the first gradients return
+        messages[first : several + first] += block.gradients.seconds(slots[1], rates)
     free = np.maximum(computing - messages, 0)
     free[-1] = rows
     sent = np.minimum(np.cumsum(free), rows)

@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from ring.plan.exchanges import DIRECT, KEY_EXCHANGES, RING
+from ring.plan.exchanges import ALONE, DIRECT, KEY_EXCHANGES, RING
 from ring.plan.exchanges.key_exchange import KeyExchange
 from ring.plan.exchanges.ring import relayed
 
 HEADS = "all-to-all"
-NAMES = (*KEY_EXCHANGES, HEADS)
+NAMES = (*KEY_EXCHANGES, *ALONE, HEADS)
 AUTO = "auto"  # the exchange that is predicted to take the least time
 _RELAYED = f"{RING.name}+{DIRECT.name}"
 BY_HOST = (*(f"{HEADS}+{keys}" for keys in KEY_EXCHANGES), *(f"{keys}+{HEADS}" for keys in KEY_EXCHANGES), _RELAYED)
@@ -86,7 +86,7 @@ class _Name(NamedTuple):
     keys: KeyExchange
 
 
-_SINGLE = {name: _Name(1, True, True, keys) for name, keys in KEY_EXCHANGES.items()}
+_SINGLE = {name: _Name(1, True, True, keys) for name, keys in (KEY_EXCHANGES | ALONE).items()}
 _SINGLE[HEADS] = _Name(0, True, True, DIRECT)
 
 

@@ -66,7 +66,7 @@ def by_heads(p: int) -> tuple[str, ...]:
 
 def of_keys(p: int) -> tuple[str, ...]:
     """Exchanges of keys of p ranks."""
-    return (*KEY_EXCHANGES, *(f"ring:{n}+direct" for n in range(1, p + 1) if p % n == 0))
+    return (*KEY_EXCHANGES, "direct-kept", *(f"ring:{n}+direct" for n in range(1, p + 1) if p % n == 0))
 
 
 @st.composite
@@ -184,8 +184,8 @@ def announced(call: EstimatedCall, layout: Layout, keys: Layout, rank: int) -> l
     found: list[list[Any]] = []
     q, k, v, *_ = tensors
     for run in (
-        lambda: execute._forward(programs, transport, q, k, v),
-        lambda: execute._backward(transport, programs.backward(q, False), False, *tensors),
+        lambda: execute._forward(programs, transport, False, q, k, v),
+        lambda: execute._backward(transport, programs.backward(q, False), False, 0, *tensors),
     ):
         try:
             run()
@@ -212,7 +212,8 @@ def test_messages_are_those_that_ranks_announce(drawn: tuple[EstimatedCall, Layo
     for backward, rank in product((0, 1), range(p)):
         found = np.zeros((2, 4), np.int64)
         for block in stages.stages_of(problem, spec, bucket, rank, HOSTS):
-            batches = [(block.keys, slots[0]), *[(block.gradients, slots[1])] * backward]
+            batches = [(block.keys, slots[0])] * block.sends_keys(bool(backward))
+            batches += [(block.gradients, slots[1])] * backward
             for x, size in (*batches, *((rows, 1) for rows in block.rows[2 * backward :][:2])):
                 found += np.stack([x.sent * size, x.received * size, x.out, x.into], axis=-1).sum(0)
         assert np.array_equal(found, ends[backward, rank])
@@ -355,7 +356,7 @@ def test_exchanges_by_hosts_are_estimated_as_their_number() -> None:
             assert alike == (row,)
 
 
-@pytest.mark.parametrize("exchange", [*KEY_EXCHANGES, "all-to-all", "ring+all-to-all:2"])
+@pytest.mark.parametrize("exchange", [*KEY_EXCHANGES, "direct-kept", "all-to-all", "ring+all-to-all:2"])
 def test_the_longest_sequence_fits_and_the_next_does_not(exchange: str) -> None:
     call = EstimatedCall(Pattern.dense(True, window=1000), 4, 2, 64, 64, 1, torch.bfloat16, exchange, None, "cuda")
     found = longest(call, 4, "zigzag", 2**28, True)
@@ -494,7 +495,7 @@ def test_refuses_what_it_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
             replace(HAND, **wrong)
 
 
-TIMELINES = (*KEY_EXCHANGES, "all-to-all", "all-to-all:2+ring", "direct+all-to-all:2", "ring:2+direct")
+TIMELINES = (*KEY_EXCHANGES, "direct-kept", "all-to-all", "all-to-all:2+ring", "direct+all-to-all:2", "ring:2+direct")
 
 
 @pytest.mark.parametrize("backward", [False, True])

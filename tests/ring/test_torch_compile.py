@@ -106,12 +106,12 @@ def test_the_operators_are_as_torch_wants_them(pattern: Pattern) -> None:
     settings = Settings(**SETTINGS, return_lse=True).for_operator()
     settings |= {"pattern": pattern.text, "sliced": 0, "packed": pattern.number}
     settings |= {"layout": ALONE.number, "key_layout": ALONE.number}
-    settings |= {"group": NO_GROUP, "differentiated": True, "sinks_differentiated": False}
+    settings |= {"group": NO_GROUP, "differentiated": True, "sinks_differentiated": False, "keeps": False}
     forward, backward = torch.ops.ring.attention_forward, torch.ops.ring.attention_backward
     leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
     torch.library.opcheck(forward.default, (*leaves, None), settings)
-    out, lse, number = forward(q, k, v, None, **settings)
-    torch.library.opcheck(backward.default, (dout, dlse, q, k, v, None, out, lse, number), settings)
+    results = forward(q, k, v, None, **settings)
+    torch.library.opcheck(backward.default, (dout, dlse, q, k, v, None, *results), settings)
 
 
 def test_one_function_is_compiled_for_several_patterns() -> None:
@@ -201,7 +201,7 @@ def results(function: Callable[..., Any], *given: Any) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
 
 
-def _compared(name: str, group: str, backend: str) -> tuple[float, int]:
+def _compared(name: str, group: str, backend: str, exchange: str) -> tuple[float, int]:
     """The greatest difference between compiled and not, over layouts of all LENGTHS; and graphs that were made."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -209,7 +209,7 @@ def _compared(name: str, group: str, backend: str) -> tuple[float, int]:
     compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend=backend)
     worst = 0.0
     for tokens in LENGTHS:
-        context = ContextParallel(Layout.zigzag(tokens, 2), over)
+        context = ContextParallel(Layout.zigzag(tokens, 2), over, exchange=exchange)
         eager, found = (results(one, *tensors_for(context), context) for one in (FUNCTIONS[name], compiled))
         worst = max(worst, *(float((x - y).abs().max()) for x, y in zip(eager, found, strict=True)))
     return worst, torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -217,17 +217,23 @@ def _compared(name: str, group: str, backend: str) -> tuple[float, int]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("name", "group", "backend"),
+    ("name", "group", "backend", "exchange"),
     [
-        ("once", "group", "aot_eager"),
-        ("once", "mesh", "aot_eager"),
-        *(pytest.param(name, "none", "aot_eager", marks=pytest.mark.slow) for name in FUNCTIONS),
-        pytest.param("twice, with lse", "none", "inductor", marks=pytest.mark.slow),
+        ("once", "group", "aot_eager", "direct-kept"),
+        ("once", "mesh", "aot_eager", "direct"),
+        *(
+            pytest.param(name, "none", "aot_eager", exchange, marks=pytest.mark.slow)
+            for name in FUNCTIONS
+            for exchange in ("direct", "direct-kept")
+        ),
+        pytest.param("twice, with lse", "none", "inductor", "direct-kept", marks=pytest.mark.slow),
     ],
 )
-def test_results_equal_eager_ones_at_every_length(ranks: Ranks, name: str, group: str, backend: str) -> None:
+def test_results_equal_eager_ones_at_every_length(
+    ranks: Ranks, name: str, group: str, backend: str, exchange: str
+) -> None:
     """One graph for the first length, one for all others: layouts are no constants of a graph."""
-    for difference, graphs in ranks(2).run(_compared, name, group, backend, timeout=300):
+    for difference, graphs in ranks(2).run(_compared, name, group, backend, exchange, timeout=300):
         assert difference < 1e-13 and graphs == 2 < len(LENGTHS)
 
 

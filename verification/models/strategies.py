@@ -22,8 +22,13 @@ from verification.strategies.documents import documents_of, ends_of
 
 AnyStepCase = TypeVar("AnyStepCase", bound=StepCase)
 MAX_TOKENS = 24
-EXCHANGES = ("direct", "ring", "gather", "all-to-all")
-WHOLE_HEADS = ("direct", "ring", "gather")  # exchanges of any model with `same_bits`, which refuses to divide heads
+EXCHANGES = ("direct", "direct-kept", "ring", "gather", "all-to-all")
+WHOLE_HEADS = (
+    "direct",
+    "direct-kept",
+    "ring",
+    "gather",
+)  # exchanges of any model with `same_bits`, which refuses to divide heads
 MODEL_LABELS = ("all", "some", "shards", "ranks")
 MODEL_CHECKPOINTING = ("none", "non-reentrant", "selective")  # what any model stands
 

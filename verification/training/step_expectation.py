@@ -70,7 +70,7 @@ def _call_traffic(case: TrainingCase) -> cost.Traffic:
         case.pattern, case.shards().positions, case.batch, model.heads, model.kv_heads, model.head_dim,
         case.torch_dtype.itemsize,
     )  # fmt: skip
-    narrow = case.device == "cuda" and case.exchange == "direct" and case.torch_dtype.itemsize == 2
+    narrow = case.device == "cuda" and case.exchange in ("direct", "direct-kept") and case.torch_dtype.itemsize == 2
     return cost.sent(setting, case.exchange, narrow)
 
 

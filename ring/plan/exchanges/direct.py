@@ -3,6 +3,9 @@ returns their gradients.
 
 A bucket bounds the messages. Longer ones are cut into chunks, each sent in its own stage and received in the same
 buffer.
+
+By "direct-kept" received slots are kept for the backward, which then has no wait before its first stage, and hides the
+gradients that return last behind its own keys.
 """
 
 from __future__ import annotations
@@ -129,3 +132,4 @@ def _rounds(longest: Ints, most: int) -> list[tuple[list[int], int | None]]:
 
 
 DIRECT = KeyExchange("direct", schedule, straight=True)
+DIRECT_KEPT = KeyExchange("direct-kept", schedule, straight=True, kept=True)

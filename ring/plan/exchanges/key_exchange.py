@@ -19,6 +19,7 @@ class KeyExchange:
             are complete when they are sent, and may travel in the working dtype.
         whole: every rank receives all keys, so that memory does not shrink with more ranks.
         group: neighbours that pass keys round; None: all ranks, or none.
+        kept: the backward has the keys that the forward received, and no rank sends its own again.
     """
 
     name: str
@@ -26,3 +27,4 @@ class KeyExchange:
     straight: bool = False
     whole: bool = False
     group: int | None = None
+    kept: bool = False

@@ -236,7 +236,7 @@ def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("in_one_process")
 @pytest.mark.parametrize("order", ("zigzag", "uneven"))
 @pytest.mark.parametrize(
-    "exchange", ("direct", "all-to-all", "all-to-all:2+ring", "ring+all-to-all:2", "all-to-all:2+gather")
+    "exchange", ("direct", "direct-kept", "all-to-all", "all-to-all:2+ring", "ring+all-to-all:2", "all-to-all:2+gather")
 )
 def test_receivers_copy_from_message_offsets(exchange: str, order: str) -> None:
     """Also those of an exchange within an exchange, of which some ranks may have none."""

@@ -184,7 +184,7 @@ def replays(replaying: list[bool], exchange: str, bucket: int | None = None) -> 
 
 @pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("exchange", ["direct", "ring", "gather"])
+@pytest.mark.parametrize("exchange", ["direct", "direct-kept", "ring", "gather"])
 def test_ranks_replay_each_for_itself(exchange: str, ranks: Ranks) -> None:
     """Messages of a graph meet those of plain calls."""
     for replaying in ([True, True], [True, False], [False, True]):

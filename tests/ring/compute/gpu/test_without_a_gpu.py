@@ -175,7 +175,7 @@ def test_threads_on_one_stream_take_turns(monkeypatch: pytest.MonkeyPatch) -> No
     def wrong(number: float) -> list[float]:
         x, found = torch.full((4,), number), list[float]()
         for _ in range(2000):
-            (doubled,) = graph_replay.replayed(f"call {number}", [x], [((4,), torch.float32)], lambda x: [2 * x])
+            (doubled,) = graph_replay.replayed(f"call {number}", [x], lambda x: [2 * x])
             found += [y for y in doubled.tolist() if y != 2 * number]
         return found
 
