@@ -28,13 +28,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reference import validators
-from reference.head_groups import ALL_TO_ALL, DIRECT_KEPT, KEY_EXCHANGES, Groups, groups_of, head_blocks, ways
+from reference.head_groups import (
+    ALL_TO_ALL,
+    ALL_TO_ALL_KEPT,
+    DIRECT_KEPT,
+    KEY_EXCHANGES,
+    Groups,
+    groups_of,
+    head_blocks,
+    ways,
+)
 from reference.pattern import Pattern
 from reference.remote_rows import Need, branch_need
 from reference.returned_sums import returned_sums
 
 Ints = NDArray[np.int64]
-EXCHANGES = (*KEY_EXCHANGES, DIRECT_KEPT, ALL_TO_ALL)
+EXCHANGES = (*KEY_EXCHANGES, DIRECT_KEPT, ALL_TO_ALL, ALL_TO_ALL_KEPT)
 _UNBOUNDED = 1 << 60  # slots
 
 
@@ -244,7 +253,7 @@ class Traffic:
     Args:
         forward: keys and values; "all-to-all": queries, keys, values, outputs and lse.
         backward_kv: keys and values once more; "direct-kept": none; "all-to-all": all these once more, and the
-            gradients of outputs.
+            gradients of outputs; "all-to-all-kept": these gradients alone.
         backward_gradients: gradients of keys and values, in the accumulator's type unless they are narrow;
             "all-to-all": of queries, too.
     """
@@ -270,6 +279,7 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
             In chunks each rank returns sums of gradients to the owner, whatever brought the keys.
     all-to-all  d receives from s its rows of the heads of d (`head_blocks`); their results go the same way back. Keys
             of these heads travel by the exchange beside it, as in "all-to-all:2+ring", among the ranks that have them.
+            "all-to-all-kept" sends only gradients in the backward.
 
     Args:
         setting: the problem.
@@ -488,21 +498,24 @@ def _problems(
             yield list(ranks), setting.of_heads(groups.dividing, *block)
 
 
-def row_bytes(setting: Setting, blocks: list[list[tuple[range, int]]]) -> Ints:
+def row_bytes(setting: Setting, blocks: list[list[tuple[range, int]]], kept: bool = False) -> Ints:
     """Return the bytes of one row that go to the rank of a head and come back, forward and then backward, (4, 2): of a
     query head and of a key/value head.
 
     Args:
         setting: the problem.
         blocks: those of `blocks_of`.
+        kept: True if backward has what forward received and computed.
     """
     b, (dim, value_dim), item, wide = setting.batch, setting.dims, setting.itemsize, setting.accumulator_itemsize
     summed = sum(keys for block in blocks for _, keys in block) > setting.kv_heads
     lse, keys = b * wide, b * (dim + value_dim)
-    again = b * (dim + 2 * value_dim) * item + (2 if setting.lse_gradient else 1) * lse
+    again = b * value_dim * item + setting.lse_gradient * lse, 0
+    if not kept:
+        again = again[0] + b * (dim + value_dim) * item + lse, keys * item
     return np.array([
         (b * dim * item, keys * item), (b * value_dim * item + lse, 0),
-        (again, keys * item), (b * dim * item, keys * (wide if summed else item)),
+        again, (b * dim * item, keys * (wide if summed else item)),
     ])  # fmt: skip
 
 
@@ -515,7 +528,7 @@ def _sent_by_head(setting: Setting, groups: Groups, narrow: bool) -> Traffic:
     p, blocks = setting.world, blocks_of(setting, groups, 1)  # bytes do not depend on the bucket
     heads = np.array([(sum(len(queries) for queries, _ in x), sum(keys for _, keys in x)) for x in blocks])
     total = np.zeros((3, p, p), np.int64)
-    there, back, again, gradients = row_bytes(setting, blocks)
+    there, back, again, gradients = row_bytes(setting, blocks, groups.kept)
     for group in map(list, groups.dividing):
         rows = np.stack([setting.counts[group], setting.key_counts[group]], axis=1)
         slots = rows[:, None] * heads * ~np.eye(len(group), dtype=bool)[:, :, None]  # (owner, rank of the heads, 2)
@@ -539,14 +552,14 @@ def _buffers_by_head(setting: Setting, groups: Groups, bucket: int, narrow: bool
     fills while the other is used; what comes back has one. If one-sided, a tensor has only the buffer in which it
     arrives; by owner that has the own block, too. Here `receive` is by head, `send` by owner, `gradients` and
     `returned` are what backward needs beside the buffers of forward. The exchange of keys adds the buffers of the block
-    that needs most.
+    that needs most. What is kept of all own blocks is in `receive`.
     """
     blocks = blocks_of(setting, groups, bucket)
     stages = max(map(len, blocks))
     widths = np.array([[*[(len(queries), keys) for queries, keys in x], *[(0, 0)] * (stages - len(x))] for x in blocks])
     in_stage = widths.sum(0) + np.zeros_like(widths)
     others = (in_stage if one_sided else in_stage - widths).max(1)  # (ranks of a group, queries and keys)
-    there, back, again, gradients = row_bytes(setting, blocks)
+    there, back, again, gradients = row_bytes(setting, blocks, groups.kept)
     sides = min(2, stages)
     to_heads, to_owners = np.array([sides * there, sides * again]), np.array([back, gradients])  # forward, backward
     at_head, at_owner = (to_heads, to_owners) if one_sided else (to_heads + to_owners,) * 2
@@ -556,6 +569,10 @@ def _buffers_by_head(setting: Setting, groups: Groups, bucket: int, narrow: bool
         by_head, by_owner = widths.max(1) * counts.sum(0) @ at_head.T, others * counts @ at_owner.T
         found[:, list(group)] = [by_head[:, 0], by_owner[:, 0], by_head[:, 1], by_owner[:, 1]]
     found[2:] -= found[:2]
+    if groups.kept:
+        for group in groups.dividing:
+            counts = np.array([[setting.counts[r], setting.key_counts[r]] for r in group])
+            found[0, list(group)] += widths.sum(1) * counts.sum(0) @ (there + back)
     within = np.zeros((2, setting.world), np.int64)
     for ranks, block in _problems(setting, groups, blocks):
         held = buffers(block, groups.exchange, bucket, narrow)

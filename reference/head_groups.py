@@ -25,6 +25,8 @@ BY_HOST = (
     "ring+direct",
 )  # fmt: skip
 DIRECT_KEPT = "direct-kept"  # as "direct"; backward has the keys that forward received
+ALL_TO_ALL_KEPT = "all-to-all-kept"  # as "all-to-all"; backward has the rows that forward received and computed
+KEPT = (DIRECT_KEPT, ALL_TO_ALL_KEPT)
 AUTO = "auto"  # the exchange that `ring.estimate.choice` predicts to take the least time
 _DIVIDING = re.compile(f"{ALL_TO_ALL}:([1-9][0-9]{{0,8}})")
 _ROUND = re.compile(r"ring:([1-9][0-9]{0,8})\+direct")
@@ -39,7 +41,7 @@ class Groups:
         dividing: ranks that divide the heads of their rows, group by group.
         alike: ranks with the same heads, one list for each member of a group of `dividing`.
         round: number of neighbours among `alike` that pass keys round; 0 where keys go straight to their readers.
-        kept: True if received keys are kept for the backward.
+        kept: True if received keys, or rows of the own heads and their results, are kept for the backward.
     """
 
     exchange: str
@@ -58,8 +60,8 @@ def groups_of(exchange: str, p: int) -> Groups:
     """Return the groups of an exchange.
 
     Args:
-        exchange: "ring", "direct", "direct-kept", "gather", "all-to-all", or two, as "all-to-all:2+ring",
-            "ring+all-to-all:2" and "ring:2+direct".
+        exchange: "ring", "direct", "direct-kept", "gather", "all-to-all", "all-to-all-kept", or two, as
+            "all-to-all:2+ring", "ring+all-to-all:2" and "ring:2+direct".
         p: number of ranks.
 
     Raises:
@@ -67,15 +69,15 @@ def groups_of(exchange: str, p: int) -> Groups:
     """
     if isinstance(exchange, str) and (in_groups := _ROUND.fullmatch(exchange)) and p % int(in_groups[1]) == 0:
         return replace(groups_of("ring", p), round=int(in_groups[1]))
-    if isinstance(exchange, str) and exchange == DIRECT_KEPT:
-        return replace(groups_of("direct", p), kept=True)
+    if isinstance(exchange, str) and exchange in KEPT:
+        return replace(groups_of(exchange.removesuffix("-kept"), p), kept=True)
     parts = exchange.split("+") if isinstance(exchange, str) else []
     if parts == [ALL_TO_ALL]:
         parts = [f"{ALL_TO_ALL}:{p}", "direct"]
     degrees = [int(found[1]) for part in parts if (found := _DIVIDING.fullmatch(part))]
     keys = [part for part in parts if part in KEY_EXCHANGES]
     if len(parts) > 2 or len(keys) != 1 or len(degrees) != len(parts) - 1 or any(p % degree for degree in degrees):
-        names = (*KEY_EXCHANGES, DIRECT_KEPT, ALL_TO_ALL)
+        names = (*KEY_EXCHANGES, DIRECT_KEPT, ALL_TO_ALL, ALL_TO_ALL_KEPT)
         raise ValueError(f"exchange is {exchange!r}; it must be one of {names}, or two that divide {p} ranks, as "
                          "'all-to-all:2+ring' and 'ring:2+direct'")  # fmt: skip
     degree, neighbours = degrees[0] if degrees else 1, parts[0] not in KEY_EXCHANGES

@@ -7,7 +7,8 @@ block is computed (`ring.comm.head_exchange`). Otherwise there is one block, the
 send q, k, v, the output and lse again, so nothing is kept for it. Gradients of keys are summed over the blocks that had
 their head; where some head was in several, they travel in the accumulator's dtype.
 
-By "direct-kept" a forward that will have a backward returns the keys that it received, and backward takes them.
+By "direct-kept" a forward that will have a backward returns the keys that it received, and backward takes them; by
+"all-to-all-kept" q, k, v, the output and lse of the own heads, so that only gradients travel in the backward.
 
 On GPUs a short call that repeats is replayed as a CUDA graph (`ring.compute.gpu.graph_replay`).
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from types import ModuleType
 
 import torch
@@ -61,7 +63,7 @@ def execution_of(call: Call, setting: CallSetting, numbered: NumberedCall, trans
 
     make = partial(_make, call, setting.exchange, transport.rank)
     programs = _programs.get_or_make(setting, make, lambda programs: programs.nbytes)
-    keeps = setting.exchange.keys.kept and call.differentiated
+    keeps = setting.exchange.kept and call.differentiated
     return Execution(programs, transport, numbered, call.settings.check, keeps)
 
 
@@ -99,19 +101,24 @@ def _forward(
     batch, tokens, heads, _ = q.shape
     out = q.new_empty(batch, tokens, heads, v.shape[3])
     lse = q.new_empty(batch, tokens, heads, 1, dtype=accumulator_dtype(q.dtype))
-    place = programs.dividing.index(transport.rank)
+    place, kept = programs.dividing.index(transport.rank), list[torch.Tensor]()
+    exchange = HeadExchange(transport, programs.dividing, programs.stages)
 
     def compute(stage: int, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         heads = programs.stages[stage][place].queries
         (block, ranks), (q, k, v) = programs.block(transport, stage), tensors
         own_sinks = None if sinks is None else sinks[heads.start : heads.stop]
         out, lse = _attend(block).forward(block, ranks, q, k, v, own_sinks)
+        if keeps:
+            kept.extend((*exchange.keep(tensors), out, lse))
+            exchange.hold((out, lse))
         return out, _as_rows(lse)
 
     of_queries, of_keys = _rows(programs)
     shards = [(of_queries("queries"), q), (of_keys("keys"), k), (of_keys("values"), v)]
-    _by_heads(programs, transport, "forward", shards, [(of_queries("output"), out), (of_queries("lse"), lse)], compute)
-    return out, _as_lse(lse).contiguous()
+    wanted = [(of_queries("output"), out), (of_queries("lse"), lse)]
+    _by_heads(exchange, programs, transport, "forward", (q, k, v), shards, wanted, compute)
+    return out, _as_lse(lse).contiguous(), *kept
 
 
 def _attend(block: BlockPrograms) -> ModuleType:
@@ -143,20 +150,20 @@ def backward(
     compute = partial(_backward, transport, program, through_lse, len(kept))
     if not (q.is_cuda and _is_replayed(transport, program, q)):
         return compute(*tensors)
-    return graph_replay.replayed(_graph_key(transport, program, tensors, bool(kept)), tensors, compute)
+    return graph_replay.replayed(_graph_key(transport, program, tensors, run.keeps), tensors, compute)
 
 
 def _backward(
     transport: Transport, program: CallProgram, through_lse: bool, count: int, *tensors: torch.Tensor
 ) -> list[torch.Tensor]:
-    """tensors: as many kept ones as `count`, 0 or 1; q, k, v, out, lse, dout; with `through_lse` dlse; and sinks, if
-    their gradient is wanted.
+    """tensors: as many kept ones as `count`; q, k, v, out, lse, dout; with `through_lse` dlse; and sinks, if their
+    gradient is wanted.
     """
     kept, tensors = tensors[:count], tensors[count:]
     (*shards, out, lse, dout), sinks = tensors[:6], [*tensors[6:]]
     dlse, programs = sinks.pop(0) if through_lse else None, program.programs
     if programs.divides_heads:
-        grads = _backward_by_heads(transport, program, shards, (out, lse, dout), dlse)
+        grads = _backward_by_heads(transport, program, shards, (out, lse, dout), dlse, kept)
     else:
         block, ranks = programs.block(transport, 0)
         grads = _attend(block).backward(block, ranks, program.blocks[0], tensors[:6], dlse, False, *kept)
@@ -165,13 +172,20 @@ def _backward(
 
 def _backward_by_heads(
     transport: Transport, program: CallProgram, shards: Sequence[torch.Tensor], saved: Sequence[torch.Tensor],
-    dlse: torch.Tensor | None,
+    dlse: torch.Tensor | None, kept: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Return (dq, dk, dv) of the own rows. shards: q, k, v. saved: out, lse, dout."""
+    """Return (dq, dk, dv) of the own rows. shards: q, k, v. saved: out, lse, dout. kept: q, k, v, out and lse of each
+    stage with heads, by "all-to-all-kept".
+    """
     (q, k, v), (out, lse, dout), programs = shards, saved, program.programs
     of_queries, of_keys = _rows(programs)
-    given = [(of_queries("queries"), q), (of_keys("keys"), k), (of_keys("values"), v), (of_queries("output"), out)]
-    given += [(of_queries("lse"), _as_rows(lse)), (of_queries("gradients of output"), dout)]
+    exchange, of_stages = HeadExchange(transport, programs.dividing, programs.stages), iter(kept)
+    exchange.hold(kept)
+    given = []
+    if not programs.exchange.keeps_heads:
+        given += [(of_queries("queries"), q), (of_keys("keys"), k), (of_keys("values"), v), (of_queries("output"), out)]
+        given.append((of_queries("lse"), _as_rows(lse)))
+    given.append((of_queries("gradients of output"), dout))
     if dlse is not None:
         given.append((of_queries("gradients of lse"), _as_rows(dlse)))
     summed = programs.sums_keys
@@ -180,15 +194,15 @@ def _backward_by_heads(
     dq, dk, dv = torch.empty_like(q), new(k, dtype=work), new(v, dtype=work)
 
     def compute(stage: int, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        q, k, v, out, lse, dout, *dlse = tensors
+        q, k, v, out, lse, dout, *dlse = (*islice(of_stages, 5), *tensors)
         block, ranks = programs.block(transport, stage)
         through = _as_lse(dlse[0]) if dlse else None
-        saved = q, k, v, out, _as_lse(lse), dout
+        saved = q, k, v, out, lse if kept else _as_lse(lse), dout
         return _attend(block).backward(block, ranks, program.blocks[stage], saved, through, wide=summed)
 
     wanted = [(of_queries("gradients of queries"), dq)]
     wanted += [(of_keys("gradients of keys", summed), dk), (of_keys("gradients of values", summed), dv)]
-    _by_heads(programs, transport, "backward", given, wanted, compute)
+    _by_heads(exchange, programs, transport, "backward", (q, k, v), given, wanted, compute)
     return [dq, dk.to(k.dtype), dv.to(v.dtype)]
 
 
@@ -205,12 +219,12 @@ def _rows(programs: Programs) -> tuple[Callable[..., Rows], Callable[..., Rows]]
 
 
 def _by_heads(
-    programs: Programs, transport: Transport, direction: str, given: Given, wanted: Given, compute: Compute
-) -> None:
-    """Run all stages of a call. given: queries, keys, values and more."""
-    (_, q), (_, k), (_, v), *rest = given
-    key = programs.setting, direction, len(rest), q.dtype, make_slot(k, v)
-    exchange = HeadExchange(transport, programs.dividing, programs.stages)
+    exchange: HeadExchange, programs: Programs, transport: Transport, direction: str, shards: Sequence[torch.Tensor],
+    given: Given, wanted: Given, compute: Compute,
+) -> None:  # fmt: skip
+    """Run all stages of a call. shards: q, k, v."""
+    q, k, v = shards
+    key = programs.setting, direction, len(given), q.dtype, make_slot(k, v)
     exchange.run(key, given, wanted, compute, lambda: programs.outgoing(transport, direction, k, v))
 
 

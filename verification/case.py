@@ -132,8 +132,8 @@ class Case(SavedFields):
     score_scale   factor on the queries before they are rounded, 0 < score_scale <= 1024: how large scores get
     values        one of VALUES
     seed          0 <= seed < 2**63
-    exchange      "ring", "direct", "direct-kept", "gather", "all-to-all", or two, as "all-to-all:2+ring" and
-                  "all-to-all+ring"; or "auto" (`ring.plan.exchange`)
+    exchange      "ring", "direct", "direct-kept", "gather", "all-to-all", "all-to-all-kept", or two, as
+                  "all-to-all:2+ring" and "all-to-all+ring"; or "auto" (`ring.plan.exchange`)
     bucket        tokens per kernel call, or None
     kernel        "auto", "math", "flash" or, on GPUs, "cudnn" and "fa4"
     lse           "unused"; "returned" (and compared); "differentiated" (its gradient takes part as well); "alone" (only

@@ -109,6 +109,17 @@ class HeadExchange:
             assert returning is not None
             self._collect(outward, wanted, len(self._stages) - 1, returning)
 
+    def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy what a stage was given, from buffers that are used again, to keep it for the backward."""
+        copies = [x.clone() for x in tensors]
+        self.hold(copies)
+        return copies
+
+    def hold(self, kept: Sequence[torch.Tensor]) -> None:
+        """Count tensors that are kept among the buffers of the call."""
+        for x in kept:
+            self._count(x)
+
     def _scatter(self, carriers: Sequence[_Carrier], given: Given, stage: int) -> Pending:
         if one_sided(self._transport):
             return self._put(self._transport, carriers, [x for _, x in given], stage, at_owner=False)
@@ -183,9 +194,12 @@ class HeadExchange:
 
     def _allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         buffer = self._transport.empty(name, shape, dtype, device)
-        self._allocated += buffer.nbytes
-        buffer_meter.count(self._transport, buffer.nbytes)
+        self._count(buffer)
         return buffer
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        self._allocated += tensor.nbytes
+        buffer_meter.count(self._transport, tensor.nbytes)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -74,9 +74,9 @@ def parser() -> argparse.ArgumentParser:
     add("--value-dim", type=integer, metavar="D", help="head dim of the values (default: the same)")
     add("--batch", type=integer, default=1, metavar="B")
     add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--exchange", default="ring", metavar="X", help="ring (default), direct, gather, all-to-all; two of them: "
-        "all-to-all:2+ring, ring+all-to-all:2, ring:2+direct, without a number with --ranks-per-host; auto: all of "
-        "these but gather, in order of time")  # fmt: skip
+    add("--exchange", default="ring", metavar="X", help="ring (default), direct, direct-kept, gather, all-to-all, "
+        "all-to-all-kept; two of them: all-to-all:2+ring, ring+all-to-all:2, ring:2+direct, without a number with "
+        "--ranks-per-host; auto: all of these but gather and those that keep something, in order of time")  # fmt: skip
     add("--bucket", type=integer, metavar="N", help="tokens (default: that of ring_attention)")
     add("--device", choices=DEVICES, default="cuda")
     for name, (option, metavar, text) in RATES.items():

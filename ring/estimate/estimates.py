@@ -249,8 +249,9 @@ def estimate(
         head_dim, value_dim: of queries and keys, and of values; None: head_dim.
         batch: sequences.
         dtype: of the tensors.
-        exchange: as in `ring_attention`: "ring", "direct", "direct-kept", "gather", "all-to-all", or two, as
-            "all-to-all:2+ring". Without a number, as "all-to-all+ring", only with rates that have ranks_per_host.
+        exchange: as in `ring_attention`: "ring", "direct", "direct-kept", "gather", "all-to-all", "all-to-all-kept", or
+            two, as "all-to-all:2+ring". Without a number, as "all-to-all+ring", only with rates that have
+            ranks_per_host.
         bucket: in tokens; None: the default one.
         device: "cuda" or "cpu": the default bucket depends on it, and the dtype in which gradients travel.
         key_layout: of keys of another sequence; None: `layout`.

@@ -58,7 +58,7 @@ def _row_buffers(problem: Problem, exchange: ExchangeSpec, stages: Heads, rank: 
 
     By head a tensor has all rows of the widest own block; by owner the own rows of the other ranks' blocks in the
     widest stage. What goes to the heads has both twice if there are several stages. If one-sided, a tensor has only the
-    buffer in which it arrives, by owner with the own block, too.
+    buffer in which it arrives, by owner with the own block, too. What is kept stays from forward to backward.
     """
     dividing = exchange.dividing(rank)
     widths = np.array([[(len(block.queries), len(block.keys)) for block in stage] for stage in stages])
@@ -66,10 +66,12 @@ def _row_buffers(problem: Problem, exchange: ExchangeSpec, stages: Heads, rank: 
     others = widths.sum(1) - (0 if one_sided else own)
     by_head = own.max(0) * problem.rows[list(dividing)].sum(0)
     by_owner = others.max(0) * problem.rows[rank]
-    there, back, again, gradients = row_bytes(problem, stages)
+    there, back, again, gradients = row_bytes(problem, stages, exchange.keeps_heads)
     to_heads, to_owners = min(2, len(stages)) * np.array([there, again]), np.array([back, gradients])
     if one_sided:
         buffers: Ints = to_heads @ by_head + to_owners @ by_owner
     else:
         buffers = (to_heads + to_owners) @ (by_head + by_owner)
+    if exchange.keeps_heads:
+        buffers = buffers + own.sum(0) * problem.rows[list(dividing)].sum(0) @ (there + back)
     return buffers

@@ -44,8 +44,9 @@ from ring.plan.exchanges.key_exchange import KeyExchange
 from ring.plan.head_shares import HeadBlock, shares_keys
 from ring.plan.ranges import Ints
 
-_GIVEN, _WANTED = (3, 6), (2, 3)  # tensors that a block of heads gets, and returns; forward, backward
+_GIVEN, _GIVEN_KEPT, _WANTED = (3, 6), (3, 1), (2, 3)  # tensors that a block of heads gets, and returns, in each pass
 _TENSORS = ((1, 2), (2, 0), (4, 2), (1, 2))  # messages of these, of queries and of keys: forward, then backward
+_TENSORS_KEPT = (*_TENSORS[:2], (1, 0), _TENSORS[3])  # the same if heads are kept
 Work = Callable[[Problem, KeyExchange], RankWork]  # of a problem whose keys travel by an exchange
 Batch = Iterable[tuple[int, int, int]]  # peer, slots or bytes, and messages
 
@@ -86,7 +87,8 @@ class HeadStage(NamedTuple):
     pairs: of own keys, and of the keys of each stage. keys, gradients: messages of the stages. rows: bytes to the ranks
     of the heads and of the results back, forward, then backward. degree: ranks that divide the heads. work: of the GPU;
     None: only rates are known. one_sided: ranks write into each other's memory. kept: backward has the keys that
-    forward received, and computes with own keys last.
+    forward received, and computes with own keys last. keeps_heads: backward has the rows that forward received, and
+    their results.
     """
 
     pairs: np.ndarray
@@ -97,23 +99,27 @@ class HeadStage(NamedTuple):
     work: RankWork | None
     one_sided: bool
     kept: bool
+    keeps_heads: bool
 
     def packed(self, backward: bool) -> int:
         """Count the bytes of rows that are copied in a pass: own ones before they are sent; results before they are
-        sent, and once they have arrived. Those of the own heads are not sent, but copied. If one-sided, only results
-        that have arrived are copied.
+        sent, and once they have arrived; rows that are kept. Those of the own heads are not sent, but copied. If
+        one-sided, only results that have arrived, and rows that are kept, are copied.
         """
         there, back = self.rows[2 * backward :][:2]
         copied = [back.received] if self.one_sided else [there.sent, back.sent, back.received]
+        copied += [there.received] if self.keeps_heads and not backward else []
         return int(np.sum(copied)) * self.degree // max(1, self.degree - 1)
 
     def copies(self, backward: bool) -> int:
         """Count the kernels that copy them: a tensor has one for each rank, results one more; if one-sided, a tensor
         has one that writes to all ranks.
         """
+        given = (_GIVEN_KEPT if self.keeps_heads else _GIVEN)[backward]
+        kept = given if self.keeps_heads and not backward else 0
         if self.one_sided:
-            return _GIVEN[backward] + 2 * _WANTED[backward]
-        return _GIVEN[backward] * self.degree + _WANTED[backward] * (self.degree + 1)
+            return given + 2 * _WANTED[backward] + kept
+        return given * self.degree + _WANTED[backward] * (self.degree + 1) + kept
 
     def row_seconds(self, backward: bool, rates: Rates) -> list[float]:
         """Time the rows to the ranks of the heads, and the results back. One-sided they are one message."""
@@ -138,15 +144,16 @@ class HeadStage(NamedTuple):
         return int(keys + sum(x.sent.sum() for x in self.rows[2 * backward :][:2]))
 
 
-def row_bytes(problem: Problem, stages: Heads) -> Ints:
+def row_bytes(problem: Problem, stages: Heads, kept: bool = False) -> Ints:
     """Return the bytes of a row that goes to the rank of a head and comes back, forward and then backward: of a query
-    head and of a key/value head, (4, 2).
+    head and of a key/value head, (4, 2). kept: only the gradient of the output goes there in the backward.
     """
     b, (dim, value_dim), item, wide = problem.batch, problem.dims, problem.itemsize, problem.wide
     keys, summed = b * (dim + value_dim), wide if shares_keys(stages) else item
+    again = b * ((dim + 2 * value_dim) * item + wide), keys * item  # q, k, v, out, dout, lse
     return np.array([
         (b * dim * item, keys * item), (b * (value_dim * item + wide), 0),  # q, k, v; out, lse
-        (b * ((dim + 2 * value_dim) * item + wide), keys * item),  # q, k, v, out, dout, lse
+        (b * value_dim * item, 0) if kept else again,
         (b * dim * item, keys * summed),
     ])  # fmt: skip
 
@@ -158,7 +165,7 @@ def stages_of(
     shares, dividing, alike = problem.head_stages(exchange, bucket), exchange.dividing(rank), exchange.same_heads(rank)
     own, far = dividing.index(rank), [hosts[peer] != hosts[rank] for peer in range(problem.ranks)]
     one_sided = work is not None and exchange.degree > 1 and len(set(hosts)) == 1
-    sizes, none = row_bytes(problem, shares), Messages.of([], [], far)
+    sizes, none = row_bytes(problem, shares, exchange.keeps_heads), Messages.of([], [], far)
     known, blocks = None, []
     if work is not None:  # blocks of other heads are alike
         first = next(block for block in shares[0] if block.queries)
@@ -172,18 +179,23 @@ def stages_of(
                 [[(alike[x.peer], x.stop - x.start, 1) for x in batch] for batch in end] for end in ends
             )
             keys, gradients = Messages.of(sends, receives, far), Messages.of(return_sends, return_receives, far)
-        rows = _rows(problem, dividing, own, stage, sizes, far) if exchange.degree > 1 else (none,) * 4
-        blocks.append(HeadStage(pairs, keys, gradients, rows, exchange.degree, known, one_sided, exchange.keys.kept))
+        rows: tuple[Messages, ...] = (none,) * 4
+        if exchange.degree > 1:
+            tensors = _TENSORS_KEPT if exchange.keeps_heads else _TENSORS
+            rows = _rows(problem, dividing, own, stage, sizes, tensors, far)
+        kept = exchange.keys.kept, exchange.keeps_heads
+        blocks.append(HeadStage(pairs, keys, gradients, rows, exchange.degree, known, one_sided, *kept))
     return blocks
 
 
 def _rows(
-    problem: Problem, dividing: Sequence[int], own: int, stage: Sequence[HeadBlock], sizes: Ints, far: Sequence[bool]
-) -> tuple[Messages, ...]:
+    problem: Problem, dividing: Sequence[int], own: int, stage: Sequence[HeadBlock], sizes: Ints,
+    counts: Sequence[tuple[int, int]], far: Sequence[bool],
+) -> tuple[Messages, ...]:  # fmt: skip
     """Count the messages with rows of a stage, as `ring.comm.head_exchange` sends them."""
     rows, heads = problem.rows[list(dividing)], np.array([(len(block.queries), len(block.keys)) for block in stage])
     found = []
-    for size, tensors, back in zip(sizes, _TENSORS, (False, True) * 2, strict=True):
+    for size, tensors, back in zip(sizes, counts, (False, True) * 2, strict=True):
         of_owner, of_head = rows[own] * heads, rows * heads[own]  # own rows of the others' heads; the reverse
         ends = [
             [

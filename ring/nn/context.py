@@ -90,8 +90,8 @@ class ContextParallel:
         layout: positions of each rank.
         group: a process group, a `DeviceMesh` of one dimension, a `Transport`, or None: the default group, if any.
         exchange: "direct" (needed keys, from their owner), "direct-kept" (the same, kept for the backward), "ring"
-            (neighbour to neighbour), "gather" (all keys) or "all-to-all" (heads for rows), two of them, as
-            "all-to-all:4+ring" or, by hosts, "all-to-all+ring", or "auto", the fastest by prediction (see
+            (neighbour to neighbour), "gather" (all keys), "all-to-all" (heads for rows), "all-to-all-kept", two of
+            them, as "all-to-all:4+ring" or, by hosts, "all-to-all+ring", or "auto", the fastest by prediction (see
             `ring_attention`).
         bucket: maximum key/value tokens per receive buffer and kernel call; None: chosen by a memory budget.
         kernel: "auto", "math", "flash" or, on GPUs, "cudnn" or "fa4".

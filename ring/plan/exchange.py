@@ -14,6 +14,8 @@ the exchange among the ranks of a host, and the second one that between hosts. O
     ring+all-to-all      ring+all-to-all:2        ring           all-to-all
     ring+direct          ring:4+direct            ring           direct
 
+By "all-to-all-kept" rows of a rank's heads, and their results, are kept for the backward.
+
 Names are parsed here alone. Everything below asks the record.
 """
 
@@ -31,7 +33,8 @@ from ring.plan.exchanges.key_exchange import KeyExchange
 from ring.plan.exchanges.ring import relayed
 
 HEADS = "all-to-all"
-NAMES = (*KEY_EXCHANGES, *ALONE, HEADS)
+HEADS_KEPT = "all-to-all-kept"
+NAMES = (*KEY_EXCHANGES, *ALONE, HEADS, HEADS_KEPT)
 AUTO = "auto"  # the exchange that is predicted to take the least time
 _RELAYED = f"{RING.name}+{DIRECT.name}"
 BY_HOST = (*(f"{HEADS}+{keys}" for keys in KEY_EXCHANGES), *(f"{keys}+{HEADS}" for keys in KEY_EXCHANGES), _RELAYED)
@@ -49,6 +52,7 @@ class ExchangeSpec:
         degree: ranks that divide the heads of their rows; 1: each computes all heads of its own.
         neighbours: True if those that divide the heads are neighbours.
         keys: exchange of keys among the ranks with the same heads.
+        keeps_heads: backward has the rows of heads that forward received, and their results.
     """
 
     name: str
@@ -56,6 +60,12 @@ class ExchangeSpec:
     degree: int
     neighbours: bool
     keys: KeyExchange
+    keeps_heads: bool = False
+
+    @property
+    def kept(self) -> bool:
+        """True if something is kept for the backward."""
+        return self.keys.kept or self.keeps_heads
 
     @property
     def others(self) -> int:
@@ -78,16 +88,19 @@ class ExchangeSpec:
 
 
 class _Name(NamedTuple):
-    """The parts of a name. size: of the groups; 0: all ranks. heads: True if the groups divide the heads."""
+    """The parts of a name. size: of the groups; 0: all ranks. heads: True if the groups divide the heads, and kept if
+    these are.
+    """
 
     size: int
     heads: bool
     neighbours: bool
     keys: KeyExchange
+    kept: bool = False
 
 
 _SINGLE = {name: _Name(1, True, True, keys) for name, keys in (KEY_EXCHANGES | ALONE).items()}
-_SINGLE[HEADS] = _Name(0, True, True, DIRECT)
+_SINGLE |= {HEADS: _Name(0, True, True, DIRECT), HEADS_KEPT: _Name(0, True, True, DIRECT, kept=True)}
 
 
 def _parse(name: object) -> _Name | None:
@@ -141,7 +154,7 @@ def parse(name: object, ranks: int) -> ExchangeSpec:
             f"exchange must divide the {ranks} ranks of the group into groups of one size, got {name!r}; "
             f"allowed after {HEADS if parts.heads else RING.name}: are divisors of {ranks}"
         )
-    return ExchangeSpec(name, ranks, size if parts.heads else 1, parts.neighbours, parts.keys)
+    return ExchangeSpec(name, ranks, size if parts.heads else 1, parts.neighbours, parts.keys, parts.kept)
 
 
 def candidates(ranks: int) -> list[str]:

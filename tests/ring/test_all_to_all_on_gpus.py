@@ -33,8 +33,8 @@ EXCHANGES = [
         marks=pytest.mark.skipif(torch.cuda.device_count() < world, reason=f"needs {world} GPUs"),
     )
     for world, exchange in (
-        (2, "all-to-all"), (4, "all-to-all"), (4, "all-to-all:2+ring"), (4, "ring+all-to-all:2"),
-        (4, "direct+all-to-all:2"), (4, "all-to-all:2+gather"),
+        (2, "all-to-all"), (2, "all-to-all-kept"), (4, "all-to-all"), (4, "all-to-all:2+ring"),
+        (4, "ring+all-to-all:2"), (4, "direct+all-to-all:2"), (4, "all-to-all:2+gather"),
     )
 ]  # fmt: skip
 TIMEOUT = 180.0  # seconds; a rank compiles kernels at its first call

@@ -61,7 +61,7 @@ def layouts(draw: st.DrawFn, pattern: Pattern, n: int, p: int) -> Layout:
 def by_heads(p: int) -> tuple[str, ...]:
     """Exchanges by heads of p ranks; those of one rank by heads have keys alone."""
     parts = [(f"all-to-all:{d}", keys) for d in range(1, p + 1) if p % d == 0 for keys in KEY_EXCHANGES]
-    return ("all-to-all", *("+".join(order) for part in parts for order in (part, part[::-1])))
+    return ("all-to-all", "all-to-all-kept", *("+".join(order) for part in parts for order in (part, part[::-1])))
 
 
 def of_keys(p: int) -> tuple[str, ...]:
@@ -198,8 +198,18 @@ def announced(call: EstimatedCall, layout: Layout, keys: Layout, rank: int) -> l
 @budget
 @given(calls())
 def test_messages_are_those_that_ranks_announce(drawn: tuple[EstimatedCall, Layout, Layout]) -> None:
-    """Bytes and messages of both ends, to ranks of the own host and to others."""
-    call, layout, keys = replace(drawn[0], device="cpu"), *drawn[1:]
+    check_messages(*drawn)
+
+
+@pytest.mark.parametrize("exchange", ["direct-kept", "all-to-all-kept"])
+def test_kept_tensors_are_no_messages(exchange: str) -> None:
+    call = EstimatedCall(Pattern.dense(causal=True), 6, 6, 4, 4, 1, torch.float32, exchange, 8, "cpu")
+    check_messages(call, Layout.zigzag(24, 3), Layout.zigzag(24, 3))
+
+
+def check_messages(call: EstimatedCall, layout: Layout, keys: Layout) -> None:
+    """Hold an estimate to the bytes and messages of both ends, to ranks of the own host and to others."""
+    call = replace(call, device="cpu")
     p, spec = layout.world_size, parse(call.exchange, layout.world_size)
     problem, bucket = call.problem(layout, keys), call.bucket_of(layout, keys)
     ends, slots = np.zeros((2, p, 2, 4), np.int64), problem.slot_bytes(False)  # passes, ranks, hosts, columns
@@ -356,7 +366,9 @@ def test_exchanges_by_hosts_are_estimated_as_their_number() -> None:
             assert alike == (row,)
 
 
-@pytest.mark.parametrize("exchange", [*KEY_EXCHANGES, "direct-kept", "all-to-all", "ring+all-to-all:2"])
+@pytest.mark.parametrize(
+    "exchange", [*KEY_EXCHANGES, "direct-kept", "all-to-all", "all-to-all-kept", "ring+all-to-all:2"]
+)
 def test_the_longest_sequence_fits_and_the_next_does_not(exchange: str) -> None:
     call = EstimatedCall(Pattern.dense(True, window=1000), 4, 2, 64, 64, 1, torch.bfloat16, exchange, None, "cuda")
     found = longest(call, 4, "zigzag", 2**28, True)
@@ -446,7 +458,7 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
         ({"kv_heads": 3}, "heads is 32; it must be a multiple of kv_heads, 3"),
         ({"pattern": Pattern((Branch(heads=range(40)),))}, "pattern must be one for the 32 query heads"),
         ({"dtype": torch.int8}, "dtype is torch.int8; it must be one of torch.float64"),
-        ({"exchange": "star"}, "exchange must be one of 'ring', .* 'all-to-all', or two as .* got 'star'"),
+        ({"exchange": "star"}, "exchange must be one of 'ring', .* 'all-to-all-kept', or two as .* got 'star'"),
         ({"exchange": "auto"}, ".*'ring:2.direct', for 'auto' ring.estimate.choose.* lists all of them, got 'auto'"),
         ({"exchange": "all-to-all:3+ring"}, "exchange must divide the 2 ranks .*, got 'all-to-all:3\\+ring'; allowed"),
         ({"bucket": 0}, "bucket is 0; it must be an integer from 1"),
@@ -495,7 +507,15 @@ def test_refuses_what_it_cannot_count(monkeypatch: pytest.MonkeyPatch) -> None:
             replace(HAND, **wrong)
 
 
-TIMELINES = (*KEY_EXCHANGES, "direct-kept", "all-to-all", "all-to-all:2+ring", "direct+all-to-all:2", "ring:2+direct")
+TIMELINES = (
+    *KEY_EXCHANGES,
+    "direct-kept",
+    "all-to-all",
+    "all-to-all-kept",
+    "all-to-all:2+ring",
+    "direct+all-to-all:2",
+    "ring:2+direct",
+)
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from reference.head_groups import KEPT
 from reference.pattern import Pattern
 from ring import Layout, Transport, ring_attention
 from ring.comm.buffer_meter import measure
@@ -184,6 +185,8 @@ def run_attention(
     call, forward_costs = _metered(lambda: forward(group, case, inputs), group, meter)
     if variant == "no_grad":
         forward(transport, case, others)  # must not overwrite the results of the first call
+        if case.exchange in KEPT:  # without gradients nothing is kept, so that buffers are others
+            forward_costs = replace(forward_costs, buffer=None)
         return _call_result((call.out, call.lse, None, None, None, None), forward_costs, _Direction())
     if variant == "backward":
         call.backward(others[3:5], retain=True)
