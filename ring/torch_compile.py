@@ -27,7 +27,6 @@ from ring.comm.transport import SoloTransport, Transport
 from ring.consensus import agree, agree_backward, hosts_of, setting_of
 from ring.execute import backward, execution_of, forward, select_transport
 from ring.layout import Layout, numbered_layout
-from ring.plan.exchange import HEADS, HEADS_KEPT
 from ring.plan.exchanges import DIRECT_KEPT
 from ring.precision import accumulator_dtype
 from ring.settings import OPERATOR_SCHEMA, Settings
@@ -47,11 +46,8 @@ def traced(
     """`ring_attention` in a graph. packed: number of the pattern whose documents to use; None: those of `pattern`.
     settings: those of `Settings`.
 
-    Raises ValueError while traced if the group has no name, or heads are to be kept: their tensors are several, of
-    shapes that a graph does not know. Other errors are raised when the graph runs.
+    Raises ValueError while traced if the group has no name. Other errors are raised when the graph runs.
     """
-    if settings.get("exchange") == HEADS_KEPT:
-        raise ValueError(f"exchange must keep no heads within torch.compile, got {HEADS_KEPT!r}: write {HEADS!r}")
     differentiated = wants_gradients(q, k, v, sinks)
     out, lse, *_ = torch.ops.ring.attention_forward(
         q, k, v, sinks, layout=layout.number, key_layout=(layout if key_layout is None else key_layout).number,
@@ -116,7 +112,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: dict
     pattern = _pattern(arguments["pattern"], arguments["sliced"], arguments["packed"])
     return Call(
         q, k, v, pattern, *layouts, sinks, Settings.of_operator(arguments), arguments["differentiated"],
-        arguments["sinks_differentiated"],
+        arguments["sinks_differentiated"], in_graph=True,
     )  # fmt: skip
 
 

@@ -266,6 +266,7 @@ def _refusals() -> dict[str, str]:
         "a transport": (q, context.layout, RecordingTransport(transport_over(None, 2)), "ring"),
         "another layout on rank 1": (q, other, None, "ring"),
         "exchange": (q, context.layout, None, "post"),
+        "heads kept on rank 1": (q, context.layout, None, "all-to-all-kept" if context.rank else "all-to-all"),
         "nothing": (q, context.layout, None, "ring"),
     }
 
@@ -286,6 +287,9 @@ def test_wrong_calls_are_refused_on_both_ranks(ranks: Ranks) -> None:
     assert "group must be a process group, a mesh of one dimension or None within torch.compile" in first["a transport"]
     assert first["another layout on rank 1"].startswith("ValueError: layout must be the same on every rank: rank 0 has")
     assert first["exchange"].startswith("ValueError: rank 0: exchange must be one of")
+    assert first["heads kept on rank 1"].startswith(
+        "ValueError: rank 1: exchange must keep no heads within torch.compile"
+    )
     assert first["nothing"] == "fine"
     first.pop("a transport"), second.pop("a transport")
     assert first == second
