@@ -335,7 +335,8 @@ def max_partials(order: str, cut: bool, ranks: int, tokens: int, bucket: int, br
 
     Per branch: the order of the tokens is a list of arithmetic runs (1 contiguous; p striped, and in each document p
     contiguous by document; 2 p zigzag; any other has at most 2 p runs, or else is handled by position, one part per
-    shard). The p - 1 cuts between shards add a part each, unless they coincide with the ends of runs. Each of these
+    shard). The p - 1 cuts between shards add a part each, unless they coincide with the ends of runs: in these four
+    orders, where the shards are not cut otherwise, but not in a permuted one. Each of these
     consists of `parts`. A bucket cuts shard i, of n_i tokens, at most ceil(n_i / bucket) times, in all n / bucket + p,
     and not at all if it holds the tokens of all branches. The fused kernel takes 512 keys at a time: n / 512 more. A
     row's keys are in one document, so documents add no parts.
@@ -343,7 +344,8 @@ def max_partials(order: str, cut: bool, ranks: int, tokens: int, bucket: int, br
     if not cut and order in ("contiguous", "striped", "contiguous by document"):
         runs = ranks
     else:
-        runs = {"contiguous": 1, "striped": ranks}.get(order, 2 * ranks) + (ranks - 1 if cut else 0)
+        aligned = order in ("contiguous", "striped", "zigzag", "zigzag by document") and not cut
+        runs = {"contiguous": 1, "striped": ranks}.get(order, 2 * ranks) + (0 if aligned else ranks - 1)
     chunks = 0 if branches * tokens <= bucket else tokens // bucket + ranks
     return branches * (runs * parts + chunks + tokens // _KEY_BLOCK)
 

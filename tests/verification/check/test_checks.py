@@ -236,6 +236,9 @@ ALONE = plain(4, tokens=128, order="striped", pattern=Pattern((Branch(16),), Tru
 @example(ALONE)
 @example(plain(3, tokens=55, order="striped", cuts=(0, 41, 45, 55), pattern=Pattern((Branch(27),), True)))
 @example(plain(2, tokens=8, pattern=Pattern.spans([(0, 7)], window=0)))
+@example(
+    plain(2, tokens=64, order="permuted", heads=3, kv_heads=3, seed=38, pattern=Pattern((Branch(None, 5, (0, 1, 2)),)))
+)
 @example(plain(3, tokens=50, order="striped", pattern=Pattern.slices([((3, 50), (0, 41), (-20, -3))])))
 @example(plain(4, tokens=40, order="zigzag", pattern=Pattern.tree([None, 0, 0, 1], [13, 9, 11, 7])))
 @settings(max_examples=100, derandomize=True, deadline=None, database=None)
