@@ -146,8 +146,11 @@ def test_forked_processes_cannot_use_their_parents_group(ranks: Ranks, called_be
         r"RuntimeError: nothing can be called on this group any more, since on this rank process \d+ was forked from "
         r"process \d+, which created the group: create one here"
     )
-    for errors in ranks(2).run(_forked, called_before):
-        assert all(re.fullmatch(refusal, error) for error in errors[: 1 + called_before])
+    threads = "RuntimeError: Unable to handle autograd's threading in combination with fork"
+    for forward, backward in ranks(2).run(_forked, called_before):
+        assert re.fullmatch(refusal, forward), forward
+        by_torch = torch.cuda.is_available() and backward.startswith(threads)  # beside a GPU autograd has threads
+        assert not called_before or by_torch or re.fullmatch(refusal, backward), backward
 
 
 @pytest.mark.parametrize("way", WAYS)
