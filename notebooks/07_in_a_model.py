@@ -37,7 +37,7 @@ sys.path.append(str(DATA.parents[1] / "scripts"))
 from bench.model import STEP_COLUMNS, TITLE, table_line
 from bench.step_run import MOST
 from bench.step_timeline import IDLE, KINDS, MESSAGES
-from bench.step_ways import MEANING, OURS, PEERS, UNCHECKED
+from bench.step_ways import EXCHANGES, MEANING, OURS, PEERS, UNCHECKED
 
 style()
 
@@ -96,9 +96,10 @@ assert {(row["model"], row["mode"]) for row in checked} == set(sections)
 # Dashed: the ceiling, one GPU's time with the whole sequence, divided by the number of GPUs.
 
 # %%
+SHOWN = [*((way, "eager") for way in EXCHANGES if way != UNCHECKED), (OURS, "compiled")]
 figure, both = plt.subplots(1, 2, figsize=(9.5, 3.6), sharey=True)
 for axes, kind in zip(both, PEERS, strict=True):
-    for number, (way, mode) in enumerate((way, mode) for mode in ("eager", "compiled") for way in (OURS, UNCHECKED)):
+    for number, (way, mode) in enumerate(SHOWN):
         sizes = sections.get((kind, mode), {})
         x = [tokens for tokens in sorted(sizes) if "best_peer" in sizes[tokens].get(way, {})]
         if not x:
@@ -124,12 +125,9 @@ both[0].set_ylabel("time of a step / best peer's")
 both[0].legend()
 plt.show()
 for (kind, mode), sizes in sections.items():
-    longest = sizes[max(sizes)][OURS]
-    if "best_peer" in longest:
-        print(
-            f"{kind}, {mode}, {binary(max(sizes))} tokens a GPU:",
-            f"{longest['of_best_peer']:.3f} of {longest['best_peer']}",
-        )
+    longest = {way: row for way, row in sizes[max(sizes)].items() if "best_peer" in row}
+    print(f"{kind}, {mode}, {binary(max(sizes))} tokens a GPU, time of a step / best peer's:",
+          ", ".join(f"{way} {row['of_best_peer']:.3f}" for way, row in longest.items()))  # fmt: skip
 
 # %% [markdown]
 # ## The host

@@ -39,7 +39,7 @@ from bench.step_models import KINDS, SHAPES, StepLayer, build_model
 from bench.step_run import Exact, Stepper, StepTime, Turns, Wrong, by_turns, step
 from bench.step_timeline import KINDS as KINDS_OF_WORK
 from bench.step_timeline import profiled, timeline
-from bench.step_ways import ALONE, MEANING, OURS, PEERS, UNCHECKED, StepProblem, Way, names_of, ring_attend, way_of
+from bench.step_ways import ALONE, EXCHANGES, MEANING, PEERS, StepProblem, Way, names_of, ring_attend, way_of
 from bench.workload import Unsupported, named
 from ring import Layout
 from ring.integrations.wrappers import fsdp, recompute
@@ -58,6 +58,7 @@ STEP_COLUMNS = {
     "mode": "eager or compiled: by torch.compile, ring_attention as one graph, others with graph breaks if needed",
     "tokens": "of each rank",
     "way": "; ".join(f"{name}: {meaning}" for name, meaning in MEANING.items()),
+    "exchange": "of ours",
     "ms": "a step, forward and backward, between two CUDA events; gradients are not reduced",
     "wall_ms": "until the GPU has finished",
     "host_ms": "until the host has launched all kernels",
@@ -84,14 +85,14 @@ STEP_COLUMNS = {
     "wrong": "the error of a wrong result; it is then not timed",
 }
 TITLE = (
-    f"{'model':8} {'mode':8} {'tokens':>6} {'way':16} {'ms':>9} {'wall':>9} {'host':>9} {'GiB':>6} {'effic.':>6} "
+    f"{'model':8} {'mode':8} {'tokens':>6} {'way':18} {'ms':>9} {'wall':>9} {'host':>9} {'GiB':>6} {'effic.':>6} "
     "of best peer"
 )
 
 
 def table_line(row: dict[str, Any]) -> str:
     """Format a row under TITLE."""
-    start = f"{row['model']:8} {row['mode']:8} {named(row['tokens']):>6} {row.get('way', ''):16}"
+    start = f"{row['model']:8} {row['mode']:8} {named(row['tokens']):>6} {row.get('way', ''):18}"
     for reason in ("left_out", "error", "wrong"):
         if reason in row:
             return f"{start} {reason.replace('_', ' ')}: {row[reason]}"
@@ -170,7 +171,8 @@ def measure_ways(ranks: RankGroup, record: BenchRecord, options: argparse.Namesp
                         continue
                     before = {way: reason for (*where, way), reason in wrong.items() if where == [kind, mode]}
                     for way, row in StepSection(ranks, kind, mode, size, options).rows(before).items():
-                        record.add(**head, way=way, **row)
+                        exchange = {"exchange": EXCHANGES[way]} if way in EXCHANGES else {}
+                        record.add(**head, way=way, **exchange, **row)
                         if "wrong" in row:
                             wrong[kind, mode, way] = row["wrong"]
                     torch._dynamo.reset()  # frees the memory of graphs
@@ -285,7 +287,7 @@ def compare(rows: dict[str, dict[str, Any]], problem: StepProblem) -> None:
     for name, row in timed.items():
         if whole is not None:
             row["efficiency"] = whole / problem.world / row["ms"]
-        if name in (OURS, UNCHECKED) and best is not None:
+        if name in EXCHANGES and best is not None:
             row |= {"best_peer": best, "of_best_peer": row["ms"] / timed[best]["ms"]}
 
 

@@ -25,6 +25,10 @@ from ring.nn.rotary import THETA, cached_angles
 
 DTYPE = "bfloat16"  # of parameters and activations; ring-flash-attn and cuDNN need 16 bits
 OURS, UNCHECKED, ALONE = "ours", "ours-unchecked", "one-gpu"
+EXCHANGES = {  # of ours
+    OURS: "direct", UNCHECKED: "direct", "ours-kept": "direct-kept", "ours-by-heads": "all-to-all",
+    "ours-by-heads-kept": "all-to-all-kept",
+}  # fmt: skip
 ON_FA4 = "-on-fa4"  # ends the name of a way whose kernel is FlashAttention-4
 PEERS = {  # by kind of model
     "llama": ("all-to-all", "zigzag", "context-parallel", f"all-to-all{ON_FA4}", f"zigzag{ON_FA4}"),
@@ -33,6 +37,9 @@ PEERS = {  # by kind of model
 MEANING = {
     OURS: "ring_attention, with consensus of the ranks before each call",
     UNCHECKED: "the same with check=False",
+    "ours-kept": "the same as ours; received keys are kept for the backward",
+    "ours-by-heads": "the same as ours; ranks divide the heads",
+    "ours-by-heads-kept": "the same; rows of the own heads, and their results, are kept for the backward",
     "all-to-all": "all-to-all over heads (Ulysses)",
     "zigzag": "ring-flash-attn's zigzag ring, on torch's kernels",
     "context-parallel": "torch's context_parallel, with its default rotation; keys and values expanded to all heads",
@@ -44,7 +51,7 @@ MEANING |= {f"{name}{ON_FA4}": f"{name}, on FlashAttention-4" for name in ("all-
 
 def names_of(kind: str) -> tuple[str, ...]:
     """Return the ways of a kind of model, with the baseline first."""
-    return ALONE, *((f"{ALONE}{ON_FA4}",) if kind == "llama" else ()), OURS, UNCHECKED, *PEERS[kind]
+    return ALONE, *((f"{ALONE}{ON_FA4}",) if kind == "llama" else ()), *EXCHANGES, *PEERS[kind]
 
 
 @dataclass(frozen=True)
@@ -96,10 +103,10 @@ class StepProblem:
         tokens = torch.randint(self.shape.vocabulary, size, generator=generator).to(self.device)
         return tokens, next_tokens(tokens)
 
-    def batch(self, layout: Layout, check: bool = True) -> Batch:
+    def batch(self, layout: Layout, exchange: str = "direct", check: bool = True) -> Batch:
         """Return this rank's shard; the whole sequence if the layout has one rank."""
         group = SoloTransport() if layout.world_size == 1 else None
-        batch = shard_batch(ContextParallel(layout, group, check=check), *self.whole())
+        batch = shard_batch(ContextParallel(layout, group, exchange=exchange, check=check), *self.whole())
         like = torch.empty(1, 0, 1, self.shape.head_dim, dtype=self.workload.dtype, device=self.device)
         cached_angles(
             batch.context, like, THETA
@@ -114,8 +121,8 @@ def way_of(name: str, problem: StepProblem) -> Way:
 
 def _way_of(name: str, problem: StepProblem) -> Way:
     workload = problem.workload
-    if name in (OURS, UNCHECKED):
-        batch = problem.batch(workload.layout, check=name == OURS)
+    if name in EXCHANGES:
+        batch = problem.batch(workload.layout, EXCHANGES[name], name != UNCHECKED)
         return Way(name, batch, ring_attend(batch.context, workload), whole=True)
     if name == ALONE:
         return _alone(problem)

@@ -23,7 +23,7 @@ CALIBRATION = "exchanges/"  # records that gave the rates of `Rates.of`
 # Rows that are left out, with their numbers. The model has no time of the host and no wire that several ranks share.
 HOST = "without a graph, where a graph takes less than the time / 1.15: the host bounds it"
 PRETENDED = "pretended hosts: NCCL over sockets, whose rate depends on the ranks that send; see notebook 03d"
-LEFT_OUT = {HOST: 104, PRETENDED: 48}
+LEFT_OUT = {HOST: 112, PRETENDED: 48}
 
 
 def timed(files: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -68,11 +68,12 @@ def arguments_of(load: Workload) -> dict[str, Any]:
 
 
 def loss(setting: dict[str, Any], ms: dict[str, float]) -> tuple[str, float]:
-    """Return the exchange that is chosen of those measured, and its time / that of the fastest."""
+    """Return the exchange that is chosen of those measured, and its time / that of the fastest of the choice."""
     load = workload_of(setting)
     rows = choose(load.pattern, load.layout, backward=setting["pass"] != "forward", **arguments_of(load))
-    taken = next(row.exchange for row in rows if row.exchange in ms)
-    return taken, ms[taken] / min(ms.values())
+    times = {row.exchange: ms[row.exchange] for row in rows if row.exchange in ms}  # in order of preference
+    taken = next(iter(times))
+    return taken, times[taken] / min(times.values())
 
 
 @lru_cache
@@ -114,8 +115,8 @@ def test_nine_in_ten_times_are_within_15_percent() -> None:
     kept = [each for each, reason in zip(rows, reasons, strict=True) if reason is None]
     off = np.array([1e3 * seconds_of(row, predicted(record, row)) / row["ms"] - 1 for _, record, row in kept])
     held_out = np.array([not name.startswith(CALIBRATION) for name, *_ in kept])
-    assert len(off) >= 374 and np.mean(np.abs(off) <= 0.15) >= 0.9
-    assert held_out.sum() >= 154 and np.mean(np.abs(off[held_out]) <= 0.15) >= 0.9
+    assert len(off) >= 402 and np.mean(np.abs(off) <= 0.15) >= 0.9
+    assert held_out.sum() >= 182 and np.mean(np.abs(off[held_out]) <= 0.15) >= 0.9
 
 
 def test_prefers_exchanges_among_the_fastest_in_gpu_records() -> None:
