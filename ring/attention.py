@@ -72,7 +72,7 @@ def ring_attention(
         exchange: "ring" (keys from neighbour to neighbour), "direct" (needed keys, from their owner), "direct-kept"
             (the same, kept for the backward: O(n) memory where all keys are needed), "gather" (all keys, O(n) memory),
             "all-to-all" (each rank computes some heads of the whole sequence), "all-to-all-kept" (the same; rows of its
-            heads and their results are kept for the backward; not within torch.compile), or two: in
+            heads and their results are kept for the backward), or two: in
             "all-to-all:4+ring" 4 neighbours divide the heads of their rows, and keys go round rings of the ranks with
             the same heads; in "ring+all-to-all:4" rings are of neighbours. By "ring:8+direct" a key goes to each group
             of 8 neighbours once, such as the ranks of a host, and is passed round inside. Without a number, as

@@ -28,7 +28,7 @@ from ring.comm.rank_error import described, make_error
 from ring.comm.transport import Consensus, MissingRanks, Transport, all_gather_json
 from ring.layout import Layout
 from ring.plan.exchange import DIRECT, ExchangeSpec, depends_on_hosts, is_auto, parse, with_number
-from ring.validation import Call, refuse_kept_heads, refuse_unknown, validate
+from ring.validation import Call, refuse_unknown, validate
 
 T = TypeVar("T")
 _DIGEST = 16
@@ -69,8 +69,6 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport) -> CallSetti
             raise ValueError(f"name must be None or a string, got {type(numbered.name)}")
         if call.unknown:
             refuse_unknown(call.unknown)
-        if call.in_graph:
-            refuse_kept_heads(call.settings.exchange)
         if transport.world_size > 1:
             numbered.calls.check_thread(numbered)
         setting = setting_of(call, transport, hosts)

@@ -25,11 +25,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ring import attend, attend_parts
+from ring.adjacent import Form
 from ring.attend import row_delta
 from ring.caching.bounded_cache import BoundedCache
 from ring.comm import buffer_meter
 from ring.comm.call_order import NumberedCall
-from ring.comm.exchange import make_slot
+from ring.comm.exchange import make_slot, received_slots
 from ring.comm.head_exchange import Compute, Given, HeadExchange, Rows
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.symmetric_memory import can_be_captured, transport_of
@@ -119,6 +120,25 @@ def _forward(
     wanted = [(of_queries("output"), out), (of_queries("lse"), lse)]
     _by_heads(exchange, programs, transport, "forward", (q, k, v), shards, wanted, compute)
     return out, _as_lse(lse).contiguous(), *kept
+
+
+def kept_forms(run: Execution, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Form]:
+    """Return the shapes and types of the tensors that the forward kept."""
+    programs = run.programs
+    if not run.keeps:
+        return []
+    if not programs.divides_heads:
+        block, _ = programs.block(run.transport, 0)
+        return [((sum(received_slots(block.plan)), make_slot(k, v).numbers), k.dtype)]
+    batch, place, forms = q.shape[0], programs.dividing.index(run.transport.rank), list[Form]()
+    rows, key_rows = (sum(of("").counts) for of in _rows(programs))
+    for heads, kv_heads in ((len(stage[place].queries), len(stage[place].keys)) for stage in programs.stages):
+        if heads:
+            forms.append(((batch, rows, heads, q.shape[3]), q.dtype))
+            forms += [((batch, key_rows, kv_heads, x.shape[3]), x.dtype) for x in (k, v)]
+            forms.append(((batch, rows, heads, v.shape[3]), q.dtype))
+            forms.append(((batch, heads, rows), accumulator_dtype(q.dtype)))
+    return forms
 
 
 def _attend(block: BlockPrograms) -> ModuleType:

@@ -21,12 +21,14 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.node import has_side_effect
 
 from reference.pattern import Pattern, numbered_pattern
+from ring.adjacent import adjacent, joined
 from ring.comm.group import is_mesh
 from ring.comm.process_group import ProcessGroupTransport
 from ring.comm.transport import SoloTransport, Transport
 from ring.consensus import agree, agree_backward, hosts_of, setting_of
-from ring.execute import backward, execution_of, forward, select_transport
+from ring.execute import backward, execution_of, forward, kept_forms, select_transport
 from ring.layout import Layout, numbered_layout
+from ring.plan.exchange import HEADS_KEPT
 from ring.plan.exchanges import DIRECT_KEPT
 from ring.precision import accumulator_dtype
 from ring.settings import OPERATOR_SCHEMA, Settings
@@ -55,7 +57,7 @@ def traced(
         packed=(0 if pattern.documents is None else pattern.number) if packed is None else packed,
         group=group_name(group),
         differentiated=differentiated, sinks_differentiated=wants_gradients(sinks),
-        keeps=differentiated and settings.get("exchange") == DIRECT_KEPT.name,
+        keeps=differentiated and settings.get("exchange") in (DIRECT_KEPT.name, HEADS_KEPT),
         **Settings(**settings).for_operator(),
     )  # fmt: skip
     return (out, lse) if settings.get("return_lse", False) else out
@@ -112,13 +114,13 @@ def _call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: dict
     pattern = _pattern(arguments["pattern"], arguments["sliced"], arguments["packed"])
     return Call(
         q, k, v, pattern, *layouts, sinks, Settings.of_operator(arguments), arguments["differentiated"],
-        arguments["sinks_differentiated"], in_graph=True,
+        arguments["sinks_differentiated"],
     )  # fmt: skip
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **arguments: Any) -> tuple[Tensor, ...]:
     """q (B, N, H, D), k (B, N, Hk, D), v (B, N, Hk, Dv), sinks (H,) -> out (B, N, H, Dv), lse (B, H, N), the number of
-    the call, (1,) int64, and the keys that are kept, (slots, numbers of a slot).
+    the call, (1,) int64, and what is kept for the backward, (bytes,) uint8.
     """
     transport = named_transport(arguments["group"])
     with torch.cuda.device_of(q), transport.calls.lock(), torch.autocast(q.device.type, enabled=False):
@@ -128,7 +130,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **arguments:
         execution = execution_of(call, setting, numbered, select_transport(q, transport))
         out, lse, kept = forward(execution, q, k, v, sinks)
         number = torch.tensor([numbered.number], device="cpu")
-        return out.contiguous(), lse, number, kept[0] if kept else k.new_empty(_nothing(k, v))
+        return out.contiguous(), lse, number, joined(kept, q)
 
 
 attention_forward = torch.library.custom_op(
@@ -141,17 +143,11 @@ attention_forward = torch.library.custom_op(
 def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **arguments: Any) -> tuple[Tensor, ...]:
     batch, tokens, heads, _ = q.shape
     lse = q.new_empty((batch, heads, tokens), dtype=accumulator_dtype(q.dtype))
-    slots: int | torch.SymInt
-    slots, numbers = _nothing(k, v)
+    kept: int | torch.SymInt = 0
     if arguments["keeps"]:
-        slots = torch.library.get_ctx().new_dynamic_size()  # known only when the graph runs
+        kept = torch.library.get_ctx().new_dynamic_size()  # known only when the graph runs
     number = torch.empty(1, dtype=torch.int64, device="cpu")
-    return q.new_empty((batch, tokens, heads, v.shape[3])), lse, number, k.new_empty((slots, numbers))
-
-
-def _nothing(k: Tensor, v: Tensor) -> tuple[int, int]:
-    """Return the shape of no kept keys."""
-    return 0, k.shape[0] * (k.shape[3] + v.shape[3])
+    return q.new_empty((batch, tokens, heads, v.shape[3])), lse, number, q.new_empty(kept, dtype=torch.uint8)
 
 
 def _backward(
@@ -170,7 +166,7 @@ def _backward(
         setting = setting_of(call, transport, hosts_of(call, numbered, transport))
         execution = execution_of(call, setting, numbered, select_transport(q, transport))
         differentiated = sinks if call.sinks_differentiated else None
-        received = (kept,) if arguments["keeps"] else ()
+        received = adjacent(kept, kept_forms(execution, q, k, v))
         grads = backward(execution, q, k, v, out, lse, dout, dlse, differentiated, kept=received)
         dq, dk, dv, *dsinks = (grad.contiguous() for grad in grads)
     return dq, dk, dv, dsinks[0] if dsinks else q.new_empty(0)

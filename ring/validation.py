@@ -16,7 +16,7 @@ from ring.compute.kernel_choice import make_kernel_setting
 from ring.compute.kernels import FUSED, KERNELS
 from ring.compute.kernels.kernel import Scores
 from ring.layout import Layout
-from ring.plan.exchange import HEADS, HEADS_KEPT, parse
+from ring.plan.exchange import parse
 from ring.plan.head_shares import head_shares, shares_keys
 from ring.plan.whole_chunks import STEP_ON_GPUS, cut_chunk
 from ring.precision import accumulator_dtype
@@ -51,7 +51,6 @@ class Call:
     differentiated: bool  # see `wants_gradients`
     sinks_differentiated: bool
     unknown: tuple[str, ...] = ()  # names of unsupported arguments
-    in_graph: bool = False  # made by the operator of a compiled graph
 
     def key(self) -> tuple[object, ...]:
         """Key of a call's validity and plan."""
@@ -88,14 +87,6 @@ def refuse_unknown(unknown: tuple[str, ...]) -> None:
     for name in unknown:
         instead = _REPLACEMENTS.get(name, "help(ring_attention) lists the arguments")
         raise ValueError(f"{name} is no argument of ring_attention: {instead}")
-
-
-def refuse_kept_heads(exchange: str) -> None:
-    """Raise ValueError for an exchange that a compiled graph does not take: kept heads are several tensors, of shapes
-    that it does not know.
-    """
-    if exchange == HEADS_KEPT:
-        raise ValueError(f"exchange must keep no heads within torch.compile, got {HEADS_KEPT!r}: write {HEADS!r}")
 
 
 def warn_of_heads_first(q: object, k: object, v: object) -> None:

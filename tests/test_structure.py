@@ -22,7 +22,7 @@ ROAD = (
     "reference",
     "ring.regular_file", "ring.extras",
     "ring.caching", "ring.precision", "ring.balance", "ring.layout_picture", "ring.layout", "ring.plan",
-    "ring.strided_view", "ring.comm", "ring.compute",
+    "ring.adjacent", "ring.strided_view", "ring.comm", "ring.compute",
     "ring.lowering", "ring.default_bucket", "ring.settings", "ring.validation", "ring.programs",
     "ring.consensus", "ring.attend", "ring.attend_parts", "ring.execute", "ring.dispatcher_op",
     "ring.torch_compile", "ring.attention",

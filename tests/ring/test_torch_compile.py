@@ -220,13 +220,15 @@ def _compared(name: str, group: str, backend: str, exchange: str) -> tuple[float
     ("name", "group", "backend", "exchange"),
     [
         ("once", "group", "aot_eager", "direct-kept"),
+        ("once", "group", "aot_eager", "all-to-all-kept"),
         ("once", "mesh", "aot_eager", "direct"),
         *(
             pytest.param(name, "none", "aot_eager", exchange, marks=pytest.mark.slow)
             for name in FUNCTIONS
-            for exchange in ("direct", "direct-kept")
+            for exchange in ("direct", "direct-kept", "all-to-all-kept")
         ),
         pytest.param("twice, with lse", "none", "inductor", "direct-kept", marks=pytest.mark.slow),
+        pytest.param("twice, with lse", "none", "inductor", "all-to-all-kept", marks=pytest.mark.slow),
     ],
 )
 def test_results_equal_eager_ones_at_every_length(
@@ -287,9 +289,7 @@ def test_wrong_calls_are_refused_on_both_ranks(ranks: Ranks) -> None:
     assert "group must be a process group, a mesh of one dimension or None within torch.compile" in first["a transport"]
     assert first["another layout on rank 1"].startswith("ValueError: layout must be the same on every rank: rank 0 has")
     assert first["exchange"].startswith("ValueError: rank 0: exchange must be one of")
-    assert first["heads kept on rank 1"].startswith(
-        "ValueError: rank 1: exchange must keep no heads within torch.compile"
-    )
+    assert first["heads kept on rank 1"].startswith("ValueError: exchange must be the same on every rank: rank 0 has")
     assert first["nothing"] == "fine"
     first.pop("a transport"), second.pop("a transport")
     assert first == second

@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 import torch
 
+from ring.adjacent import Form, adjacent, bytes_of
 from ring.caching.bounded_cache import BoundedCache
 from ring.caching.graph_keepalive import keep_alive_for_one_graph
 
@@ -26,10 +27,8 @@ from ring.caching.graph_keepalive import keep_alive_for_one_graph
 MOST_BYTES = 2**24
 WARMUP_CALLS = 8  # calls of a setting before its capture, which takes as long as several calls
 _GRAPHS, _SEEN = 128, 1024
-_ALIGNMENT = 512  # bytes; as in torch's allocator
 
 Tensors = Sequence[torch.Tensor]
-Form = tuple[Sequence[int], torch.dtype]  # shape and type of a tensor
 
 
 class _Replay(NamedTuple):
@@ -60,15 +59,10 @@ class _StreamMemory:
         """Return adjacent tensors. If the memory is too small, replace it by one of at least twice the size. Earlier
         graphs keep the old memory; all of it together is less than twice the last.
         """
-        sizes = [dtype.itemsize * torch.Size(shape).numel() for shape, dtype in forms]
-        begins = [0]
-        for size in sizes:
-            begins.append(begins[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        if begins[-1] > self._memory.numel():
-            size = max(begins[-1], 2 * self._memory.numel())
+        if bytes_of(forms) > self._memory.numel():
+            size = max(bytes_of(forms), 2 * self._memory.numel())
             self._memory = torch.empty(size, dtype=torch.uint8, device=self._memory.device)
-        places = zip(begins, sizes, forms, strict=False)
-        return [self._memory[at : at + size].view(dtype).view(*shape) for at, size, (shape, dtype) in places]
+        return adjacent(self._memory, forms)
 
 
 _call_counts: BoundedCache[Hashable, int] = BoundedCache(_SEEN)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference.head_groups import ALL_TO_ALL_KEPT
 from ring import Layout, Transport, ring_attention
 from ring.torch_compile import traced
 from verification.case import Case
@@ -215,7 +214,6 @@ def call(
     if wrong:
         arguments |= definition.spoil(arguments, case)
     attention: Callable[..., Any] = ring_attention
-    compiled &= case.exchange != ALL_TO_ALL_KEPT  # which graphs refuse
     if compiled and (definition.traced or definition.who == "one") and not isinstance(user_group(transport), Transport):
         attention = partial(traced, check=True)
         arguments = {"name": None} | arguments | {"group": user_group(transport)}
