@@ -302,7 +302,7 @@ def sent(setting: Setting, exchange: str, narrow: bool = False) -> Traffic:
             if hop > 1:
                 gradients[sender, receiver] += in_flight
             gradients[receiver, ranks] += ending[:, away, hop]
-    elif groups.exchange == "direct":
+    elif groups.straight:
         keys, gradients = setting.slots, setting.slots.T
     else:
         keys = (setting.key_counts * setting.kv_heads)[:, None] * (ranks[:, None] != ranks)

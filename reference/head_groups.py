@@ -51,6 +51,11 @@ class Groups:
     kept: bool = False
 
     @property
+    def straight(self) -> bool:
+        """True if gradients of keys return straight to their owner: between GPUs in the working type."""
+        return self.exchange == "direct"
+
+    @property
     def degree(self) -> int:
         """Number of ranks that divide the heads; 1 for an exchange of keys alone."""
         return len(self.dividing[0])

@@ -304,9 +304,9 @@ class Case(SavedFields):
     @property
     def narrow(self) -> bool:
         """True if gradients of keys return to their owner in 16 bits, by an exchange that depends on no hosts."""
-        exchange = groups_of(self.exchange, len(self.ranks)).exchange
+        straight = groups_of(self.exchange, len(self.ranks)).straight
         usual = self.same_bits is None
-        return usual and self.device == "cuda" and exchange == "direct" and self.torch_dtype.itemsize == 2
+        return usual and self.device == "cuda" and straight and self.torch_dtype.itemsize == 2
 
     @property
     def tokens_per_call(self) -> int:

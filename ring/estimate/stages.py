@@ -134,12 +134,13 @@ class HeadStage(NamedTuple):
 
     def count(self, backward: bool) -> int:
         """Count the messages that are sent in a pass."""
-        keys = self.keys.out.sum() * self.sends_keys(backward) + (self.gradients.out.sum() if backward else 0)
+        keys = self.keys.out.sum() if self.sends_keys(backward) else 0
+        keys += self.gradients.out.sum() if backward else 0
         return int(keys + sum(x.out.sum() for x in self.rows[2 * backward :][:2]))
 
     def sent(self, backward: bool, slots: tuple[int, int]) -> int:
         """Count the bytes that are sent in a pass. slots: bytes of a slot, and of its gradient."""
-        keys = self.keys.sent.sum() * slots[0] * self.sends_keys(backward)
+        keys = self.keys.sent.sum() * slots[0] if self.sends_keys(backward) else 0
         keys += self.gradients.sent.sum() * slots[1] if backward else 0
         return int(keys + sum(x.sent.sum() for x in self.rows[2 * backward :][:2]))
 

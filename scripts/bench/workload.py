@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from reference import cost, validators
+from reference.head_groups import groups_of
 from reference.pattern import Pattern
 from ring import Layout
 from ring.estimate.__main__ import UNITS
@@ -154,14 +155,14 @@ class Workload:
 
     def sent(self, exchange: str, on_gpus: bool) -> tuple[int, int]:
         """Return the bytes that the busiest rank sends: (forward, forward and backward)."""
-        traffic = cost.sent(self.setting, exchange, on_gpus and exchange in ("direct", "direct-kept"))
+        traffic = cost.sent(self.setting, exchange, on_gpus and groups_of(exchange, self.world).straight)
         both = traffic.forward + traffic.backward
         return int(traffic.forward.sum(1).max()), int(both.sum(1).max())
 
     def memory(self, exchange: str, bucket: int, on_gpus: bool) -> tuple[int, int]:
         """Return the closed-form bytes of the fullest rank: (forward, forward and backward). They count accumulators,
         communication buffers and the saved lse, not inputs and outputs."""
-        narrow = on_gpus and exchange in ("direct", "direct-kept")
+        narrow = on_gpus and groups_of(exchange, self.world).straight
         buffers = cost.buffers(self.setting, exchange, bucket, narrow, one_sided=on_gpus)
         resident = cost.resident(self.setting)
         lse = self.shape.batch * self.shape.query * self.setting.counts * self.setting.accumulator_itemsize

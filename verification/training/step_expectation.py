@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reference import cost
+from reference.head_groups import groups_of
 from verification.models.batches import VOCABULARY, GlobalBatch, global_batch
 from verification.models.results import Expectation, Named
 from verification.models.tolerance import Allowed, allowed_deviations
@@ -70,7 +71,8 @@ def _call_traffic(case: TrainingCase) -> cost.Traffic:
         case.pattern, case.shards().positions, case.batch, model.heads, model.kv_heads, model.head_dim,
         case.torch_dtype.itemsize,
     )  # fmt: skip
-    narrow = case.device == "cuda" and case.exchange in ("direct", "direct-kept") and case.torch_dtype.itemsize == 2
+    straight = groups_of(case.exchange, case.context).straight
+    narrow = case.device == "cuda" and straight and case.torch_dtype.itemsize == 2
     return cost.sent(setting, case.exchange, narrow)
 
 
