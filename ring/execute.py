@@ -162,6 +162,7 @@ def backward(
     returned it.
     """
     programs, transport = run.programs, run.transport
+    kept = [x.contiguous() for x in kept]  # hooks of saved tensors may return other strides
     if programs.divides_heads and programs.returns_lse and dlse is None:
         dlse = torch.zeros_like(lse)  # other ranks may have one, so all send it
     through_lse, given_sinks = dlse is not None, () if sinks is None else (sinks,)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._library.fake_impl import allocate_size
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.node import has_side_effect
 
@@ -143,11 +144,17 @@ attention_forward = torch.library.custom_op(
 def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **arguments: Any) -> tuple[Tensor, ...]:
     batch, tokens, heads, _ = q.shape
     lse = q.new_empty((batch, heads, tokens), dtype=accumulator_dtype(q.dtype))
-    kept: int | torch.SymInt = 0
-    if arguments["keeps"]:
-        kept = torch.library.get_ctx().new_dynamic_size()  # known only when the graph runs
+    kept = _known_when_run() if arguments["keeps"] else 0
     number = torch.empty(1, dtype=torch.int64, device="cpu")
     return q.new_empty((batch, tokens, heads, v.shape[3])), lse, number, q.new_empty(kept, dtype=torch.uint8)
+
+
+def _known_when_run() -> int | torch.SymInt:
+    """Return a size that is known only when the graph runs. Not by `new_dynamic_size`, which breaks the graph unless
+    the whole function is one.
+    """
+    shapes = torch.library.get_ctx()._shape_env
+    return torch.library.get_ctx().new_dynamic_size() if shapes is None else allocate_size(shapes)
 
 
 def _backward(
@@ -166,7 +173,7 @@ def _backward(
         setting = setting_of(call, transport, hosts_of(call, numbered, transport))
         execution = execution_of(call, setting, numbered, select_transport(q, transport))
         differentiated = sinks if call.sinks_differentiated else None
-        received = adjacent(kept, kept_forms(execution, q, k, v))
+        received = adjacent(kept.contiguous(), kept_forms(execution, q, k, v))
         grads = backward(execution, q, k, v, out, lse, dout, dlse, differentiated, kept=received)
         dq, dk, dv, *dsinks = (grad.contiguous() for grad in grads)
     return dq, dk, dv, dsinks[0] if dsinks else q.new_empty(0)

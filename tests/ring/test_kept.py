@@ -127,7 +127,7 @@ def test_checkpoints_take_what_their_last_forward_received(exchange: str, how: d
 
 
 def test_hooks_of_saved_tensors_see_what_is_kept(exchange: str) -> None:
-    """Hooks of saved tensors, by which they are moved to a CPU, see them."""
+    """Hooks of saved tensors, by which they are moved to a CPU, see them, and may return other strides."""
 
     def step(transport: SimulatedTransport) -> None:
         leaves, found, counts = drawn(transport.rank), [], []
@@ -138,7 +138,10 @@ def test_hooks_of_saved_tensors_see_what_is_kept(exchange: str) -> None:
                 packed.append(x)
                 return x.clone()
 
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            def unpack(x: torch.Tensor) -> torch.Tensor:
+                return x.mT.contiguous().mT if x.dim() > 1 else x
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 out = attended(transport, name, *leaves)
             counts.append(len(packed))
             found.append(gradients(out, leaves))
