@@ -121,7 +121,7 @@ def ring_attention(
         return traced(q, k, v, pattern, layout, key_layout=key_layout, group=group, sinks=sinks, **settings.named())
     warn_of_heads_first(q, k, v)
     transport = transport_over(group, layout.world_size if isinstance(layout, Layout) else 1)
-    with _on_device_of(q), transport.calls.lock():
+    with _on_device_of(q), transport.calls.lock(), _outside_transforms():
         numbered = transport.calls.begin(name, transport.world_size)
         q, k, v = in_autocast_type(q, k, v)
         call = Call(
@@ -166,6 +166,13 @@ def _with_documents(pattern: Pattern, documents: Documents | None) -> Pattern:
 def _on_device_of(q: object) -> AbstractContextManager[object]:
     """Make the device of q current: streams, kernels and symmetric memory depend on it."""
     return torch.cuda.device_of(q) if isinstance(q, torch.Tensor) and q.is_cuda else _NULL_CONTEXT
+
+
+def _outside_transforms() -> AbstractContextManager[object]:
+    """Suspend the transforms of `torch.func`, so that ranks can agree on refusing them: tensors made within have no
+    memory to send.
+    """
+    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else _NULL_CONTEXT
 
 
 def _without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
@@ -215,8 +222,8 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
         # Reading the saved tensors first makes checkpointing recompute now: its calls precede this backward.
-        with ctx.execution.transport.calls.lock(), _backward_context(q):
-            agree_backward(ctx.execution.numbered, ctx.execution.transport, ctx.execution.check)
+        with ctx.execution.transport.calls.lock(), _backward_context(q), _outside_transforms():
+            agree_backward(ctx.execution.numbered, ctx.execution.transport, ctx.execution.check, dout, dlse)
             dout_or_zeros = torch.zeros_like(out) if dout is None else dout
             differentiated = sinks if ctx.needs_input_grad[3] else None
             grads = backward(ctx.execution, q, k, v, out, lse, dout_or_zeros, dlse, differentiated, kept=kept)

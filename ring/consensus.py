@@ -28,7 +28,7 @@ from ring.comm.rank_error import described, make_error
 from ring.comm.transport import Consensus, MissingRanks, Transport, all_gather_json
 from ring.layout import Layout
 from ring.plan.exchange import DIRECT, ExchangeSpec, depends_on_hosts, is_auto, parse, with_number
-from ring.validation import Call, refuse_unknown, validate
+from ring.validation import Call, refuse_transforms, refuse_unknown, validate
 
 T = TypeVar("T")
 _DIGEST = 16
@@ -69,6 +69,7 @@ def agree(call: Call, numbered: NumberedCall, transport: Transport) -> CallSetti
             raise ValueError(f"name must be None or a string, got {type(numbered.name)}")
         if call.unknown:
             refuse_unknown(call.unknown)
+        refuse_transforms()
         if transport.world_size > 1:
             numbered.calls.check_thread(numbered)
         setting = setting_of(call, transport, hosts)
@@ -151,14 +152,17 @@ def _exchanged(call: Call, exchange: str) -> Call:
     return replace(call, settings=replace(call.settings, exchange=exchange))
 
 
-def agree_backward(numbered: NumberedCall, transport: Transport, check: bool) -> None:
-    """Raise ValueError, with `check` on every rank, unless all ranks are in the same backward of the same call."""
+def agree_backward(numbered: NumberedCall, transport: Transport, check: bool, *gradients: torch.Tensor | None) -> None:
+    """Raise ValueError, with `check` on every rank, unless all ranks are in the same backward of the same call;
+    NotImplementedError for gradients of a transform, as of several backwards at once.
+    """
     error: Exception | None = None
     if transport.world_size > 1:
         numbered.calls.enter(numbered.backward)
     try:
         numbered.calls.check_backward(numbered)
-    except ValueError as exception:
+        refuse_transforms(*gradients)
+    except (ValueError, NotImplementedError) as exception:
         if not check:
             numbered.calls.enter("")
             raise

@@ -89,6 +89,17 @@ def refuse_unknown(unknown: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is no argument of ring_attention: {instead}")
 
 
+def refuse_transforms(*gradients: torch.Tensor | None) -> None:
+    """Raise NotImplementedError within a transform of `torch.func`, or for gradients of one, which have no memory."""
+    if torch._C._are_functorch_transforms_active() or any(
+        x is not None and not torch._C._has_storage(x) for x in gradients
+    ):
+        raise NotImplementedError(
+            "ring_attention does not work within torch.func's vmap, grad, vjp, jvp and jacrev, nor with "
+            "is_grads_batched: write a larger batch in place of vmap, and torch.autograd.grad in place of the others"
+        )
+
+
 def warn_of_heads_first(q: object, k: object, v: object) -> None:
     """Warn where dimension 1 of all three may be the heads: they are as many as tokens, and lie side by side in memory,
     as in the transpose of a (batch, tokens, heads, head dim) tensor. No error: tokens may be stored so, too.

@@ -1,10 +1,13 @@
-"""A refused call leaves no reference cycle: its tensors are freed with its error, before the garbage collector runs."""
+"""A refused call leaves no reference cycle: its tensors are freed with its error, before the garbage collector runs.
+
+Calls within transforms are refused on every rank.
+"""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
@@ -13,10 +16,12 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ring import Layout, Pattern, ring_attention
 from ring.comm.call_order import Calls
 from ring.nn import ContextParallel, average_gradients
+from tests.support.nn_ranks import said
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -99,3 +104,36 @@ def test_refused_arguments_of_a_step_are_not_kept(ranks: Ranks) -> None:
 @pytest.mark.parametrize("check", (True, False))
 def test_a_refused_check_of_a_context_keeps_nothing(ranks: Ranks, check: bool) -> None:
     assert ranks(1).run(_refused_check, check) == [False]
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], object]] = {
+    "vmap": lambda f, x: torch.func.vmap(f)(x.expand(2, *x.shape)),
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "is_grads_batched": lambda f, x: torch.autograd.grad(
+        f(x.requires_grad_()), x, x.expand(2, *x.shape), is_grads_batched=True
+    ),
+}
+
+
+def _transformed(name: str) -> tuple[str, str]:
+    """Answers to a call that rank 0 alone makes in a transform, and to a plain one after it."""
+
+    def attend(x: Tensor) -> Tensor:
+        out = ring_attention(x, x, x, Pattern.dense(), Layout.contiguous(4, 2))
+        assert isinstance(out, Tensor)
+        return out
+
+    def plainly(x: Tensor) -> object:
+        return torch.autograd.grad(attend(x.requires_grad_()), x, x) if name == "is_grads_batched" else attend(x)
+
+    given, x = torch.ones(2, 1, 2, 1, 4)
+    answer = said(lambda: plainly(given) if dist.get_rank() else TRANSFORMS[name](attend, given))
+    return answer, said(lambda: attend(x))
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_is_refused_on_both_ranks(ranks: Ranks, name: str) -> None:
+    first, second = ranks(2).run(_transformed, name)
+    assert first == second and first[1] == "fine"
+    assert first[0].startswith("NotImplementedError: rank 0: ring_attention does not work within torch.func's vmap")
