@@ -127,6 +127,9 @@ def test_sent_message_by_message(s: Setting, narrow: bool) -> None:
         assert (traffic.forward == kv * size).all() and (traffic.backward_kv == kv * size).all()
         assert (traffic.backward_gradients == gradients * gradient_size).all()
         assert (traffic.backward == traffic.backward_kv + traffic.backward_gradients).all()
+    kept, plainly = sent(s, "direct-kept", narrow), sent(s, "direct", narrow)
+    assert not kept.backward_kv.any() and (kept.forward == plainly.forward).all()
+    assert (kept.backward_gradients == plainly.backward_gradients).all()
 
 
 @budget
@@ -157,6 +160,10 @@ def test_heads_sent_row_by_row(s: Setting, lse_gradient: bool) -> None:
         assert not traffic.forward.any()
     assert (traffic.forward == forward * s.batch).all() and (traffic.backward_kv == again * s.batch).all()
     assert (traffic.backward_gradients == gradients * s.batch).all()
+    kept, of_gradient = sent(s, "all-to-all-kept"), value_dim * item + lse_gradient * wide
+    rows = np.array([[len(s.positions[a]) * len(queries[b]) * (a != b) for b in range(p)] for a in range(p)])
+    assert (kept.forward == traffic.forward).all() and (kept.backward_kv == rows * of_gradient * s.batch).all()
+    assert (kept.backward_gradients == traffic.backward_gradients).all()
 
 
 def test_blocks_and_buffers_of_heads_by_hand() -> None:

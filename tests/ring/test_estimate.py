@@ -207,6 +207,13 @@ def test_kept_tensors_are_no_messages(exchange: str) -> None:
     check_messages(call, Layout.zigzag(24, 3), Layout.zigzag(24, 3))
 
 
+def test_what_is_kept_of_several_stages_is_that_of_the_reference() -> None:
+    layout = Layout.zigzag(24, 3)
+    call = EstimatedCall(Pattern.dense(True), 12, 12, 4, 4, 1, torch.float32, "all-to-all-kept", 4, "cpu")
+    wanted, row = cost.buffers(listed(call, layout, layout), call.exchange, 4), row_of(call, layout, layout)
+    assert (row.forward.buffers, row.backward.buffers) == (wanted.forward.max(), wanted.backward.max())
+
+
 def check_messages(call: EstimatedCall, layout: Layout, keys: Layout) -> None:
     """Hold an estimate to the bytes and messages of both ends, to ranks of the own host and to others."""
     call = replace(call, device="cpu")
@@ -299,6 +306,9 @@ def test_times_by_hand() -> None:
     halves = row_of(replace(call, bucket=2), layout, layout, rates=HAND)  # 64, then max(32, 32), then 32
     assert (halves.forward.seconds, halves.forward.messages) == (128, 2)
     assert halves.backward.seconds == 160 + 80 + 80 + 32  # one return is hidden
+    kept = replace(call, exchange="direct-kept", bucket=3)  # 3 keys, then 1; own keys last
+    slow = row_of(kept, layout, layout, rates=replace(HAND, link=0.25)).backward
+    assert (slow.seconds, slow.messaging) == (120 + max(40, 192) + max(160, 64), 192 + 64)
 
 
 def test_times_by_heads_by_hand() -> None:
@@ -320,6 +330,12 @@ def test_times_by_heads_by_hand() -> None:
     # A block of keys and two of rows. Own rows of all heads are copied once, results twice: 2 heads of 96 and 64 bytes.
     packed = row_of(call, layout, layout, rates=replace(HAND, stage=2.0, packing=0.5)).forward
     assert packed.seconds == 96 + 2 * (256 + 3 * 2 + 2 * (96 + 2 * 64) / 0.5) + 64
+    # What arrives is copied once more to keep it. Backward a row of the gradient goes as 8 bytes.
+    kept = row_of(
+        replace(call, exchange="all-to-all-kept"), layout, layout, rates=replace(HAND, stage=2.0, packing=0.5)
+    )
+    assert kept.forward.seconds == 96 + 2 * (256 + 3 * 2 + 2 * (2 * 96 + 2 * 64) / 0.5) + 64
+    assert kept.backward.seconds == 32 + 2 * (640 + 3 * 2 + 2 * (32 + 2 * 96) / 0.5) + 96
     # Two such groups: the others' keys come in chunks of 3, 3 and 2 rows of 16 bytes, with 8 pairs each.
     slow, four = replace(HAND, link=0.25), Layout.contiguous(16, 4)
     row = row_of(replace(call, exchange="all-to-all:2+direct", bucket=3), four, four, rates=slow)

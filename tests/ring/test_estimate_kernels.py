@@ -19,7 +19,7 @@ from ring.estimate.estimates import EstimatedCall
 from ring.estimate.tile_seconds import GPU, call_seconds, tile_seconds
 from ring.layout import Layout
 from ring.plan.blocks import Heads
-from ring.plan.exchanges import DIRECT, RING
+from ring.plan.exchanges import DIRECT, DIRECT_KEPT, RING
 from ring.plan.plan import plan_of
 from ring.plan.rows import Rows
 from ring.plan.tile import Mask, Sequences, Tile
@@ -89,6 +89,8 @@ def test_copies_merges_and_starts_by_hand() -> None:
     added = replace(plan, steps=tuple(replace(step, once=False) for step in plan.steps))
     assert rank_work._starts(added, True) == rank_work._starts(added, False)
     assert rank_work._packed(added, problem, True, True) == rank_work._packed(added, problem, True, False)
+    kept = plan_of(call.pattern, layout, 1, 1, 1, DIRECT_KEPT, 8)
+    assert rank_work._packed(kept, problem, True, False) == (4 * slot, 2 * slot)  # keys are packed once
     assert MEASURED.kernels is not None
     fa4, cudnn = (replace(MEASURED, kernels=replace(MEASURED.kernels, names=(name,))) for name in ("fa4", "cudnn"))
     how: dict[str, Any] = {"bucket": 8, "by_default": False, "narrow": True, "strict": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from reference import cost
 from reference.pattern import Pattern
-from ring import Layout
+from ring import Layout, execute
+from ring.adjacent import adjacent, joined
 from ring.comm.buffer_meter import measure
 from tests.support.attention_cases import plain
 from verification.run.recording_transport import RecordingTransport
@@ -81,6 +84,32 @@ def test_backward_sends_gradients_alone(exchange: str, heads: int, kv_heads: int
     on_ranks(step)
 
 
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_buffers_are_those_of_the_reference(exchange: str, order: str) -> None:
+    """In several steps, or more stages than there are buffers by turns; in contiguous order rank 0 receives no keys."""
+    layout = getattr(Layout, order)(TOKENS, RANKS)
+    given = [layout.positions(rank).numpy() for rank in range(RANKS)]
+    wanted = cost.buffers(cost.Setting(DENSE, given, 1, 12, 12, 4, 8, 3), f"{exchange}-kept", 2)
+
+    def step(transport: SimulatedTransport) -> None:
+        torch.manual_seed(transport.rank)
+        leaves = [torch.randn(1, 8, 12, dim, dtype=torch.float64).requires_grad_() for dim in (4, 4, 3)]
+        outs = [
+            plain(*leaves, DENSE, layout, group=transport, exchange=name, bucket=2)
+            for name in (exchange, f"{exchange}-kept")
+        ]
+        with measure(transport) as forward:
+            plain(*leaves, DENSE, layout, group=transport, exchange=f"{exchange}-kept", bucket=2)
+        plainly = gradients(outs[0], leaves)
+        with measure(transport) as backward:
+            kept = gradients(outs[1], leaves)
+        assert_near([outs[1], *kept], [outs[0], *plainly])
+        assert forward.bytes == wanted.forward[transport.rank]
+        assert backward.bytes == wanted.backward[transport.rank]
+
+    on_ranks(step)
+
+
 def test_calls_of_several_layers_keep_their_own(exchange: str) -> None:
     """Backwards run in reverse order, twice, after other calls have received theirs."""
 
@@ -127,15 +156,17 @@ def test_checkpoints_take_what_their_last_forward_received(exchange: str, how: d
 
 
 def test_hooks_of_saved_tensors_see_what_is_kept(exchange: str) -> None:
-    """Hooks of saved tensors, by which they are moved to a CPU, see them, and may return other strides."""
+    """Hooks of saved tensors, by which they are moved to a CPU, see them, and may return other strides. The backward
+    frees them.
+    """
 
     def step(transport: SimulatedTransport) -> None:
-        leaves, found, counts = drawn(transport.rank), [], []
+        leaves, found, counts, left = drawn(transport.rank), [], [], []
         for name in (exchange, f"{exchange}-kept"):
-            packed: Tensors = []
+            saved: list[weakref.ref[torch.Tensor]] = []
 
-            def pack(x: torch.Tensor, packed: Tensors = packed) -> torch.Tensor:
-                packed.append(x)
+            def pack(x: torch.Tensor, saved: list[weakref.ref[torch.Tensor]] = saved) -> torch.Tensor:
+                saved.append(weakref.ref(x))
                 return x.clone()
 
             def unpack(x: torch.Tensor) -> torch.Tensor:
@@ -143,11 +174,33 @@ def test_hooks_of_saved_tensors_see_what_is_kept(exchange: str) -> None:
 
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 out = attended(transport, name, *leaves)
-            counts.append(len(packed))
             found.append(gradients(out, leaves))
+            counts.append(len(saved))
+            left.append(sum(x() is not None for x in saved))
         assert_near(*found)
-        assert counts[1] > counts[0]
+        assert counts[1] > counts[0] and left[1] == left[0]
 
+    on_ranks(step)
+
+
+def test_forms_are_those_of_what_is_kept(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph finds them in its buffer: of several stages, of a rank without heads, of one that receives no keys."""
+
+    def checked(run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any) -> Any:
+        results = execute.forward(run, q, k, v, sinks)
+        forms = [(x.shape, x.dtype) for x in results[2]]
+        assert forms == execute.kept_forms(run, q, k, v)
+        for found, kept in zip(adjacent(joined(results[2], q), forms), results[2], strict=True):
+            assert torch.equal(found, kept)
+        return results
+
+    def step(transport: SimulatedTransport) -> None:
+        for heads, kv_heads in ((12, 6), (2, 1)):
+            q, k = (torch.randn(2, 32, h, 4).bfloat16().requires_grad_() for h in (heads, kv_heads))
+            v = torch.randn(2, 32, kv_heads, 3).bfloat16()
+            plain(q, k, v, DENSE, Layout.contiguous(96, RANKS), group=transport, exchange=f"{exchange}-kept", bucket=16)
+
+    monkeypatch.setattr("ring.attention.forward", checked)
     on_ranks(step)
 
 

@@ -13,7 +13,8 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import given as drawing
 
-from reference import Branch, Pattern
+from reference import Branch, Pattern, cost
+from ring.plan.exchange import NAMES
 from tests.support.plain_case import plain
 from verification.case import DTYPES, ORDERS, ORDERS_BY_DOCUMENT, SINKS, VALUES, Case, Keys
 from verification.case_line import read_case_line, write_case_line
@@ -251,3 +252,7 @@ def test_a_strided_copy_is_equal_and_strided(shape: tuple[int, ...], dtype: torc
 def test_written_lines_read_as_the_same_case(drawn: Case) -> None:
     line, (branch, *others) = write_case_line(drawn), drawn.pattern.branches
     assert read_case_line(line) == drawn if line else others or branch.heads is not None
+
+
+def test_every_exchange_is_drawn() -> None:
+    assert sorted(cost.EXCHANGES) == sorted(NAMES)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from reference.head_groups import KEPT
 from reference.pattern import Branch, Pattern
 from ring import Layout, ring_attention
 from ring import strided_view as store
@@ -29,7 +30,7 @@ from verification.run import rank as execute
 from verification.run.backends import GlooBackend, SimBackend
 from verification.run.layouts import strided_copy
 from verification.run.memory_meter import Meter, Workspace
-from verification.run.rank import CallResult, RankCall, observe, repeats
+from verification.run.rank import CallResult, RankCall, observe, repeats, run_attention, shards, whole_tensors
 from verification.run.recording_transport import RecordingTransport
 from verification.run.second_run import ALIGNMENT, another_default_device, in_one_storage
 from verification.runner import PROFILES, RunPlan, laws_on
@@ -40,6 +41,14 @@ case = partial(
     plain, tokens=9, order="zigzag", pattern=Pattern((Branch(), Branch(4, 2, 1)), causal=True), kv_heads=1,
     head_dim=3, bucket=3, kernel="auto", lse="differentiated", strided=True,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("exchange", KEPT)
+@pytest.mark.parametrize("again", ["alike", "no_grad"])
+def test_buffers_are_measured_where_something_is_kept(exchange: str, again: str) -> None:
+    given, alone = case(1, exchange=exchange), SoloTransport()
+    call = run_attention(alone, given, shards(given, 0, whole_tensors(given, None)), again)
+    assert (call.buffer_forward is None) == (again == "no_grad")  # without gradients nothing is kept
 
 
 @pytest.mark.parametrize("again", AGAIN)
