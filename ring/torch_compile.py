@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from ring.plan.exchange import HEADS_KEPT
 from ring.plan.exchanges import DIRECT_KEPT
 from ring.precision import accumulator_dtype
 from ring.settings import OPERATOR_SCHEMA, Settings
-from ring.validation import Call, wants_gradients
+from ring.validation import NO_TRANSFORMS, Call, wants_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,7 +49,8 @@ def traced(
     """`ring_attention` in a graph. packed: number of the pattern whose documents to use; None: those of `pattern`.
     settings: those of `Settings`.
 
-    Raises ValueError while traced if the group has no name. Other errors are raised when the graph runs.
+    Raises ValueError while traced if the group has no name, NotImplementedError within vmap. Other errors are raised
+    when the graph runs.
     """
     differentiated = wants_gradients(q, k, v, sinks)
     out, lse, *_ = torch.ops.ring.attention_forward(
@@ -209,6 +210,14 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None)
 
 
 attention_forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def _refuse_vmap(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(NO_TRANSFORMS)
+
+
+attention_forward.register_vmap(_refuse_vmap)
+attention_backward.register_vmap(_refuse_vmap)
 
 # Do not let a graph eliminate these as dead code: other ranks wait for them.
 for operator in (torch.ops.ring.attention_forward.default, torch.ops.ring.attention_backward.default):

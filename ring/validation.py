@@ -36,6 +36,12 @@ _REPLACEMENTS = {  # for arguments of other attention functions
 }
 
 
+NO_TRANSFORMS = (
+    "ring_attention does not work within torch.func's vmap, grad, vjp, jvp and jacrev, nor with is_grads_batched: "
+    "write a larger batch in place of vmap, and torch.autograd.grad in place of the others"
+)
+
+
 @dataclass(eq=False)
 class Call:
     """The arguments of one call of `ring_attention` on one rank, not yet validated."""
@@ -94,10 +100,7 @@ def refuse_transforms(*gradients: torch.Tensor | None) -> None:
     if torch._C._are_functorch_transforms_active() or any(
         x is not None and not torch._C._has_storage(x) for x in gradients
     ):
-        raise NotImplementedError(
-            "ring_attention does not work within torch.func's vmap, grad, vjp, jvp and jacrev, nor with "
-            "is_grads_batched: write a larger batch in place of vmap, and torch.autograd.grad in place of the others"
-        )
+        raise NotImplementedError(NO_TRANSFORMS)
 
 
 def warn_of_heads_first(q: object, k: object, v: object) -> None:

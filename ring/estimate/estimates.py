@@ -27,7 +27,7 @@ from ring.validation import DTYPES
 
 ORDERS = ("contiguous", "zigzag", "striped", "hilbert", "balanced", "zigzag by document")
 DEVICES = ("cpu", "cuda")
-BYTES = ("shards", "accumulator", "gradients", "incoming", "buffers", "memory", "sent")
+BYTES = ("shards", "accumulator", "gradients", "incoming", "kept", "buffers", "memory", "sent")
 MAX_RANKS = 2**12
 _GRAIN = 128  # tokens a rank: `longest` is a multiple
 _MAX_BYTES = 2**60  # of a sequence's tensors: sums of them fit into 64 bits
@@ -71,6 +71,8 @@ class Estimate:
         gradients: bytes of dq, dk and dv in the accumulator's dtype; backward. By heads: of the largest block, and of
             the own rows, in the dtypes in which they are sent.
         incoming: bytes of the gradient of out; backward.
+        kept: bytes that each call keeps for its backward beside q, k, v, out and lse, by "direct-kept" and
+            "all-to-all-kept"; also part of the buffers. A model holds them of all layers that it does not recompute.
         pairs: (query head, query, key) triples of one batch entry.
         imbalance: pairs of the busiest rank / mean, of all ranks.
         forward, backward: the two passes.
@@ -87,6 +89,7 @@ class Estimate:
     accumulator: int
     gradients: int
     incoming: int
+    kept: int
     pairs: int
     imbalance: float
     forward: Pass
@@ -390,7 +393,7 @@ def row_of(
 
     return Estimate(
         layout.n, problem.ranks, order, call.exchange, bucket, shards=terms["shards"], accumulator=terms["accumulator"],
-        gradients=terms["gradients"], incoming=terms["incoming"], pairs=most,
+        gradients=terms["gradients"], incoming=terms["incoming"], kept=terms["kept"], pairs=most,
         imbalance=most / (int(pairs.sum()) / problem.ranks) if most else 1.0,
         forward=passed("forward", False), backward=passed("backward", True), counted=len(ranks),
         longest=None if memory is None else longest(call, problem.ranks, order, memory, one_sided),

@@ -20,18 +20,20 @@ def memory_of(
     stages, own = problem.head_stages(exchange, bucket), exchange.dividing(rank).index(rank)
     place = exchange.same_heads(rank).index(rank)
     blocks = [problem.of_heads(exchange, stage[own]) for stage in stages if stage[own].queries]
-    buffers, held = np.zeros(2, np.int64), np.zeros(2, np.int64)
+    buffers, held, kept = np.zeros(2, np.int64), np.zeros(2, np.int64), 0
     for block in blocks:
         keys = block.stages(exchange.keys, bucket, place)
         sizes, (slot, gradient) = keys.sizes, block.slot_bytes(narrow)
         received = keys.received if exchange.keys.kept else sizes.receive_buffers * sizes.receive
         forward = (received + sizes.send) * slot
-        again = received * slot if exchange.keys.kept else forward
+        kept = received * slot if exchange.keys.kept else 0
+        again = kept if exchange.keys.kept else forward
         backward = again + (sizes.receive_buffers * sizes.receive + sizes.returned) * gradient
         buffers = np.maximum(buffers, (forward, backward))
         held = np.maximum(held, _sums(block, place))
     if exchange.degree > 1:
-        buffers = buffers + _row_buffers(problem, exchange, stages, rank, one_sided)
+        kept = _kept_rows(problem, exchange, stages, rank)
+        buffers = buffers + _row_buffers(problem, exchange, stages, rank, one_sided) + kept
         own_rows = problem.rows[rank] * np.array([problem.heads, problem.kv_heads])
         held[1] += own_rows @ row_bytes(problem, stages)[3]
     (queries, keys), batch, item = problem.rows[rank].tolist(), problem.batch, problem.itemsize
@@ -40,7 +42,7 @@ def memory_of(
     shards = (inputs + of_values) * item + batch * queries * problem.heads * problem.wide
     terms = {
         "shards": shards, "accumulator": held[0], "gradients": held[1], "incoming": of_values * item,
-        "forward_buffers": buffers[0], "backward_buffers": buffers[1],
+        "kept": kept, "forward_buffers": buffers[0], "backward_buffers": buffers[1],
         "forward_memory": shards + held[0] + buffers[0],
         "backward_memory": shards + of_values * item + held[1] + buffers[1],
     }  # fmt: skip
@@ -58,7 +60,7 @@ def _row_buffers(problem: Problem, exchange: ExchangeSpec, stages: Heads, rank: 
 
     By head a tensor has all rows of the widest own block; by owner the own rows of the other ranks' blocks in the
     widest stage. What goes to the heads has both twice if there are several stages. If one-sided, a tensor has only the
-    buffer in which it arrives, by owner with the own block, too. What is kept stays from forward to backward.
+    buffer in which it arrives, by owner with the own block, too.
     """
     dividing = exchange.dividing(rank)
     widths = np.array([[(len(block.queries), len(block.keys)) for block in stage] for stage in stages])
@@ -72,6 +74,12 @@ def _row_buffers(problem: Problem, exchange: ExchangeSpec, stages: Heads, rank: 
         buffers: Ints = to_heads @ by_head + to_owners @ by_owner
     else:
         buffers = (to_heads + to_owners) @ (by_head + by_owner)
-    if exchange.keeps_heads:
-        buffers = buffers + own.sum(0) * problem.rows[list(dividing)].sum(0) @ (there + back)
     return buffers
+
+
+def _kept_rows(problem: Problem, exchange: ExchangeSpec, stages: Heads, rank: int) -> int:
+    """Count the bytes of the rows of own heads, and of their results, that are kept for the backward, if any."""
+    dividing = exchange.dividing(rank)
+    own = [stage[dividing.index(rank)] for stage in stages] if exchange.keeps_heads else []
+    heads = np.array([sum(len(block.queries) for block in own), sum(len(block.keys) for block in own)])
+    return int(heads * problem.rows[list(dividing)].sum(0) @ row_bytes(problem, stages)[:2].sum(0))

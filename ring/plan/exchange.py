@@ -127,7 +127,7 @@ def check_name(name: object, besides: str = "in a call also without the number, 
     """Raise ValueError unless `name` is an exchange with numbers. besides: end of the list of allowed ones."""
     if _parse(name) is None:
         raise ValueError(
-            f"exchange must be one of {', '.join(map(repr, NAMES))}, or two as 'all-to-all:2+ring', "
+            f"exchange must be one of {', '.join(map(repr, NAMES))}, or two that keep nothing, as 'all-to-all:2+ring', "
             f"'ring+all-to-all:2' and 'ring:2+direct', {besides}, got {name!r}"
         )
 

@@ -123,9 +123,14 @@ def test_bytes_buffers_and_operations_are_those_of_the_reference(drawn: tuple[Es
             cost.sent(exact, exchange, narrow), cost.buffers(exact, exchange, bucket, narrow, one_sided),
             cost.resident(exact, exchange, bucket), cost.flops(exact, exchange),
         )  # fmt: skip
+        kept = 0 * buffers.receive
+        if groups_of(exchange, p).kept:  # beside the buffers that the same exchange has without
+            plainly = cost.buffers(exact, exchange.removesuffix("-kept"), bucket, narrow, one_sided).receive
+            kept = buffers.receive - (plainly if spec.degree > 1 else 0)
         expected = {
             "shards": held.shards, "accumulator": held.accumulator, "gradients": held.gradients,
-            "incoming": incoming, "forward_buffers": buffers.forward, "backward_buffers": buffers.backward,
+            "incoming": incoming, "kept": kept,
+            "forward_buffers": buffers.forward, "backward_buffers": buffers.backward,
             "forward_memory": held.shards + held.accumulator + buffers.forward,
             "backward_memory": held.shards + incoming + held.gradients + buffers.backward,
         }  # fmt: skip
@@ -207,11 +212,12 @@ def test_kept_tensors_are_no_messages(exchange: str) -> None:
     check_messages(call, Layout.zigzag(24, 3), Layout.zigzag(24, 3))
 
 
-def test_what_is_kept_of_several_stages_is_that_of_the_reference() -> None:
+def test_kept_heads_of_several_stages() -> None:
     layout = Layout.zigzag(24, 3)
     call = EstimatedCall(Pattern.dense(True), 12, 12, 4, 4, 1, torch.float32, "all-to-all-kept", 4, "cpu")
     wanted, row = cost.buffers(listed(call, layout, layout), call.exchange, 4), row_of(call, layout, layout)
     assert (row.forward.buffers, row.backward.buffers) == (wanted.forward.max(), wanted.backward.max())
+    assert row.kept == row.shards, "ranks divide the heads evenly"
 
 
 def check_messages(call: EstimatedCall, layout: Layout, keys: Layout) -> None:
@@ -307,8 +313,9 @@ def test_times_by_hand() -> None:
     assert (halves.forward.seconds, halves.forward.messages) == (128, 2)
     assert halves.backward.seconds == 160 + 80 + 80 + 32  # one return is hidden
     kept = replace(call, exchange="direct-kept", bucket=3)  # 3 keys, then 1; own keys last
-    slow = row_of(kept, layout, layout, rates=replace(HAND, link=0.25)).backward
-    assert (slow.seconds, slow.messaging) == (120 + max(40, 192) + max(160, 64), 192 + 64)
+    slow = row_of(kept, layout, layout, rates=replace(HAND, link=0.25))
+    assert (slow.backward.seconds, slow.backward.messaging) == (120 + max(40, 192) + max(160, 64), 192 + 64)
+    assert (slow.kept, row_of(call, layout, layout).kept) == (4 * 16, 0)
 
 
 def test_times_by_heads_by_hand() -> None:
@@ -474,7 +481,7 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
         ({"kv_heads": 3}, "heads is 32; it must be a multiple of kv_heads, 3"),
         ({"pattern": Pattern((Branch(heads=range(40)),))}, "pattern must be one for the 32 query heads"),
         ({"dtype": torch.int8}, "dtype is torch.int8; it must be one of torch.float64"),
-        ({"exchange": "star"}, "exchange must be one of 'ring', .* 'all-to-all-kept', or two as .* got 'star'"),
+        ({"exchange": "star"}, "exchange must be one of 'ring', .* 'all-to-all-kept', or two that keep .* got 'star'"),
         ({"exchange": "auto"}, ".*'ring:2.direct', for 'auto' ring.estimate.choose.* lists all of them, got 'auto'"),
         ({"exchange": "all-to-all:3+ring"}, "exchange must divide the 2 ranks .*, got 'all-to-all:3\\+ring'; allowed"),
         ({"bucket": 0}, "bucket is 0; it must be an integer from 1"),

@@ -184,7 +184,7 @@ def test_hooks_of_saved_tensors_see_what_is_kept(exchange: str) -> None:
 
 
 def test_forms_are_those_of_what_is_kept(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a graph finds them in its buffer: of several stages, of a rank without heads, of one that receives no keys."""
+    """A graph finds them in its buffer: of several stages, of a rank without heads, of one that receives no keys."""
 
     def checked(run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any) -> Any:
         results = execute.forward(run, q, k, v, sinks)

@@ -242,6 +242,16 @@ def test_results_equal_eager_ones_at_every_length(
         assert difference < 1e-13 and graphs == 2 < len(LENGTHS)
 
 
+def test_vmap_within_a_graph_is_refused_by_name() -> None:
+    """Nothing would be kept for the backward, since within it no tensor requires gradients."""
+    q, k, v = (x.detach().requires_grad_() for x in inputs()[:3])
+    call = torch.compile(
+        torch.func.vmap(lambda q: plain(q, k, v, PATTERN, ALONE, exchange="direct-kept")), backend="aot_eager"
+    )
+    with pytest.raises(NotImplementedError, match="ring_attention does not work within torch.func's vmap"):
+        call(torch.stack([q, q]))
+
+
 def _forwards_of(name: str, compile_it: bool) -> tuple[int, int]:
     """Numbers of the ring's forwards in one forward and backward of a function, and of the last call."""
     torch._dynamo.reset()
