@@ -141,7 +141,8 @@ class Case(SavedFields):
                   see `loss_of`)
     strided       whether inputs and incoming gradients are non-contiguous (`verification.run.layouts.strided_copy`)
     again         how the second run differs from the first, which must not change a bit of what both give: "alike";
-                  "unchecked" (check=False); "group" (called with the process group itself, where there is one);
+                  "unchecked" (check=False); "group" (called with the process group itself, where there is one, for
+                  every other seed as a mesh; of four seeds two by the operators of a compiled graph);
                   "no_grad" (forward alone, and another after it, on other numbers); "backward" (after a backward of
                   other gradients through the same graph); "between" (with another call, on other numbers, between
                   forward and backward, and one after); "pipelined" (another call's forward follows the forward, its

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,6 +42,14 @@ case = partial(
     plain, tokens=9, order="zigzag", pattern=Pattern((Branch(), Branch(4, 2, 1)), causal=True), kv_heads=1,
     head_dim=3, bucket=3, kernel="auto", lse="differentiated", strided=True,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_graphs_operators_are_called_for_half_of_the_seeds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    called, given, alone = Mock(side_effect=execute.traced), case(1, again="group", seed=seed), SoloTransport()
+    monkeypatch.setattr(execute, "traced", called)
+    call = run_attention(alone, given, shards(given, 0, whole_tensors(given, None)), "group")
+    assert called.call_count == seed // 2 and all(x is not None for x in call.results[:5])
 
 
 @pytest.mark.parametrize("exchange", KEPT)
